@@ -151,8 +151,9 @@ class Component(Generic[ConfigT]):
     check: Callable[[ConfigT, RunConfig], Iterable[Problem]] | None = None
     """Finds problems that types cannot express, before the run starts a worker. May read other sections."""
     check_row: Callable[[ConfigT, Mapping[str, Any]], str] | None = None
-    """For a reward: returns what is wrong with the columns of a row (all but `prompt`), or an empty text.
-    `stretto check` calls it for rows of the dataset, in a separate process that has not made the reward."""
+    """For a reward or a workflow: returns what is wrong with the columns of a row (all but `prompt`), or an
+    empty text. `stretto check` calls it for rows of the dataset, in a separate process that has not made the
+    component."""
     requires: Mapping[str, str] = field(default_factory=dict[str, str])
     """Modules that the factory imports, each with the package to install: `{"torch": "stretto[torch]"}`."""
     imports: Callable[[ConfigT, RunConfig], Iterable[str]] | None = None

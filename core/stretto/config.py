@@ -166,6 +166,11 @@ _MOST_REPLICAS = 5
 """Largest number of copies of a stream in NATS."""
 
 
+_MOST_PAYLOAD_MB = 64
+"""A nats-server refuses to start with larger messages."""
+_MOST_PORT = 65535
+
+
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The NATS server, or the cluster of NATS servers, that carries the run."""
 
@@ -222,7 +227,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds for which the run waits for a NATS server that is gone or stands still. Afterwards the run
     ends, and can be resumed. A worker on another machine leaves after this many seconds without the
     kernel."""
-    max_payload_mb: PositiveInt = 8
+    max_payload_mb: Annotated[int, msgspec.Meta(ge=1, le=_MOST_PAYLOAD_MB)] = 8
     """Largest single message of the bundled server, in MiB. Larger messages are sent in parts."""
 
     def __post_init__(self) -> None:
@@ -238,6 +243,11 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError("tls needs a url in which every server has tls://")
         if len(schemes) > 1:
             raise ValueError("url has servers with tls:// and servers with nats://; expected one of them")
+        port = (self.listen or "").rpartition("]")[2].rpartition(":")[2]
+        if port.isdigit() and int(port) > _MOST_PORT:
+            raise ValueError(f"listen has the port {port}; expected at most {_MOST_PORT}")
+        if self.credentials is not None and not self.servers:
+            raise ValueError("credentials are for your own server; set its url too, or leave them out")
         if self.address and not self.listen:
             raise ValueError("address needs listen: without it the bundled server is on loopback only")
 
@@ -372,8 +382,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: Annotated[
         str,
         msgspec.Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$(?!\n)",
-            description="letters, digits, `-` and `_`, the first a letter or a digit",
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$(?!\n)",
+            description="at most 100 letters, digits, `-` and `_`, the first a letter or a digit",
         ),
     ]
     """Name of the run: letters, digits, `-` and `_`."""

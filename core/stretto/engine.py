@@ -66,7 +66,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     token."""
     max_tokens: PositiveInt = 256
     """Maximum length of an answer, in tokens."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
     """Texts that end an answer. The token that completes a text is the last token of the answer."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Ids of tokens that end an answer, besides the model's end-of-sequence tokens. Such a token is the last

@@ -181,9 +181,12 @@ class RunError(StrettoError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean 'grpo'?"` with the known word nearest to `word`, or an empty string."""
+    """Return `"; did you mean 'grpo'?"` with the known word nearest to `word`, or an empty string. Case and
+    `-` for `_` make no difference."""
+    word = word.lower().replace("-", "_")
 
     def likeness(candidate: str) -> float:
+        candidate = candidate.lower().replace("-", "_")
         # Two letters in the wrong order are the most common typing error.
         swapped = sorted(candidate) == sorted(word)
         return SequenceMatcher(None, word, candidate).ratio() + 0.1 * swapped

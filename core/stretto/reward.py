@@ -9,7 +9,9 @@ Both may be `async`. `columns` are the other columns of the row; a function with
 only the columns that it names. The second form is that of TRL: it also receives `prompts`, and
 `completions` are lists of messages when the row's prompt is a list of chat messages. In the first form,
 `prompt` is the prompt of the row unchanged and `completion` is always text. A workflow that scores whole
-answers of the policy adds the column `completion_tokens`, the length of an answer in tokens. A dict must
+answers of the policy adds the column `completion_tokens`, the length of an answer in tokens. The first two
+parameters of the first form may have other names for prompt and completion, such as `question, response`,
+and then come by position; names that could be those of columns are refused. A dict must
 contain `reward`; stretto averages and reports its other numbers. None, NaN or an exception is a failure, and
 fails the ticket.
 """

@@ -41,7 +41,7 @@ MAX_POSITIONS = 512
 
 PAD, UNKNOWN, TURN, END = SPECIAL = ["<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PAD_ID, END_ID = SPECIAL.index(PAD), SPECIAL.index(END)
-BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a", "\t": "\u0109"}  # how byte-level BPE writes these bytes
+PRINTABLE = "".join(sorted(set(string.printable) - set("\r\x0b\x0c")))
 # Turns one after the other, so that a chat of one user turn is the bare prompt the model was trained on.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -85,16 +85,17 @@ def make_rows(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, as byte-level BPE without merges.
+def make_tokenizer(characters: str = PRINTABLE) -> PreTrainedTokenizerFast:
+    """One token for each of the characters (for each byte, outside ASCII), as byte-level BPE without merges.
 
     transformers 5 ignores the tokenizer's class for model type qwen2 and always builds its byte-level
     Qwen2Tokenizer from the vocabulary; a plain WordLevel one would lose the spaces there.
     """
-    chars = sorted(set(string.printable) - set("\r\x0b\x0c"))
-    vocab = {token: i for i, token in enumerate(SPECIAL + [BYTE_LEVEL.get(c, c) for c in chars])}
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    symbols = dict.fromkeys(byte_level.pre_tokenize_str("".join(sorted(set(characters))))[0][0])
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *symbols])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = byte_level
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -131,6 +132,15 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         eos_token_id=END_ID,
         pad_token_id=PAD_ID,
     )
+    return model
+
+
+def write_model(folder: Path, characters: str) -> Qwen2ForCausalLM:
+    """Write an untrained model and its tokenizer into a folder. `stretto new model` calls it too."""
+    tokenizer = make_tokenizer(characters)
+    model = make_model(tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return model
 
 
@@ -180,10 +190,7 @@ def main() -> None:
     write_rows(args.out / "train.jsonl", train)
     write_rows(args.out / "heldout.jsonl", heldout)
     write_rows(args.out / "demonstrations.jsonl", demonstrations)
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    model.save_pretrained(args.out / "untrained")
-    tokenizer.save_pretrained(args.out / "untrained")
+    model = write_model(args.out / "untrained", PRINTABLE)
     print(
         f"{args.out / 'untrained'}: {model.num_parameters():,} parameters; "
         f"{len(demonstrations):,} demonstrations"

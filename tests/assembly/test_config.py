@@ -14,8 +14,10 @@ import yaml
 from stretto.assembly.compose import Composed, compose, compose_mapping
 from stretto.assembly.plan import context_of, placement, resources_of, workers
 from stretto.assembly.plugins import Plugins
+from stretto.assembly.sections import FOREIGN_KEYS
 from stretto.cli.checks import problems
 from stretto.cli.schema import fields_of, json_schema
+from stretto.config import RunConfig
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, PluginError
 from stretto.user_code.importable import load_module
@@ -236,14 +238,14 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ("queue.max_staleness=-1", ["queue.max_staleness", "int >= 0", "found -1"]),
         ("seed=abc", ["override seed", "expected int, got str", "found 'abc'"]),
         ("steps=null", ["steps", "expected int", "found None"]),
-        ('name="x\\n"', ["override name: expected letters, digits, `-` and `_`"]),
+        ('name="x\\n"', ["override name: expected at most 100 letters, digits, `-` and `_`"]),
         ('reward={use: function, function: "r.py:f\\n"}', ["reward.function: expected `file.py:function`"]),
-        ("name='a b'", ["override name: expected letters, digits, `-` and `_`", "found 'a b'"]),
+        ("name='a b'", ["override name: expected at most 100 letters, digits, `-` and `_`", "found 'a b'"]),
         ("algorithm.use=gpro", ["no algorithm 'gpro'", "did you mean 'grpo'?", "installed: cispo, dapo, d"]),
         ("launcher=kubernete", ["did you mean 'kubernetes'?", "installed: kubernetes, local, ray, slurm"]),
         ("algorithm.correction.use=tis", ["algorithm.correction.use", "token_tis", "found 'tis'"]),
         ("dataset.path=nowhere.jsonl", ["dataset.path", "no such file or folder: 'nowhere.jsonl'"]),
-        ("training=[1]", ["overrides training=[1] do not fit"]),
+        ("training=[1]", ["override training: expected a mapping of keys, found [1]"]),
         ("training.dtype=float23", ["expected one of bfloat16, float32", "did you mean 'float32'?"]),
         ("algorithm.correction=tis", ["algorithm.correction.use", "token_tis", "found 'tis'"]),
         (
@@ -268,6 +270,23 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ("justaword", ["override 'justaword'", "dotted.key=value"]),
         ("name=echo a: b: c", ["override 'name=echo a: b: c'", "cannot be read as YAML", "name='\"…\"'"]),
         ("training.schedule=linear", ["training", "needs decay_steps"]),
+        ("seed=99999999999999999999999", ["override seed: expected a whole number of at most 64 bits"]),
+        ("training.lr=.inf", ["override training.lr: expected a finite number; found inf"]),
+        ("training.betas=[.nan,0.9]", ["override training.betas.0: expected a finite number; found nan"]),
+        ("algorithm.use=GRPO", ["no algorithm 'GRPO'", "did you mean 'grpo'?"]),
+        ("training.learning_rate=1e-4", ["unknown key 'learning_rate'; did you mean 'training.lr'?"]),
+        ("num_generations=4", ["unknown key 'num_generations'; did you mean 'algorithm.group_size'?"]),
+        ("training.max_new_tokens=9", ["did you mean 'sampling.max_tokens'?"]),
+        ("training.beta=[0.9,0.99]", ["unknown key 'beta'; did you mean 'betas'?"]),
+        ("training.batch_size=4", ["unknown key 'batch_size'; did you mean 'queue.batch_size'?"]),
+        ("algorithm={group_size: 8, use: null}", ["algorithm.use: is missing; expected the name of an algo"]),
+        ("name=no", ["name: expected str, got bool; found False; write the text in quotes, because YAML"]),
+        ("name=7", ["name: expected str, got int; found 7; write the text in quotes"]),
+        ("on_collapse=off", ["on_collapse: expected one of stop, warn; found False"]),
+        ("reward=[exact, math]", ["override reward: expected a mapping", "`parts` of the reward `sum`"]),
+        ("trackers[0]=csv", ["a list is written as a whole, such as trackers=[…]"]),
+        ("algorithm.kl=0.1", ["algorithm.kl: expected a mapping", "did you mean algorithm.kl.coef=0.1?"]),
+        ("model=${oc.env:NO_SUCH_VARIABLE}", ["override model: Environment variable 'NO_SUCH_VARIABLE'"]),
     ],
 )
 def test_refusals_name_place_value_and_what_would_do(run_file: Path, override: str, words: list[str]) -> None:
@@ -317,7 +336,11 @@ def test_refusals_in_the_file_name_its_line(run_file: Path) -> None:
     run_file.write_text("a: [1")
     assert "cannot be read as YAML" in refused(run_file)
     run_file.write_text("- 1")
-    assert "expected a mapping" in refused(run_file)
+    assert "expected a mapping of keys, found a list" in refused(run_file)
+    run_file.write_bytes(b"steps: 1\nname: caf\xe9\n")
+    assert refused(run_file) == f"{run_file}:2: not UTF-8 (byte 0xe9); save the file as UTF-8"
+    run_file.write_text(f"{RUN}trackers: [csv]\n")
+    assert "trackers: is a list, which an override replaces as a whole" in refused(run_file, "trackers.0=csv")
     assert "no run file" in refused(run_file.with_name("absent.yaml"))
 
 
@@ -353,7 +376,7 @@ def test_models_are_checked_where_they_can_be(run_file: Path, monkeypatch: pytes
     assert "no config.json" in wrong
     composed = compose(run_file, ["model=acme-labs/some-model-0.5B"])
     assert complaints(composed) == []
-    [warning] = complaints(composed, "warning")
+    [warning] = [text for text in complaints(composed, "warning") if text.startswith("model: ")]
     assert "not verified" in warning
 
 
@@ -517,6 +540,13 @@ def test_mistyped_groups_and_models_are_refused(run_file: Path, override: str, w
 
 
 # -------------------------------------------------------------------------------- how it looks
+
+
+def test_the_keys_of_other_projects_stand_for_keys_that_exist() -> None:
+    plugins = Plugins()
+    structs = [RunConfig, *(plugins.get(line.kind, line.name).config for line in plugins.listing())]
+    known = {name for struct in structs for field in fields_of(struct) for name in field.name.split(".")}
+    assert [path for path in FOREIGN_KEYS.values() if not set(path.split(".")) <= known] == []
 
 
 def test_the_schema_accepts_what_compose_accepts_and_no_more(run_file: Path) -> None:

@@ -201,7 +201,7 @@ def test_clean_books_are_clean_and_what_was_purged_is_named(tmp_path: Path) -> N
     assert checks["staleness of each token"].checked == "8 trajectories of versions 2-3, largest 1"
     assert checks["staleness of each token"].unchecked.startswith("versions 0-1: purged")
     assert checks["rows in the log"].checked.startswith("versions 2-3")
-    assert checks["evaluations of one version"].checked == "versions 4; samples of versions 4"
+    assert checks["evaluations of one version"].checked == "versions 4; recomputed from samples: 4"
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 

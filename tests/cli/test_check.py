@@ -82,7 +82,7 @@ def plugin(file: Path, kind: str, body: str, base: str = "") -> str:
     [
         ("def score(completion, wrongname): return 1.0", "needs 'wrongname'"),
         ("def score(prompt, answer): return 1.0", "'answer' is a column of the row; name them"),
-        ("def score(prompt, completion): return 'good'", "could not convert string to float: 'good'"),
+        ("def score(prompt, completion): return 'good'", "is 'good', a str; expected a number"),
         ("def score(prompt, completion): return float('nan')", "is nan, not a finite number"),
         ("def score(completions, **columns): return [1.0]", "returned 1 values for 4 completions"),
         ("def score(prompt, completion):\n    raise KeyError('boom')", "raised KeyError: 'boom'"),
@@ -318,7 +318,8 @@ def test_a_run_whose_prompts_are_all_too_long_is_refused(run_file: Path) -> None
 
 
 def test_odd_values_are_warned_of(run_file: Path) -> None:
-    held = f"evaluation={{every: 9, dataset: {{use: jsonl, path: {run_file.parent}/rows.jsonl}}}}"
+    (run_file.parent / "held.jsonl").write_text('{"prompt": "7+1=", "answer": "8"}\n')
+    held = f"evaluation={{every: 9, dataset: {{use: jsonl, path: {run_file.parent}/held.jsonl}}}}"
     engine = ("training.use=torch", "training.lr=1", "training.micro_batch_tokens=16", "inference.use=torch")
     odd = ("queue.batch_size=8", "queue.max_staleness=50", "inference.slots=1", "sampling.max_tokens=32")
     text = found(run_file, held, *engine, *odd, severity="warning")
@@ -332,6 +333,178 @@ def test_odd_values_are_warned_of(run_file: Path) -> None:
     fine = ("queue.batch_size=4", "queue.max_staleness=8", "evaluation.every=5")
     paths = found(run_file, held, *engine, *odd, *usual, *fine, severity="warning").keys()
     assert paths <= {"training.threads"}
+
+
+# ------------------------------------------------------------------------------------ slips of a run file
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+TORCH = f"model={MODEL}", "training.use=torch", "inference.use=torch", "sampling.max_tokens=32"
+HELD = "evaluation={dataset: {use: jsonl, path: held.jsonl}, sampling: {temperature: 0}}"
+OWN = {
+    "user.py": (
+        "import sys\n"
+        "def gold(answer_text, gold): return 1.0\n"
+        "def verl(response, ground_truth): return 1.0\n"
+        "def nested(prompt, completion): return {'reward': 1.0, 'parts': {'a': 1}}\n"
+        "def generator(prompt, completion):\n    yield 1.0\n"
+        "def leaves(prompt, completion): sys.exit(3)\n"
+        "def solve(question_text): return '1'\n"
+        "def env(completion, answer, foo): return {'reward': 1}\n"
+        "def fine(completion, answer, *, turn, more=1): return {'reward': 1}\n"
+    ),
+    "held.jsonl": "".join(json.dumps({"prompt": f"{n}+2=", "answer": str(n + 2)}) + "\n" for n in range(4)),
+    "no_prompt.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"answer": "3"}\n',
+    "no_answer.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n{"prompt": "1+3="}\n',
+    "pairs.jsonl": '{"prompt": "1", "completion": "2"}\n{"prompt": "1"}\n',
+    "array.jsonl": '[{"prompt": "1+1="}]\n',
+    "pretty.jsonl": '{\n "prompt": "1+1="\n}\n',
+    "rows.csv": "prompt,answer\n1+1=,2\n",
+    "bom.jsonl": '\ufeff{"prompt": "1+1=", "answer": "2"}\n',
+}
+
+
+def all_found(file: Path, *overrides: str) -> list[str]:
+    """Each problem of a run in the folder of `file`, with severity and key."""
+    for name, text in OWN.items():
+        (file.parent / name).write_text(text)
+    try:
+        composed = compose(file, [*overrides, f"out={file.parent}/out"])
+    except ConfigError as error:
+        return [f"error {error}"]
+    return [f"{problem.severity} {problem.path}: {problem.message}" for problem in problems(composed)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("sampling.stop=['']",), "error override sampling.stop.0: expected str of length >= 1"),
+        ((*TORCH, "sampling.stop_token_ids=[99999]"), "error sampling.stop_token_ids: has the token 99999"),
+        (
+            (*TORCH, HELD, "evaluation.sampling.logit_bias={99999: 5}"),
+            "error evaluation.sampling.logit_bias: has the token 99999, but",
+        ),
+        (
+            (*TORCH, "variants={a: {weight: 1}, b: {sampling: {stop_token_ids: [99999]}}}"),
+            "error variants.b.sampling.stop_token_ids: has the token 99999",
+        ),
+        ((*TORCH, "inference.context_length=100000"), "error inference.context_length: is 100000, but"),
+        ((*TORCH, "sampling.max_tokens=600"), "error sampling.max_tokens: is 600, but"),
+        ((*TORCH, "sampling.max_tokens=5000"), "error inference.context_length: is at most 4096 by default"),
+        (
+            (*TORCH, HELD, "evaluation.sampling.max_tokens=600"),
+            "error evaluation.sampling.max_tokens: is 600",
+        ),
+        (
+            (*TORCH, HELD, "inference.context_length=64", "evaluation.sampling.max_tokens=64"),
+            "error evaluation.sampling.max_tokens: is 64, but inference.context_length",
+        ),
+        ((*TORCH, "inference.canary.tokens=600"), "error inference.canary.tokens: is 600, more than"),
+        ((*TORCH, "training.lora={targets: [q_prj]}"), "'q_prj' is no linear module of"),
+        (
+            (*TORCH, "training.betas=[0.9,1.0]"),
+            "error override training.betas.1: expected float < 1.0; found",
+        ),
+        ((*TORCH, "training.lr=1e-30"), "warning training.lr: is 1e-30: such steps change no weight"),
+        ((*TORCH, "training.warmup_steps=1000"), "warning training.warmup_steps: is 1000, but the run has 5"),
+        ((*TORCH, "training.decay_steps=3"), "warning training.decay_steps: is 3, and has no effect"),
+        (
+            (*TORCH, "training={schedule: linear, decay_steps: 3, warmup_steps: 4}"),
+            "error training.decay_steps: is 3, but the warm-up alone takes 4",
+        ),
+        (
+            ("workflow={use: agent, function: user.py:solve}",),
+            "parameter 'question_text'; available: prompt, row",
+        ),
+        (
+            ("workflow={use: multi_turn, environment: user.py:env}",),
+            "has a parameter 'foo'; available: prompt",
+        ),
+        (("workflow={use: agent, command: nosuchprogram --x}",), "there is no program 'nosuchprogram' on"),
+        (("workflow={use: agent, command: [nosuchprogram]}",), "there is no program 'nosuchprogram' on"),
+        (("dataset.path=no_prompt.jsonl",), "1 of 2 rows have no valid prompt, and their tickets would fail"),
+        (("dataset.path=no_answer.jsonl",), "cannot score row 2 of `dataset`, and 2 of 3 rows have these"),
+        (("algorithm=sft", "dataset.path=pairs.jsonl"), "warning dataset: row 2: "),
+        (("reward={use: function, function: user.py:gold}",), "but it calls them 'answer_text' and 'gold'"),
+        (("reward={use: function, function: user.py:verl}",), "calls them 'response' and 'ground_truth'"),
+        (("reward={use: function, function: user.py:nested}",), "the metric 'parts' of completion 0 is"),
+        (("reward={use: function, function: user.py:generator}",), "a generator; expected a number"),
+        (("reward={use: function, function: user.py:leaves}",), "reward raised SystemExit: 3"),
+        ((HELD, "evaluation.dataset.path=rows.jsonl"), "4 of 4 held-out rows are also rows of `dataset`"),
+        ((HELD, "evaluation.rows=99"), "warning evaluation.rows: is 99, but the dataset has 4 rows"),
+        ((HELD, "evaluation.samples=8"), "warning evaluation.samples: is 8, but at temperature 0"),
+        (("checkpoint.keep_best=true",), "warning checkpoint.keep_best: has no effect"),
+        ((*TORCH, "inference=mock"), "warning inference.use: 'mock' samples answers without"),
+        (("workflow.timeout_s=0.001",), "warning workflow.timeout_s: is 0.001: nothing ends in so short"),
+        (("queue.batch_size=512", "rollout.concurrency=1"), "warning rollout.concurrency: is 1"),
+        (("sampling.temperature=5",), "warning sampling.temperature: is 5"),
+        ((*TORCH, "sampling.ignore_eos=true"), "warning sampling.ignore_eos: is true"),
+        (("algorithm.eps_clip=5",), "warning algorithm.eps_clip: is 5"),
+        (
+            ("algorithm={use: dapo, overlong: {limit: 9, buffer: 20}}",),
+            "buffer (20) must be at most limit (9)",
+        ),
+        (
+            ("algorithm={use: dapo, overlong: {limit: 999, buffer: 2}}",),
+            "warning algorithm.overlong.limit: is 999",
+        ),
+        ((*TORCH, "algorithm=distill"), "warning models.teacher.path: is not set"),
+        (("bus.max_payload_mb=100",), "error override bus.max_payload_mb: expected int <= 64"),
+        (("bus.listen='127.0.0.1:99999'",), "listen has the port 99999"),
+        (("bus.credentials=user.py",), "credentials are for your own server"),
+        (("training={use: fsdp2, interface: eth99}",), "this machine has no network interface 'eth99'"),
+        (
+            ("workflow={use: multi_turn, environment: user.py:fine, max_tokens: 2}",),
+            "warning workflow.max_tokens",
+        ),
+        (("dataset.path=array.jsonl",), "array.jsonl:1: not a JSON object in UTF-8: it begins a JSON array"),
+        (("dataset.path=pretty.jsonl",), "an object goes over several lines"),
+        (("dataset.path=rows.csv",), "it looks like CSV"),
+        (("dataset.path=bom.jsonl",), "byte order mark (BOM)"),
+        (("model=user.py",), "user.py' is a file; expected the folder of a model"),
+        (("model=nowhere.yaml",), "error model: no such folder: 'nowhere.yaml'"),
+    ],
+)
+def test_a_slip_is_found_before_the_run_starts(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(run_file.parent)
+    found_problems = all_found(run_file, *overrides)
+    assert any(message in problem for problem in found_problems), found_problems
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*TORCH, HELD, "training.lora={}", "inference.context_length=512", "sampling.stop_token_ids=[3]"),
+        (*TORCH, "training={schedule: cosine, decay_steps: '${steps}', warmup_steps: 1}"),
+        (HELD, "workflow={use: multi_turn, environment: user.py:fine}", "reward=null"),
+        ("workflow={use: agent, command: 'cd /tmp && X=1 nosuchprogram'}", "sandbox=unsafe"),
+        ("workflow={use: agent, command: python3 agent.py}", "sandbox=unsafe"),
+        ("workflow.timeout_s=1", "rollout.concurrency=1", "sampling.temperature=1.3"),
+    ],
+)
+def test_a_right_run_file_has_no_problem(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(run_file.parent)
+    # Of this machine, of the quickstart's model, and of `sandbox: unsafe`.
+    usual = ("training.threads", "does not show tools", "warning sandbox")
+    assert [each for each in all_found(run_file, *overrides) if not any(text in each for text in usual)] == []
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        *("quickstart/run", "quickstart/ppo", "quickstart/dpo", "quickstart/reward_model"),
+        *("agent/run", "agent/curl", "agent/tools"),
+    ],
+)
+def test_the_examples_have_no_problem(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    composed = compose(Path("examples", f"{example}.yaml"), [f"out={tmp_path}/out"])
+    usual = ("training.threads", "model")  # of this machine, and of models and their chat templates
+    found_problems = [each for each in problems(composed) if each.path not in usual]
+    assert [each for each in found_problems if each.severity != "environment"] == []
 
 
 # ---------------------------------------------------------------------------------------------- bus

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from stretto.assembly.plugins import KINDS, Plugins
-from stretto.cli.new import new_package, next_steps
+from stretto.cli.new import new_model, new_package, next_steps
 from stretto.errors import ConfigError, PluginError
+from stretto.models.files import known_config
+from stretto.models.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,6 +62,17 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists and is not an empty folder"):
         new_package("reward", "mine", tmp_path, Plugins())
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_model_has_a_token_for_each_character(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    new_model(folder, "([{=}])½", seed=0)
+    tokenizer = load_tokenizer(str(folder))
+    ids = tokenizer.encode_text("([{=}])½")
+    assert (len(ids), tokenizer.decode(ids)) == (9, "([{=}])½")  # two bytes for the character outside ASCII
+    assert known_config(str(folder))["vocab_size"] == 4 + 9
+    with pytest.raises(ConfigError, match="exists and is not an empty folder"):
+        new_model(folder, None, seed=0)
 
 
 def test_a_command_can_be_pasted_into_a_shell() -> None:

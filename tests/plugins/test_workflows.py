@@ -331,6 +331,22 @@ def test_the_page_about_workflows_is_true(start: Start, tmp_path: Path) -> None:
     assert [line["reward/turns"] for line in run.metrics()] == [2, 2]
 
 
+def test_the_environment_of_the_page_rewards_every_conversation(start: Start, tmp_path: Path) -> None:
+    """Its run file has no `reward`."""
+    page = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text()
+    code, section = (
+        re.search(pattern, page, re.DOTALL) for pattern in (r"(# guess\.py\n.*?)```", r"(workflow: .*?)\n```")
+    )
+    assert code is not None
+    assert section is not None
+    (tmp_path / "guess.py").write_text(code[1])
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "A number: ", "number": 7}\n' * 4)
+    file = tmp_path / "run.yaml"
+    file.write_text(file.read_text().replace("reward: exact\n", f"{section[1]}\n"))
+    run = start(f"dataset.path={tmp_path}/rows.jsonl", "steps=2")
+    assert run.assert_completed(2)["ledger"]["failed"] == 0
+
+
 def _defined(code: str, file: str) -> Any:
     """The first function of a block."""
     names: dict[str, Any] = {}

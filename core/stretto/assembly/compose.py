@@ -6,11 +6,13 @@ YAML and merges the overrides.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ import msgspec
 from stretto.assembly.contracts import CONTRACTS, expect_contract
 from stretto.assembly.plugins import BASES, Origin, Plugins
 from stretto.assembly.sections import (
+    FOREIGN_KEYS,
     GROUP_NAME,
     LIST_SECTIONS,
     NAMED_SECTIONS,
@@ -26,6 +29,7 @@ from stretto.assembly.sections import (
     VARIANT_NAME,
     VARIANT_SECTIONS,
     KeySource,
+    instead_of_list,
     kind_of,
 )
 from stretto.component import Component, ComponentParts, Context, Kind
@@ -37,6 +41,7 @@ __all__ = [
     "compose",
     "compose_mapping",
     "find_path",
+    "marks_of",
 ]
 
 _PARTS = "parts"
@@ -255,7 +260,8 @@ class _Composer:
         sections |= self._structs_of(data, self._variant_sections(data), notices)
         struct = self._struct(sections, self._lists(data), list(data.get("variants") or {}))
         _expand_names(data, struct)
-        self._refuse_unknown(data, struct, "")
+        self._refuse_unknown(data, struct, "", struct)
+        self._refuse_numbers(data, "")
         _inherit_sampling(data)
         measurable = list(_measurable(struct, data, ""))
         measured = [path for path, section, key in measurable if section.get(key) == _AUTO]
@@ -383,8 +389,9 @@ class _Composer:
         if isinstance(section, str):
             section = parent[key] = {"use": section}
         if not isinstance(section, dict):
+            hint = instead_of_list(path)
             raise self.source.error(
-                path, f"expected a name or a mapping with `use`, found {section!r}", section
+                path, f"expected a name or a mapping with `use`, found {section!r}{hint}", section
             )
         return cast("dict[str, Any]", section)
 
@@ -393,8 +400,10 @@ class _Composer:
         use_key = f"{path}.use"
         if not isinstance(name, str):
             names = ", ".join(self.plugins.names(kind)) or "none"
+            found = "is missing" if name is None else f"is {name!r}"
+            article = "an" if kind[0] in "aeiou" else "a"
             raise self.source.error(
-                use_key, f"expected the name of a {kind}, found {name!r}; installed: {names}"
+                use_key, f"{found}; expected the name of {article} {kind}; installed: {names}"
             )
         try:
             component = self.plugins.get(kind, name)
@@ -485,18 +494,37 @@ class _Composer:
             section_fields.append((path, tuple[tuple(structs)] if structs else tuple[()]))  # type: ignore[misc]
         return msgspec.defstruct("RunConfig", section_fields, bases=(RunConfig,), kw_only=True, frozen=True)
 
-    def _refuse_unknown(self, data: Any, struct: type[msgspec.Struct], path: str) -> None:
-        """Refuse unknown keys and name the nearest known key, which msgspec does not do."""
+    def _refuse_unknown(
+        self, data: Any, struct: type[msgspec.Struct], path: str, run: type[msgspec.Struct]
+    ) -> None:
+        """Refuse unknown keys and name the nearest known key, which msgspec does not do.
+
+        Args:
+            run: the struct of the whole run.
+        """
         if not isinstance(data, dict):
             return
         known = {field.encode_name: field for field in msgspec.structs.fields(struct)}
         for key, value in cast("dict[str, Any]", data).items():
             key_path = f"{path}.{key}" if path else str(key)
             if key not in known:
-                hint = offer(str(key), known, "accepted here")
+                hint = _other_place(str(key), known, run) or offer(str(key), known, "accepted here")
                 raise self.source.error(key_path, f"unknown key {key!r}{hint}", value)
             for part, item in _structs_in(known[key].type, value, key_path):
-                self._refuse_unknown(item[1], part, item[0])
+                self._refuse_unknown(item[1], part, item[0], run)
+
+    def _refuse_numbers(self, value: Any, path: str) -> None:
+        """Refuse numbers that no process of a run can use, or send to another, in any key."""
+        if isinstance(value, dict):
+            for key, item in cast("dict[str, Any]", value).items():
+                self._refuse_numbers(item, f"{path}.{key}" if path else str(key))
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(cast("Sequence[Any]", value)):
+                self._refuse_numbers(item, f"{path}.{index}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise self.source.error(path, f"expected a finite number; found {value}", value)
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise self.source.error(path, f"expected a whole number of at most 64 bits; found {value}", value)
 
     def _convert(self, data: dict[str, Any], struct: type[msgspec.Struct]) -> RunConfig:
         try:
@@ -520,7 +548,8 @@ class _Composer:
                 text = "cannot be measured for this component; expected a number (see docs/cores.md)"
             shown = _LOGIN.sub("://<login>@", repr(value))
             value_text = "" if isinstance(value, dict) else f"; found {shown}{source}"
-            raise self.source.error(path, f"{text}{value_text}", value) from error
+            hint = _hint(path, message, value, annotation)
+            raise self.source.error(path, f"{text}{value_text}{hint}", value) from error
 
     def _reference_at(self, path: str) -> str:
         """Return the key that `${key}` at `path` refers to in the end; empty if the value is no reference."""
@@ -544,7 +573,7 @@ class _Composer:
                     for key, item in mapping.items()
                 }
             elif isinstance(value, str):
-                changes[field.name] = self._resolve_path(_marks(field.type), value, key_path)
+                changes[field.name] = self._resolve_path(marks_of(field.type), value, key_path)
             elif isinstance(value, tuple) and (marks := _marks_of_items(field.type)):
                 items = cast("tuple[str, ...]", value)
                 changes[field.name] = tuple(
@@ -639,7 +668,7 @@ def _measurable(
     for field in msgspec.structs.fields(struct):
         key = field.encode_name
         key_path = f"{path}.{key}" if path else key
-        if "measured" in _marks(field.type):
+        if "measured" in marks_of(field.type):
             yield key_path, section, key
         for part, (inner, value) in _structs_in(field.type, section.get(key), key_path):
             yield from _measurable(part, value, inner)
@@ -658,7 +687,7 @@ def _replaced(struct: Any, path: Sequence[str], value: Any) -> Any:
     return msgspec.structs.replace(struct, **{key: new})
 
 
-def _marks(annotation: Any) -> set[str]:
+def marks_of(annotation: Any) -> set[str]:
     """Return the marks of `stretto.component` that a field's type carries, such as `local_path`."""
     info = msgspec.inspect.type_info(annotation)
     return {
@@ -673,6 +702,29 @@ def _marks_of_items(annotation: Any) -> set[str]:
     info = msgspec.inspect.type_info(annotation)
     item = info.item_type if isinstance(info, msgspec.inspect.VarTupleType) else None
     return {(item.extra or {}).get("stretto", "")} if isinstance(item, msgspec.inspect.Metadata) else set()
+
+
+def _other_place(key: str, known: Collection[str], run: type[msgspec.Struct]) -> str:
+    """Return `"; did you mean 'training.lr'?"` for a key of another project, or of another
+    section; empty for the others.
+
+    Args:
+        known: the keys of its section.
+    """
+    typing_error = get_close_matches(key, known, 1, 0.85)  # such as `beta` in place of `betas`
+    path = "" if typing_error else FOREIGN_KEYS.get(key.lower(), "")
+    if not path and not nearest(key, known):
+        path = min((path for path in _keys_in(run) if path.rpartition(".")[2] == key), key=len, default="")
+    return f"; did you mean {path!r}?" if path else ""
+
+
+def _keys_in(struct: type[msgspec.Struct], path: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a struct and of the structs in it."""
+    for field in msgspec.structs.fields(struct):
+        key = f"{path}.{field.encode_name}" if path else field.encode_name
+        yield key
+        for part, _ in _structs_in(field.type, None, ""):
+            yield from _keys_in(part, key)
 
 
 def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
@@ -701,18 +753,29 @@ def _message_and_path(error: msgspec.ValidationError) -> tuple[str, str]:
     return message, path.replace("[", ".").replace("]", "")
 
 
+def _hint(path: str, message: str, value: Any, annotation: Any) -> str:
+    """Return what to write instead of a value of another type, if that is known."""
+    if message.startswith("Expected `str") and isinstance(value, (bool, int, float)):
+        read = ", because YAML reads yes, no, on and off as true or false" if isinstance(value, bool) else ""
+        return f"; write the text in quotes{read}"
+    if message.startswith("Expected `object") and not isinstance(value, dict):
+        for struct, _ in _structs_in(annotation, None, ""):
+            for field in msgspec.structs.fields(struct):
+                with suppress(msgspec.ValidationError):
+                    msgspec.convert(value, field.type)
+                    return f"; did you mean {path}.{field.encode_name}={value}?"
+    return ""
+
+
 def _plain_message(message: str, value: Any, annotation: Any) -> str:
     """Return msgspec's message in the words of YAML."""
     if "matching regex" in message:
         return f"expected {_description(annotation) or 'text of another form'}"
-    if message.startswith("Invalid enum value"):
-        info = msgspec.inspect.type_info(annotation)
-        allowed = [
-            str(choice)
-            for part in getattr(info, "types", (info,))
-            if isinstance(part, msgspec.inspect.LiteralType)
-            for choice in part.values
-        ]
+    info = msgspec.inspect.type_info(annotation)
+    parts = getattr(info, "types", (info,))
+    literals = [part for part in parts if isinstance(part, msgspec.inspect.LiteralType)]
+    if literals and not isinstance(value, (dict, list)):
+        allowed = [str(choice) for part in literals for choice in part.values]
         return f"expected one of {', '.join(allowed)}{nearest(str(value), allowed)}"
     text = message[0].lower() + message[1:].replace("`", "")
     return re.sub(r"\bobject\b", "a mapping", re.sub(r"\barray\b", "a list", text))

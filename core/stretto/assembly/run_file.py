@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stretto.assembly.sections import NAMED_SECTIONS, SECTIONS, KeySource, names_component
+from stretto.assembly.sections import NAMED_SECTIONS, SECTIONS, KeySource, instead_of_list, names_component
 from stretto.errors import ConfigError
 
 __all__ = ["RunFile", "nested_too_deeply", "overlay", "read", "references"]
@@ -42,6 +42,10 @@ class RunFile(KeySource):
 
     def _item(self, item: str) -> str:
         key, equals, value = item.partition("=")
+        if indexed := re.fullmatch(r"([A-Za-z_][\w.-]*)\[[^]]*\].*", key):
+            raise ConfigError(
+                f"override {item!r}: a list is written as a whole, such as {indexed[1]}=[…]", value=item
+            )
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
             raise ConfigError(f"override {item!r} is not of the form dotted.key=value", value=item)
         # `training=mock` replaces the component and keeps the section's other keys.
@@ -116,25 +120,46 @@ def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
         hint = f"; did you mean {str(inside)!r}?" if inside.is_file() else ""
         text = f"{str(source.file)!r} is a folder; expected a run file{hint}"
         raise ConfigError(text, value=str(source.file)) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        text = (
+            f"{source.file}:{line}: not UTF-8 (byte {error.object[error.start]:#x}); save the file as UTF-8"
+        )
+        raise ConfigError(text) from error
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{source.file}: cannot be read as YAML: {error}") from error
     except RecursionError as error:
         raise nested_too_deeply(source.file) from error
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{source.file}: expected a mapping of keys, found {type(loaded).__name__}")
+        raise ConfigError(f"{source.file}: expected a mapping of keys, found a list")
     try:
-        merged = OmegaConf.merge(_expand_short_sections(loaded, source.overrides), source.overrides)
+        expanded = _expand_short_sections(loaded, source.overrides)
+        for path, fault in _misfits(_to_plain(expanded), _to_plain(source.overrides)):
+            raise source.error(path, fault)
+        merged = OmegaConf.merge(expanded, source.overrides)
         merged = _expand_short_sections(cast("DictConfig", merged))  # those that overrides added
         source.raw = _to_plain(merged)
         source.plain = plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
         escaped = OmegaConf.create(_escape_env(source.raw))
         secret = cast("dict[str, Any]", OmegaConf.to_container(escaped, resolve=True))
-    except TypeError as error:  # one side has a value where the other side has a mapping
-        raise ConfigError(f"overrides {', '.join(source.items)} do not fit {source.file}: {error}") from error
     except OmegaConfBaseException as error:
         path = getattr(error, "full_key", "") or ""
-        raise source.error(path, str(error).splitlines()[0]) from error
+        reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
+        raise source.error(path, reason.strip('"')) from error
     return plain, secret
+
+
+def _misfits(tree: Any, overrides: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the keys at which a file has a list and an override a mapping, or the other way round, which
+    OmegaConf cannot merge; each with what is wrong."""
+    if isinstance(tree, dict) and isinstance(overrides, dict):
+        own, others = cast("dict[str, Any]", tree), cast("dict[str, Any]", overrides)
+        for key in own.keys() & others.keys():
+            yield from _misfits(own[key], others[key], f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list) and isinstance(overrides, dict):
+        yield path, f"is a list, which an override replaces as a whole; write {path}=[…]"
+    elif isinstance(tree, dict) and isinstance(overrides, list):
+        yield path, f"expected a mapping of keys, found {overrides!r}{instead_of_list(path)}"
 
 
 def nested_too_deeply(file: Path) -> ConfigError:

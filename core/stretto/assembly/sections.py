@@ -11,6 +11,7 @@ from stretto.component import Kind
 from stretto.errors import ConfigError
 
 __all__ = [
+    "FOREIGN_KEYS",
     "GROUP_NAME",
     "LIST_SECTIONS",
     "NAMED_SECTIONS",
@@ -18,6 +19,7 @@ __all__ = [
     "VARIANT_NAME",
     "VARIANT_SECTIONS",
     "KeySource",
+    "instead_of_list",
     "kind_of",
     "names_component",
 ]
@@ -42,6 +44,68 @@ GROUP_NAME = r"[a-z][a-z0-9_]*"
 VARIANT_SECTIONS: dict[str, Kind] = {"workflow": "workflow", "reward": "reward"}
 VARIANT_NAME = r"[a-z][a-z0-9_]{0,31}"
 
+# Keys of TRL, verl and transformers -> stretto's (docs/from-trl.md, docs/from-verl.md), for error messages.
+FOREIGN_KEYS = {
+    "adam_beta1": "training.betas",
+    "adam_beta2": "training.betas",
+    "adv_estimator": "algorithm.use",
+    "beta": "algorithm.kl.coef",
+    "bf16": "training.dtype",
+    "clip_ratio": "algorithm.eps_clip",
+    "clip_ratio_c": "algorithm.c_clip",
+    "clip_ratio_high": "algorithm.eps_clip_high",
+    "clip_ratio_low": "algorithm.eps_clip",
+    "delta": "algorithm.c_clip",
+    "epsilon": "algorithm.eps_clip",
+    "epsilon_high": "algorithm.eps_clip_high",
+    "eval_dataset": "evaluation.dataset",
+    "eval_steps": "evaluation.every",
+    "gpu_memory_utilization": "inference.share",
+    "grad_clip": "training.clip_norm",
+    "kl_coef": "algorithm.kl.coef",
+    "kl_loss_coef": "algorithm.kl.coef",
+    "lam": "algorithm.gae_lambda",
+    "learning_rate": "training.lr",
+    "logger": "trackers",
+    "loss_agg_mode": "algorithm.loss_mean",
+    "loss_type": "algorithm.loss_mean",
+    "lr_scheduler_type": "training.schedule",
+    "max_completion_length": "sampling.max_tokens",
+    "max_grad_norm": "training.clip_norm",
+    "max_length": "sampling.max_tokens",
+    "max_model_len": "inference.context_length",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_num_seqs": "inference.slots",
+    "max_prompt_length": "dataset.max_prompt_tokens",
+    "max_response_length": "sampling.max_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model",
+    "num_generations": "algorithm.group_size",
+    "num_iterations": "algorithm.epochs",
+    "num_train_epochs": "steps",
+    "output_dir": "out",
+    "peft_config": "training.lora",
+    "per_device_train_batch_size": "queue.batch_size",
+    "ppo_epochs": "algorithm.epochs",
+    "prompt_key": "dataset.prompt_column",
+    "report_to": "trackers",
+    "reward_funcs": "reward",
+    "reward_weights": "reward.weights",
+    "save_freq": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "algorithm.group_reward_norm",
+    "steps_per_generation": "algorithm.minibatches",
+    "tensor_model_parallel_size": "inference.tensor_parallel",
+    "test_freq": "evaluation.every",
+    "total_training_steps": "steps",
+    "train_batch_size": "queue.batch_size",
+    "train_dataset": "dataset",
+    "vllm_gpu_memory_utilization": "inference.share",
+    "vllm_max_model_length": "inference.context_length",
+    "vllm_tensor_parallel_size": "inference.tensor_parallel",
+}
+
 _NAMED_KEY = re.compile(rf"groups\.{GROUP_NAME}|variants\.{VARIANT_NAME}\.({'|'.join(VARIANT_SECTIONS)})")
 
 
@@ -63,6 +127,11 @@ def kind_of(path: str) -> Kind:
     if path.startswith("variants."):
         return VARIANT_SECTIONS[path.rpartition(".")[2]]
     return SECTIONS.get(path) or (LIST_SECTIONS | NAMED_SECTIONS)[path.partition(".")[0]]
+
+
+def instead_of_list(path: str) -> str:
+    """Return what to write instead of a list at the key of a section; empty if that is not known."""
+    return "; several rewards are the `parts` of the reward `sum`" if path == "reward" else ""
 
 
 class KeySource:

@@ -19,7 +19,7 @@ from stretto.environment import Feedback, feedback_of
 from stretto.errors import RewardError
 from stretto.models.images import ImageError, files_of
 from stretto.user_code.importable import load_importable
-from stretto.user_code.scoring import accepted
+from stretto.user_code.scoring import accepted, required
 
 __all__ = ["COMMAND", "Question", "Reaction", "setup_frame", "with_files"]
 
@@ -47,7 +47,11 @@ def setup_frame(environment: str) -> bytes:
 
 def _react(environment: Callable[..., Any], question: Question) -> Reaction:
     arguments: dict[str, Any] = msgspec.msgpack.decode(question.arguments, type=dict[str, Any])
-    result = environment(**accepted(inspect.signature(environment).parameters, arguments))
+    parameters = inspect.signature(environment).parameters
+    if missing := [name for name in required(parameters) if name not in arguments]:
+        available = ", ".join(arguments)
+        raise RewardError(f"the environment has a parameter {missing[0]!r}; available: {available}")
+    result = environment(**accepted(parameters, arguments))
     if inspect.isawaitable(result):
         result = asyncio.run(_result(result))
     reaction = Reaction(feedback_of(with_files(result), arguments["state"]))

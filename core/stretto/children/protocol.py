@@ -112,7 +112,7 @@ def serve(
         return
     try:
         user_code = make(first)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; `Started` reports it
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
         traceback.print_exc()
         reason = str(error) if isinstance(error, StrettoError) else place_of(error)
         pipes.send(Started(f"{cannot}: {encodable(reason)}"))
@@ -124,7 +124,7 @@ def serve(
             pipes.send(answer(user_code, data))
         except RewardError as error:
             pipes.send(failure(encodable(str(error))))
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the answer reports it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             reason = encodable(place_of(error))
             if reason not in reasons:  # print each traceback once to the verifier's output
                 reasons.add(reason)
@@ -200,7 +200,8 @@ def try_to_ask(
     frames = list(_unframed(done.stdout))
     started = msgspec.msgpack.decode(frames[0], type=Started) if frames else None
     if started is None or (len(frames) <= len(questions) and not started.error):
-        return Started(f"its process ended with status {done.returncode}: {last_line(done)}"), []
+        text = f"its process ended with status {done.returncode}"
+        return Started(": ".join(filter(None, (text, last_line(done))))), []
     return started, frames[1:]
 
 

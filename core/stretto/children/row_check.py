@@ -1,4 +1,4 @@
-"""A process that checks rows of a dataset with the reward's `Component.check_row`. `stretto check` starts it.
+"""A process that checks rows of a dataset with `Component.check_row`. `stretto check` starts it.
 
 It reads the run from its standard input and writes a `RowFaults` to its standard output; output of plugins
 goes to stderr.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from stretto.assembly.compose import Composed, compose_mapping
 from stretto.component import Context
 from stretto.user_code.child_process import last_line, run_child
 
-__all__ = ["RowFaults", "faults_of_rows", "row_checks"]
+__all__ = ["RowFaults", "drawn_rows", "faults_of_rows", "row_checks"]
 
 _MAX_ROWS = 10_000
 _MAX_S = 4.0
@@ -41,43 +41,53 @@ class RowFaults(msgspec.Struct, frozen=True):
     """Index and fault of the checked rows with a fault, in the order of the dataset, at most `_MAX_SHOWN`."""
 
 
-def row_checks(composed: Composed) -> list[Callable[[Mapping[str, Any]], str]]:
-    """Return the checks of a row, of the run's reward and of its parts. Each returns the fault."""
+def row_checks(composed: Composed, section: str) -> list[Callable[[Mapping[str, Any]], str]]:
+    """Return the checks of a row, of a section's component and of its parts. Each returns the fault."""
     return [
         partial(component.check_row, composed.section(path))
         for path, component in composed.components.items()
-        if component.check_row is not None and (path == "reward" or path.startswith("reward.parts."))
+        if component.check_row is not None and (path == section or path.startswith(f"{section}.parts."))
     ]
 
 
-def faults_of_rows(document: Mapping[str, Any], path: str, context: Context, timeout_s: float) -> RowFaults:
-    """Check rows with the run's reward, in a child process.
+def drawn_rows(rows: int, seconds: float) -> Iterator[int]:
+    """Yield the indices of rows in random order: of all, or of at most `_MAX_ROWS` rows until the time is
+    over."""
+    end = time.monotonic() + seconds
+    for number, index in enumerate(random.Random(0).sample(range(rows), min(rows, _MAX_ROWS))):
+        if number and time.monotonic() > end:
+            return
+        yield index
+
+
+def faults_of_rows(
+    document: Mapping[str, Any], path: str, section: str, context: Context, timeout_s: float
+) -> RowFaults:
+    """Check rows with the run's reward or workflow, in a child process.
 
     Args:
         document: the composed run.
         path: dotted key of the dataset's section in the run.
+        section: the section of the component that checks.
 
     Raises:
         TimeoutError: if the child does not end within `timeout_s`.
         ChildProcessError: if the child fails; the text is the last line that it wrote to stderr.
     """
-    setup = msgspec.msgpack.encode((document, path, context))
+    setup = msgspec.msgpack.encode((document, path, section, context))
     done = run_child([sys.executable, "-m", __name__], setup, timeout_s)
     if done.returncode:
         raise ChildProcessError(last_line(done))
     return msgspec.msgpack.decode(done.stdout, type=RowFaults)
 
 
-def _faults(document: Mapping[str, Any], path: str, context: Context) -> RowFaults:
+def _faults(document: Mapping[str, Any], path: str, section: str, context: Context) -> RowFaults:
     composed = compose_mapping(document)
-    checks = row_checks(composed)
+    checks = row_checks(composed, section)
     dataset = composed.make(path, context)
     rows = len(dataset)
-    order = random.Random(0).sample(range(rows), min(rows, _MAX_ROWS))
-    end, read, faults = time.monotonic() + _MAX_S, 0, dict[int, str]()
-    for index in order:
-        if read and time.monotonic() > end:
-            break
+    read, faults = 0, dict[int, str]()
+    for index in drawn_rows(rows, _MAX_S):
         columns = {name: value for name, value in dataset[index].items() if name != "prompt"}
         if fault := next(filter(None, (check(columns) for check in checks)), ""):
             faults[index] = fault
@@ -86,7 +96,7 @@ def _faults(document: Mapping[str, Any], path: str, context: Context) -> RowFaul
 
 
 def _main() -> None:
-    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[dict[str, Any], str, Context])
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[dict[str, Any], str, str, Context])
     with redirect_stdout(sys.stderr):
         faults = _faults(*setup)
     sys.stdout.buffer.write(msgspec.msgpack.encode(faults))

@@ -549,8 +549,8 @@ class _Checker:
         rest = versions - recomputed
         return Check(
             name="evaluations of one version",
-            checked=f"versions {_ranges(versions)}; samples of versions {_ranges(recomputed)}",
-            unchecked=f"samples of versions {_ranges(rest)}: purged, or of several kernels" if rest else "",
+            checked=f"versions {_ranges(versions)}; recomputed from samples: {_ranges(recomputed)}",
+            unchecked=f"versions {_ranges(rest)}: the log no longer has all their samples" if rest else "",
             violations=violations,
             empty=not results,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 import time
 from collections import Counter
@@ -23,7 +24,7 @@ import anyio
 import msgspec
 
 from stretto.algorithm import Call
-from stretto.assembly.compose import Composed
+from stretto.assembly.compose import Composed, marks_of
 from stretto.assembly.placement import Placement
 from stretto.assembly.plan import Worker, context_of, run_folder, workers
 from stretto.assembly.plan import placement as placement_of
@@ -33,15 +34,18 @@ from stretto.assembly.variants import own_sections, run_of_variant, variants_of
 from stretto.bus.listening import is_loopback, listening
 from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import binary
+from stretto.children.row_check import faults_of_rows, row_checks
+from stretto.cli.check_rows import ReadRows, RowForm, leaked_rows, read_rows
 from stretto.cli.folders import is_free
 from stretto.component import Problem
 from stretto.config import BusConfig, RunConfig
 from stretto.cores import available_cores
 from stretto.dataset import Dataset, Row
+from stretto.engine import Sampling
 from stretto.errors import BusError, ConfigError, StrettoError, place_of
 from stretto.kernel.setup import curriculum_of
 from stretto.launcher import Job, Launcher
-from stretto.models.files import known_config
+from stretto.models.files import known_config, text_config
 from stretto.models.images import IMAGE_COLUMNS, has_images
 from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
 from stretto.models.vision import is_vision_language
@@ -66,7 +70,16 @@ _LENGTH_COLUMN = "completion_tokens"
 """The column with the length of an answer; in a trial it is 1."""
 _ANSWER = "0"
 """The answer that the reward scores in its trial."""
+_MAX_FORMS = 3
+"""Maximum number of rows besides the first that the reward scores in its trial, each with other columns."""
 _TRACING_MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+_FILE_SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_HIGH_TEMPERATURE = 2.0
+_SHORT_S = 0.01
+"""Warn of a shorter time limit of a ticket, a call or a score."""
+_TIME_LIMIT = re.compile(
+    r"(.*_)?timeout_s|time_s|answer_s|request_s|answer_cpu_s|outage_s|deadline_s|start_s"
+)
 _FAR_STALENESS = 16
 """Warn about a larger `queue.max_staleness`: the project has measured no run above 8."""
 
@@ -120,14 +133,13 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
             lambda: list(_trial_problems(composed, placement, starting, failed_sections))
         )
         rows = trials.submit(lambda: list(_row_problems(composed, failed_sections)))
-        first_rows: dict[str, Row] = {}
+        read: dict[str, ReadRows] = {}
         for path in ("dataset", "evaluation.dataset"):
             if path in composed.components:
-                find_problems = partial(_dataset_problems, composed, path, placement, first_rows)
+                find_problems = partial(_dataset_problems, composed, path, placement, read)
                 yield from _plugin_problems(composed, path, find_problems)
-        rewards = trials.submit(
-            lambda: list(_reward_problems(composed, placement, first_rows, failed_sections))
-        )
+        yield from leaked_rows(read)
+        rewards = trials.submit(lambda: list(_reward_problems(composed, placement, read, failed_sections)))
         yield from _plugin_problems(composed, "model", partial(_model_problems, composed, placement))
         yield from _batch_problems(config, placement)
         if config.steps == 0 and config.evaluation is None:
@@ -155,7 +167,7 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         yield from rows.result()
         yield from components.result()
         yield from tools.result()
-    yield from _variant_problems(composed, placement, first_rows)
+    yield from _variant_problems(composed, placement, read)
     for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
         yield Problem("plugins", f"{plugin}: {error if isinstance(error, StrettoError) else place_of(error)}")
 
@@ -223,6 +235,11 @@ def _folder_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("out", f"{config.out!r} {advice}")
         return
     folder = run_folder(config)
+    above = next(each for each in folder.absolute().parents if each.exists())
+    if not folder.exists() and not (above.is_dir() and os.access(above, os.W_OK)):
+        yield Problem(
+            "out", f"{str(folder)!r} cannot be written: {str(above)!r} is not writable", "environment"
+        )
     if not is_free(folder):
         if (folder / "config.yaml").exists():
             advice = f"already holds a run; choose another folder, or resume it: `stretto resume {folder}`"
@@ -281,6 +298,10 @@ def _failed_sections(section_problems: Iterable[Problem]) -> set[str]:
 
 def _component_problems(composed: Composed, path: str, placement: Placement | None) -> Iterator[Problem]:
     component, config = composed.components[path], composed.config
+    for field in msgspec.structs.fields(type(composed.section(path))):
+        value = getattr(composed.section(path), field.name)
+        if "model" in marks_of(field.type) and value is not None:
+            yield from _source_problems(f"{path}.{field.name}", value)
     if missing := missing_extra(component):
         yield Problem(f"{path}.use", missing)
     elif component.check is not None:
@@ -348,7 +369,7 @@ def _component_trial_problems(
 
 
 def _reward_problems(
-    composed: Composed, placement: Placement, first_rows: Mapping[str, Row], failed_sections: Set[str]
+    composed: Composed, placement: Placement, read: Mapping[str, ReadRows], failed_sections: Set[str]
 ) -> Iterator[Problem]:
     """Have a scoring process make the reward and score the first rows, as the verifiers will."""
     config = composed.config
@@ -361,7 +382,7 @@ def _reward_problems(
         return
     from stretto.children.reward import try_to_score
 
-    tasks = _scoring_tasks(composed, placement, first_rows)
+    tasks = _scoring_tasks(composed, placement, read)
     try:
         error, faults = try_to_score(
             msgspec.to_builtins(config), context_of(config), list(tasks.values()), _TRY_S
@@ -372,16 +393,27 @@ def _reward_problems(
         return
     if error:
         yield Problem("reward", error)
-    label = composed.origin("reward").label
-    for path, fault in zip(tasks, faults, strict=False):  # `faults` is empty if the reward cannot be made
-        if fault:
-            yield Problem("reward", f"{label} cannot score the first row of `{path}`: {fault}")
+    label, refused, first_faults = composed.origin("reward").label, set[str](), set[str]()
+    for (path, form), fault in zip(tasks, faults, strict=False):  # none if the reward cannot be made
+        if fault and form is None:
+            refused.add(path)
+            if fault not in first_faults:  # most faults are of the reward, not of a dataset
+                first_faults.add(fault)
+                yield Problem("reward", f"{label} cannot score the first row of `{path}`: {fault}")
+        elif fault and form is not None and path not in refused:
+            yield Problem(
+                "reward",
+                f"{label} cannot score row {form.index + 1} of `{path}`, and {form.count:,} of "
+                f"{read[path].read:,} rows have these columns; their tickets would fail: {fault}",
+                "warning",
+            )
 
 
 def _scoring_tasks(
-    composed: Composed, placement: Placement, first_rows: Mapping[str, Row]
-) -> dict[str, Task]:
-    """Return the tasks of the reward's trial, by the section of the dataset whose first row they score."""
+    composed: Composed, placement: Placement, read: Mapping[str, ReadRows]
+) -> dict[tuple[str, RowForm | None], Task]:
+    """Return the tasks of the reward's trial, by the section of the dataset that has the row, with the row's
+    form if it is not that of the first row."""
     from stretto.children.reward import Task
 
     columns = composed.components["workflow"].reward_columns
@@ -394,15 +426,18 @@ def _scoring_tasks(
     }
     hidden = IMAGE_COLUMNS if is_vision_language(known_config(composed.config.model)) else ()
     known = set(columns) <= {_LENGTH_COLUMN}  # the values of other columns are the workflow's
-    return {
-        path: Task(
-            msgspec.msgpack.encode({name: value for name, value in row.items() if name not in hidden}),
-            (_ANSWER,) * samples[path] if known else (),
-            msgspec.msgpack.encode({name: [1] * samples[path] if known else [] for name in columns}),
-        )
-        for path, row in first_rows.items()
-        if samples[path]
-    }
+    tasks: dict[tuple[str, RowForm | None], Task] = {}
+    for path, rows in read.items():
+        # The reward's own check of rows, if it has one, says more of the rows after the first.
+        others = [] if row_checks(composed, "reward") else rows.other_forms(_MAX_FORMS)
+        for form in [None, *others] if samples[path] else []:
+            row, count = (rows.first, samples[path]) if form is None else (form.row, 1)
+            tasks[path, form] = Task(
+                msgspec.msgpack.encode({name: value for name, value in row.items() if name not in hidden}),
+                (_ANSWER,) * count if known else (),
+                msgspec.msgpack.encode({name: [1] * count if known else [] for name in columns}),
+            )
+    return tasks
 
 
 def _tool_problems(config: RunConfig) -> Iterator[Problem]:
@@ -448,40 +483,43 @@ def _tool_trial_problems(config: RunConfig, failed_sections: Set[str]) -> Iterat
         yield from try_to_make(config.workflow, config)
 
 
-def _row_problems(composed: Composed, failed_sections: Set[str]) -> Iterator[Problem]:
-    """Check rows of the datasets with the reward's `check_row`, in a child process."""
-    from stretto.children.row_check import faults_of_rows, row_checks
-
-    if not row_checks(composed) or "reward" in failed_sections:
-        return
-
+def _row_problems(
+    composed: Composed, failed_sections: Set[str], sections: Iterable[str] = ("reward", "workflow")
+) -> Iterator[Problem]:
+    """Check rows of the datasets with the `check_row` of reward and workflow, in child processes."""
     document = msgspec.to_builtins(composed.config)
-    for path in ("dataset", "evaluation.dataset"):
-        if path not in composed.components:
-            continue
-        try:
-            faults = faults_of_rows(document, path, context_of(composed.config), _TRY_S)
-        except TimeoutError:
-            yield Problem(
-                path, f"rows not verified: checking them took longer than {_TRY_S:.0f} s", "warning"
+    datasets = [path for path in ("dataset", "evaluation.dataset") if path in composed.components]
+    for section in sections:
+        if section not in failed_sections and row_checks(composed, section):
+            for path in datasets:
+                yield from _row_problems_of(composed, document, section, path)
+
+
+def _row_problems_of(
+    composed: Composed, document: Mapping[str, object], section: str, path: str
+) -> Iterator[Problem]:
+    try:
+        faults = faults_of_rows(document, path, section, context_of(composed.config), _TRY_S)
+    except TimeoutError:
+        yield Problem(path, f"rows not verified: checking them took longer than {_TRY_S:.0f} s", "warning")
+    except ChildProcessError as error:
+        yield Problem(path, f"rows not verified: {error}", "warning")
+    else:
+        if faults.faulty:
+            number = (
+                "all rows"
+                if faults.read == faults.rows
+                else f"{faults.read:,} of {faults.rows:,} rows, drawn at random"
             )
-        except ChildProcessError as error:
-            yield Problem(path, f"rows not verified: {error}", "warning")
-        else:
-            if faults.faulty:
-                number = (
-                    "all rows"
-                    if faults.read == faults.rows
-                    else f"{faults.read:,} of {faults.rows:,} rows, drawn at random"
-                )
-                examples = "".join(f"\n  row {index + 1}: {fault}" for index, fault in faults.first)
-                ellipsis = "\n  …" if faults.faulty > len(faults.first) else ""
-                yield Problem(
-                    path,
-                    f"the reward cannot score {faults.faulty:,} of {faults.read:,} rows, and their tickets "
-                    f"would fail (checked: {number}):{examples}{ellipsis}",
-                    "error" if faults.faulty == faults.read else "warning",
-                )
+            examples = "".join(f"\n  row {index + 1}: {fault}" for index, fault in faults.first)
+            ellipsis = "\n  …" if faults.faulty > len(faults.first) else ""
+            use = "score" if section == "reward" else "use"
+            yield Problem(
+                path,
+                f"the {section} cannot {use} {faults.faulty:,} of {faults.read:,} rows, and their tickets "
+                f"would fail (checked: {number}):{examples}{ellipsis}",
+                "error" if faults.faulty == faults.read else "warning",
+            )
 
 
 def _model_problems(composed: Composed, placement: Placement) -> Iterator[Problem]:
@@ -491,6 +529,17 @@ def _model_problems(composed: Composed, placement: Placement) -> Iterator[Proble
     if config.model is not None:
         yield from _source_problems("model", config.model)
         inference = composed.components["inference"]
+        if sampling:
+            yield from _context_problems(config)
+            yield from _token_problems(config)
+        trained = isinstance(placement.lead.section, ModelTrainingConfig)
+        if trained and graph.samples and config.steps and not inference.needs_model:
+            yield Problem(
+                "inference.use",
+                f"{inference.name!r} samples answers without {config.model!r}, and the run trains that model "
+                "on them; choose an engine that has the model, or `training: mock`",
+                "warning",
+            )
         if sampling and not inference.reads_images and is_vision_language(known_config(config.model)):
             yield Problem(
                 "inference.use",
@@ -525,6 +574,61 @@ def _model_problems(composed: Composed, placement: Placement) -> Iterator[Proble
         )
 
 
+def _context_problems(config: RunConfig) -> Iterator[Problem]:
+    """Find samples that are longer than the model's positions, if its config is on this machine."""
+    positions = text_config(config.model).get("max_position_embeddings")
+    if positions is None:
+        return
+    room: int | None = getattr(config.inference, "context_length", None)
+    if room is not None and room > positions:
+        # A server may extend them; the engine `torch` refuses to.
+        yield Problem(
+            "inference.context_length",
+            f"is {room}, but {config.model!r} has {positions} positions",
+            "error" if config.inference.use == "torch" else "warning",
+        )
+    for path, sampling in _samplings(config):
+        if room is None and sampling.max_tokens >= positions:
+            yield Problem(
+                f"{path}.max_tokens",
+                f"is {sampling.max_tokens}, but {config.model!r} has {positions} positions for prompt and "
+                "answer",
+            )
+        elif room is not None and path != "sampling" and sampling.max_tokens >= room:
+            yield Problem(
+                f"{path}.max_tokens",
+                f"is {sampling.max_tokens}, but inference.context_length, for prompt and answer, is {room}",
+            )
+    canary = config.inference.canary
+    if canary is not None and canary.tokens > min(room or positions, positions):
+        yield Problem(
+            "inference.canary.tokens",
+            f"is {canary.tokens}, more than a sample can have ({min(room or positions, positions)})",
+        )
+
+
+def _token_problems(config: RunConfig) -> Iterator[Problem]:
+    """Find token ids that the model does not have, if its config is on this machine."""
+    vocabulary, reported = _vocabulary(config.model), set[tuple[str, int]]()
+    for path, sampling in _samplings(config):
+        for key, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+            unknown = [token for token in ids if vocabulary and not 0 <= token < vocabulary]
+            if unknown and (key, unknown[0]) not in reported:  # an evaluation takes over keys of `sampling`
+                reported.add((key, unknown[0]))
+                yield Problem(
+                    f"{path}.{key}",
+                    f"has the token {unknown[0]}, but {config.model!r} has a vocabulary of {vocabulary}: the "
+                    "ids begin at 0",
+                )
+
+
+def _samplings(config: RunConfig) -> Iterator[tuple[str, Sampling]]:
+    """Yield the run's ways to sample, each with its dotted key."""
+    yield "sampling", config.sampling
+    if config.evaluation is not None and config.evaluation.sampling is not None:
+        yield "evaluation.sampling", config.evaluation.sampling
+
+
 def _path_of(config: RunConfig, model: str) -> str | None:
     settings = config.models.get(model)
     return (settings.path if settings else None) or config.model
@@ -549,12 +653,15 @@ def _vocabulary(model: str | None) -> int | None:
 
 def _source_problems(path: str, model: str) -> Iterator[Problem]:
     """Check that a model is a folder with a model, or a hub id that exists."""
+    if Path(model).is_file():
+        yield Problem(path, f"{model!r} is a file; expected the folder of a model, or a hub id")
+        return
     if Path(model).is_dir():
         if not Path(model, "config.json").exists():
             yield Problem(path, f"{model!r} is not a model: the folder has no config.json")
         return
     parts = model.split("/")
-    looks_like_path = model.startswith((".", "/", "~")) or len(parts) > 2
+    looks_like_path = model.startswith((".", "/", "~")) or len(parts) > 2 or model.endswith(_FILE_SUFFIXES)
     if looks_like_path or (len(parts) == 2 and Path(parts[0]).is_dir()):
         yield Problem(path, f"no such folder: {model!r}")
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
@@ -580,9 +687,9 @@ def _hub_problems(path: str, model: str) -> Iterator[Problem]:
 
 
 def _dataset_problems(
-    composed: Composed, path: str, placement: Placement, first_rows: dict[str, Row]
+    composed: Composed, path: str, placement: Placement, read: dict[str, ReadRows]
 ) -> Iterator[Problem]:
-    """Check the rows of a dataset. Store its first row in `first_rows` if the row has a valid prompt."""
+    """Check the rows of a dataset. Store what was read in `read` if the first row has a valid prompt."""
     config, graph = composed.config, placement.graph
     dataset: Dataset = composed.make(path, context_of(config))
     if len(dataset) == 0:
@@ -598,7 +705,8 @@ def _dataset_problems(
     if fault := fault_of(row["prompt"]):
         yield Problem(path, f"the first row's prompt: {fault}")
         return
-    first_rows[path] = row
+    read[path] = rows = read_rows(dataset)
+    yield from rows.problems(path)
     if is_vision_language(model := known_config(config.model)):
         yield from _image_problems(composed, path)
     elif model and has_images(row):
@@ -608,9 +716,15 @@ def _dataset_problems(
             "vision-language model, or rows without the columns 'images' and 'image'",
         )
     elif path == "dataset" and graph.source.encode is not None:
-        yield from _encoding_problems(config.model, graph.source, row)
+        yield from _encoding_problems(config.model, graph.source, rows)
     elif config.model is None or Path(config.model, "tokenizer.json").exists():
         yield from _length_problems(composed, path, placement, dataset)
+    if path != "dataset" and config.evaluation is not None and (config.evaluation.rows or 0) > len(dataset):
+        yield Problem(
+            "evaluation.rows",
+            f"is {config.evaluation.rows}, but the dataset has {len(dataset)} rows: the run uses all of them",
+            "warning",
+        )
     if path == "dataset" and len(dataset) < config.queue.batch_size and config.steps:
         yield Problem(
             "queue.batch_size",
@@ -628,6 +742,13 @@ def _length_problems(
     limit = composed.section(path).max_prompt_tokens
     tokenizer = load_tokenizer(config.model)
     tokens = len(tokenizer.encode_prompt(dataset[0]["prompt"]))
+    whole: int | None = getattr(config.workflow, "max_tokens", None)
+    if whole is not None and tokens >= whole:
+        yield Problem(
+            "workflow.max_tokens",
+            f"is {whole}, but the first row's prompt has {tokens} tokens: there is no room for an answer",
+            "warning",
+        )
     if limit is not None and tokens > limit:
         yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
     elif path == "dataset" and config.steps:
@@ -689,17 +810,32 @@ def _image_problems(composed: Composed, path: str) -> Iterator[Problem]:
         yield Problem(path, f"the first row: {fault}")
 
 
-def _encoding_problems(model: str | None, source: Call, row: Row) -> Iterator[Problem]:
-    """Have the algorithm make the sequences of the first row, if the tokenizer is on this machine."""
+def _encoding_problems(model: str | None, source: Call, rows: ReadRows) -> Iterator[Problem]:
+    """Have the algorithm make the sequences of the first row, and of rows of other forms, if the tokenizer is
+    on this machine."""
     if source.encode is None or (model is not None and not Path(model).is_dir()):
         return
     tokenizer = load_tokenizer(model)
-    for index in range(source.samples):
+
+    def fault_in(row: Row) -> str:
+        assert source.encode is not None
         try:
-            source.encode(row, index, tokenizer)
+            for index in range(source.samples):
+                source.encode(row, index, tokenizer)
         except ConfigError as error:
-            yield Problem("dataset", f"the first row: {error}")
-            return
+            return str(error)
+        return ""
+
+    if fault := fault_in(rows.first):
+        yield Problem("dataset", f"the first row: {fault}")
+        return
+    for form in rows.other_forms(_MAX_FORMS):
+        if fault := fault_in(form.row):
+            yield Problem(
+                "dataset",
+                f"row {form.index + 1}: {fault}; {form.count:,} of {rows.read:,} rows have these columns",
+                "warning",
+            )
 
 
 def _batch_problems(config: RunConfig, placement: Placement) -> Iterator[Problem]:
@@ -749,10 +885,23 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
             "training does not allow top_p < 1, top_k > 0, min_p > 0 or logit_bias: the trainer's logprobs "
             "would belong to another distribution than the sampled one; use them in `evaluation.sampling`",
         )
+    if sampling.temperature > _HIGH_TEMPERATURE:
+        yield Problem(
+            "sampling.temperature",
+            f"is {sampling.temperature:g}: answers become almost random tokens; usual values are 0.6 to 1.2",
+            "warning",
+        )
+    if config.model is not None and sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
+        yield Problem(
+            "sampling.ignore_eos",
+            "is true, and there is no `stop` and no `stop_token_ids`: every answer has sampling.max_tokens "
+            "tokens",
+            "warning",
+        )
 
 
 def _variant_problems(
-    composed: Composed, placement: Placement, first_rows: Mapping[str, Row]
+    composed: Composed, placement: Placement, read: Mapping[str, ReadRows]
 ) -> Iterator[Problem]:
     """Check the A/B test as a whole, and each variant as a run of its own."""
     config, variants = composed.config, variants_of(composed.config)
@@ -787,13 +936,13 @@ def _variant_problems(
                 "their rewards may differ in scale; expected algorithm.group_size of at least 2",
             )
         own, run = own_sections(variant).keys(), run_of_variant(composed, name)
-        for problem in _run_problems_of_variant(run, own, placement, first_rows):
+        for problem in _run_problems_of_variant(run, own, placement, read):
             is_own = problem.path.partition(".")[0] in own
             yield replace(problem, path=f"variants.{name}.{problem.path}") if is_own else problem
 
 
 def _run_problems_of_variant(
-    run: Composed, own: Set[str], placement: Placement, first_rows: Mapping[str, Row]
+    run: Composed, own: Set[str], placement: Placement, read: Mapping[str, ReadRows]
 ) -> Iterator[Problem]:
     """Check a variant as a run, as far as its own sections matter.
 
@@ -804,18 +953,46 @@ def _run_problems_of_variant(
     failed_sections = _failed_sections(section_problems)
     yield from section_problems
     yield from _sampling_problems(run.config)
+    if run.config.model is not None:
+        yield from _token_problems(run.config)
     if "workflow" in own:
         yield from _component_trial_problems(run, ["workflow"], failed_sections)
         yield from _tool_trial_problems(run.config, failed_sections)
     if not own.isdisjoint({"workflow", "reward"}):
-        yield from _reward_problems(run, placement, first_rows, failed_sections)
-    if "reward" in own:
-        yield from _row_problems(run, failed_sections)
+        yield from _reward_problems(run, placement, read, failed_sections)
+    yield from _row_problems(run, failed_sections, own & {"reward", "workflow"})
 
 
 def _odd_values(config: RunConfig) -> Iterator[Problem]:
     """Warn about values that are allowed but are probably a mistake."""
     bound, evaluation = config.queue.max_staleness, config.evaluation
+    for path, seconds in _time_limits(config):
+        if seconds < _SHORT_S:
+            yield Problem(
+                path, f"is {seconds:g}: nothing ends in so short a time; the unit is seconds", "warning"
+            )
+    capacity = config.rollout.concurrency * config.rollout.processes
+    if config.steps and capacity < config.queue.batch_size / 4:
+        yield Problem(
+            "rollout.concurrency",
+            f"is {config.rollout.concurrency}: rollout workers run {capacity} of the "
+            f"{config.queue.batch_size} tickets of a batch at once; the others wait (see docs/choosing.md)",
+            "warning",
+        )
+    if config.checkpoint.keep_best and evaluation is None:
+        yield Problem(
+            "checkpoint.keep_best",
+            "has no effect: there is no `evaluation` that says which version is the best",
+            "warning",
+        )
+    greedy = evaluation is not None and (evaluation.sampling or config.sampling).temperature == 0
+    if evaluation is not None and evaluation.samples > 1 and greedy:
+        yield Problem(
+            "evaluation.samples",
+            f"is {evaluation.samples}, but at temperature 0 all answers to a row are equal; set it to 1, or "
+            "`evaluation.sampling.temperature` above 0",
+            "warning",
+        )
     if bound > _FAR_STALENESS:
         yield Problem(
             "queue.max_staleness",
@@ -830,6 +1007,17 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
             f"and {config.steps}",
             "warning",
         )
+
+
+def _time_limits(struct: msgspec.Struct, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the time limits of a section and of the sections in it, in seconds, each with its dotted key."""
+    for key in struct.__struct_fields__:
+        value = getattr(struct, key)
+        inner = f"{path}.{key}" if path else key
+        if isinstance(value, msgspec.Struct):
+            yield from _time_limits(value, inner)
+        elif isinstance(value, float) and _TIME_LIMIT.fullmatch(key):
+            yield inner, value
 
 
 def _thread_problems(config: RunConfig, placement: Placement) -> Iterator[Problem]:

@@ -879,16 +879,31 @@ def plugins(
 
 @app.command()
 def new(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="Kind of the component, such as reward.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="Kind of the component, such as reward; or model.")
+    ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Its name, as run files will have it.")],
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the package. Default: stretto-NAME, here.")
     ] = None,
+    characters: Annotated[
+        str | None,
+        typer.Option(help="For model: the characters of prompts and answers. Default: printable ASCII."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="For model: seed of the random weights.")] = 0,
 ) -> None:
-    """Write a plugin package for one component: config, tests, README and CI. It works as it is."""
-    from stretto.assembly.plugins import Plugins
-    from stretto.cli.new import new_package, next_steps
+    """Write a plugin package for one component: config, tests, README and CI. It works as it is.
 
+    `stretto new model NAME` writes the folder NAME with a tiny untrained model for a task of your own."""
+    from stretto.assembly.plugins import Plugins
+    from stretto.cli.new import MODEL, new_model, new_package, next_steps
+
+    if kind == MODEL:
+        new_model(folder or Path(name), characters, seed)
+        typer.echo(
+            f"{folder or name} has an untrained model; train it with the algorithm `sft` first", err=True
+        )
+        return
     package = new_package(kind, name, folder, Plugins())
     typer.echo(f"{package} has the {kind} {name!r}, which works as it is. Try it, then change it:", err=True)
     for command in next_steps(kind, name, package):
@@ -897,8 +912,9 @@ def new(
 
 @app.command()
 def doctor(
-    distribution: Annotated[
-        str | None, typer.Argument(metavar="DIST", help="Examine the plugins of this distribution only.")
+    distributions: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DIST", help="Examine the plugins of these distributions only."),
     ] = None,
     path: Annotated[list[Path] | None, typer.Option(help="Also load this plugin file.")] = None,
 ) -> None:
@@ -910,7 +926,9 @@ def doctor(
     installed = Plugins()
     for file in path or []:
         installed.add_path(file.resolve())
-    shown = [*examine_plugins(distribution, installed), *([] if distribution else examine_machine())]
+    chosen = distributions or [None]
+    shown = [each for distribution in chosen for each in examine_plugins(distribution, installed)]
+    shown += [] if distributions else examine_machine()
     _list_observations(shown)
     raise typer.Exit(int(any(each.level == "fault" for each in shown)))
 

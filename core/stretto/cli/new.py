@@ -14,9 +14,12 @@ from stretto.cli.folders import is_free
 from stretto.cli.packaged import packaged_folder
 from stretto.component import Kind
 from stretto.errors import ConfigError, PluginError, nearest
+from stretto.user_code.importable import load_module
 
-__all__ = ["new_package", "next_steps"]
+__all__ = ["MODEL", "new_model", "new_package", "next_steps"]
 
+MODEL = "model"
+"""`stretto new model` writes a model, not a package."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -44,6 +47,30 @@ def new_package(kind: str, name: str, folder: Path | None, plugins: Plugins) -> 
     return target
 
 
+def new_model(folder: Path, characters: str | None, seed: int) -> None:
+    """Write an untrained model of the quickstart's size, with one token for each character.
+
+    Args:
+        characters: those that it can read and write; None for printable ASCII.
+
+    Raises:
+        ConfigError: if the folder is not empty, or there are no characters.
+        PluginError: if the libraries of the extra `torch` are missing.
+    """
+    if characters == "":
+        raise ConfigError("--characters is empty; expected the characters of your prompts and answers")
+    if not is_free(folder):
+        raise ConfigError(f"{str(folder)!r} exists and is not an empty folder; choose another name")
+    try:
+        import torch
+
+        maker = load_module(str(packaged_folder("quickstart") / "make_model.py"))
+    except ModuleNotFoundError as error:
+        raise PluginError(f"a model needs {error.name}: pip install 'stretto[torch]'") from error
+    torch.manual_seed(seed)
+    maker.write_model(folder, maker.PRINTABLE if characters is None else characters)
+
+
 def next_steps(kind: str, name: str, folder: Path) -> list[str]:
     """Return the commands that install, examine, test and try a new package."""
     return [
@@ -59,7 +86,8 @@ def _known_kind(kind: str) -> Kind:
     for known in KINDS:
         if known == kind:
             return known
-    raise PluginError(f"no kind {kind!r}{nearest(kind, KINDS)}; kinds: {', '.join(KINDS)}")
+    kinds = (*KINDS, MODEL)
+    raise PluginError(f"no kind {kind!r}{nearest(kind, kinds)}; kinds: {', '.join(kinds)}")
 
 
 def _expect_free_name(kind: Kind, name: str, plugins: Plugins) -> None:

@@ -208,8 +208,8 @@ def sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:
     """Yield titles and printable lines of what a sample has for itself: its conversation, or its answer."""
     if row["messages"]:
         yield "conversation", list(_conversation(row["messages"]))
-    if row["text"] and not row["messages"]:
-        yield "answer", _lines(row["text"])
+    if row["text"] is not None and not row["messages"]:
+        yield "answer", _lines(row["text"] or "(empty)")
 
 
 def common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:

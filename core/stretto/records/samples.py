@@ -109,7 +109,8 @@ class SampleStore:
     columns = (*CHEAP_COLUMNS, *TEXT_COLUMNS, *TOKEN_COLUMNS)
     """All fields of a row."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | str) -> None:
+        folder = Path(folder)
         self._kinds: dict[SegmentKind, _SegmentReader] = {
             kind: _SegmentReader(folder / FOLDER, kind) for kind in ("samples", "trained", "retired")
         }

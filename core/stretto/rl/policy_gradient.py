@@ -340,6 +340,12 @@ def check_objective(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:
             "reference; use k2 or k3, or where: reward",
             "warning",
         )
+    if isinstance(config, ClippedConfig) and config.eps_clip >= 1:
+        yield Problem(
+            "algorithm.eps_clip",
+            f"is {config.eps_clip:g}: the ratio has no lower bound then; usual values are 0.1 to 0.3",
+            "warning",
+        )
 
 
 def check_policy(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:

@@ -86,12 +86,7 @@ def check_server_engine(
         )
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1: answers are sampled one after another", "warning")
-    longest = run.sampling.max_tokens
-    if config.context_length is not None and longest >= config.context_length:
-        yield Problem(
-            "inference.context_length",
-            f"is {config.context_length}; a prompt and sampling.max_tokens ({longest}) need more",
-        )
+    yield from context_problems(config.context_length, run)
     if config.gpus and config.tensor_parallel > config.gpus:
         yield Problem(
             "inference.tensor_parallel",
@@ -180,6 +175,17 @@ def flags(own: Mapping[str, Flag], given: Mapping[str, Flag]) -> list[str]:
 def _flag(name: str) -> str:
     """Return the flag `--block-size` for `block_size`, `block-size` and `--block-size`."""
     return "--" + name.lstrip("-").replace("_", "-")
+
+
+def context_problems(length: int | None, run: RunConfig) -> Iterator[Problem]:
+    """Yield the problem that an engine's `context_length` has no room for an answer."""
+    longest = run.sampling.max_tokens
+    if longest >= (length or _MOST_CONTEXT):
+        yield Problem(
+            "inference.context_length",
+            f"is {length or f'at most {_MOST_CONTEXT} by default'}; a prompt and sampling.max_tokens "
+            f"({longest}) need more",
+        )
 
 
 def context_of_model(config: ServerEngineConfig, model: str | None) -> int:

@@ -14,7 +14,7 @@ from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plan import context_of
 from stretto.component import Component, Context, Kind
 
-__all__ = ["ComponentConformance", "ComponentUnderTest"]
+__all__ = ["ComponentConformance", "ComponentUnderTest", "composed_run"]
 
 _ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
 
@@ -34,7 +34,7 @@ class ComponentUnderTest:
         """An empty folder for the run; the run file and its rows are beside it."""
         self.path = "trackers.0" if kind == "tracker" else kind
         """Dotted key of the component's section."""
-        self.composed = _composed(kind, section, run, plugins, folder)
+        self.composed = composed_run(kind, section, run, plugins, folder)
         folder.mkdir()
 
     @property
@@ -61,7 +61,7 @@ class ComponentUnderTest:
         return self.composed.make(self.path, self.context(**facts))
 
 
-def _composed(
+def composed_run(
     kind: Kind, section: Mapping[str, Any], run: Mapping[str, Any], plugins: tuple[str, ...], folder: Path
 ) -> Composed:
     """Compose a run file with the component, whose other sections name components that need nothing."""

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
-import msgspec
 import numpy as np
 import pytest
 from anyio.abc import TaskStatus
@@ -29,14 +28,13 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numpy.typing import NDArray
 
 from stretto.array import Array
-from stretto.assembly.plugins import Plugins
 from stretto.component import Component, Context, Kind
 from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError, one_error
 from stretto.hooks import hookimpl
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.version_files import FolderPublisher, open_version
-from stretto.testing.component import ComponentConformance, ComponentUnderTest
+from stretto.testing.component import ComponentConformance, ComponentUnderTest, composed_run
 from stretto.workflow import Answer, Prompt, Score, Session, Trajectory, WorkflowConfig
 
 if TYPE_CHECKING:
@@ -79,11 +77,9 @@ class EngineUnderTest:
 
     def make(self, model: Path, folder: Path, **options: Any) -> InferenceEngine:
         """Make the engine, not started, in a run whose folder is `folder`."""
-        plugins = Plugins()
-        for path in self.plugins:
-            plugins.add_path(Path(path))
-        component = plugins.get("inference", self.use)
-        config = msgspec.convert({"use": self.use, **self.options, **options}, component.config)
+        section = {"use": self.use, **self.options, **options}
+        (folder / "composed").mkdir(parents=True, exist_ok=True)
+        composed = composed_run("inference", section, {}, self.plugins, folder / "composed" / "run")
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         context = Context(
             run="conformance",
@@ -93,7 +89,7 @@ class EngineUnderTest:
             folder=str(folder),
             worker="inference-0",
         )
-        return component.factory(config, context)
+        return composed.make("inference", context)
 
 
 # ------------------------------------------------------------------------------------ tiny models

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -18,13 +19,18 @@ from stretto.component import (
     Share,
 )
 from stretto.engine import TrainingConfig
-from stretto.models.files import known_config
+from stretto.errors import offer
+from stretto.interfaces import interface_problems
+from stretto.models.files import known_config, shapes_in
 from stretto.models.vision import is_vision_language
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
 __all__ = ["GroupTrainingConfig", "LoraConfig", "ModelTrainingConfig", "check_training"]
+
+
+Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +63,7 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     measures over the first steps which number is best (docs/cores.md)."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimizer. `sgd` has no momentum and keeps no state; it is meant for comparisons."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW's decay rates for the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
@@ -128,6 +134,7 @@ class GroupTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid
 
 _LARGE_LR = 0.01
 """AdamW changes each weight by about the learning rate in a step, and typical weights are about 0.02."""
+_SMALL_LR = 1e-9
 
 
 def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:
@@ -149,9 +156,65 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
             "usual values are 1e-6 (large models) to 1e-3 (tiny models)",
             "warning",
         )
+    if config.lr < _SMALL_LR:
+        yield Problem(
+            "training.lr",
+            f"is {config.lr:g}: such steps change no weight; usual values are 1e-6 (large models) to 1e-3 "
+            "(tiny models)",
+            "warning",
+        )
+    if isinstance(config, GroupTrainingConfig) and config.interface:
+        yield from interface_problems("training.interface", config.interface)
+    yield from _schedule_problems(config, run)
+    if config.lora is not None:
+        yield from _target_problems(config.lora, run.model)
     if config.decay_steps == 0 and run.steps:
         yield Problem("training.decay_steps", "is 0: the schedule would end before the first step")
     if config.device == "cuda" and not config.gpus:
         yield Problem("training.gpus", "is 0, but training.device is 'cuda'; set it to 1")
     if config.lora is not None and importlib.util.find_spec("peft") is None:
         yield Problem("training.lora", "needs peft: pip install 'stretto[lora]'", "environment")
+
+
+def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:
+    """Warn of a schedule that does not do what its keys say."""
+    per_step = getattr(run.algorithm, "minibatches", 1) * getattr(run.algorithm, "epochs", 1)
+    updates, warmup, decay = run.steps * per_step, config.warmup_steps, config.decay_steps
+    if run.steps and warmup >= updates:
+        yield Problem(
+            "training.warmup_steps",
+            f"is {warmup}, but the run has {updates} optimizer steps: the learning rate only reaches "
+            f"{updates / warmup:.2g} of `lr`",
+            "warning",
+        )
+    if config.schedule == "constant" and decay not in (None, run.steps):
+        yield Problem(
+            "training.decay_steps",
+            f"is {decay}, and has no effect with the schedule 'constant'; set `training.schedule` to "
+            "'linear' or 'cosine', or leave it out",
+            "warning",
+        )
+    if config.schedule != "constant" and decay and decay <= warmup:
+        yield Problem(
+            "training.decay_steps",
+            f"is {decay}, but the warm-up alone takes {warmup} optimizer steps; expected a larger number",
+        )
+
+
+def _target_problems(lora: LoraConfig, model: str | None) -> Iterator[Problem]:
+    """Refuse a target that is no matrix of the model's files, if the model is on this machine."""
+    if model is None or not Path(model).is_dir():
+        return
+    matrices = [
+        name.removesuffix(".weight")
+        for name, shape in shapes_in(model).items()
+        if len(shape) == 2 and name.endswith(".weight")
+    ]
+    known = sorted({name.rpartition(".")[2] for name in matrices})
+    for target in lora.targets:
+        # The full name of a module is not always that of its tensor in the files.
+        if known and target.rpartition(".")[2] not in known:
+            yield Problem(
+                "training.lora.targets",
+                f"{target!r} is no linear module of {model!r}{offer(target, known, 'it has')}",
+            )

@@ -6,13 +6,15 @@ import ast
 import importlib
 import importlib.util
 import sys
+from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from stretto.errors import nearest
 
-__all__ = ["fault_of_importable", "load_importable", "load_module"]
+__all__ = ["fault_of_importable", "load_importable", "load_module", "unknown_parameter"]
 
 
 def load_importable(reference: str) -> Any:
@@ -65,6 +67,30 @@ def fault_of_importable(reference: str) -> str:
         known = ", ".join(names) or "nothing"
         return f"{module_name} defines no {name!r}{nearest(name, names)}; it has {known}"
     return ""
+
+
+def unknown_parameter(reference: str, known: Collection[str]) -> str:
+    """Return the first parameter without a default that a function has besides the known ones; empty if there
+    is none, or if `needed_parameters` does not know."""
+    return next((name for name in needed_parameters(reference) if name not in known), "")
+
+
+@cache
+def needed_parameters(reference: str) -> tuple[str, ...]:
+    """Return the parameters of a function that need an argument. The file is parsed, not run: there are none
+    for a function of a module, for a class, and for a decorated function."""
+    module_name, _, name = reference.rpartition(":")
+    tree = ast.parse(Path(module_name).read_text()) if module_name.endswith(".py") else ast.Module([], [])
+    for node in tree.body:
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if is_function and node.name == name and not node.decorator_list:
+            positional = [*node.args.posonlyargs, *node.args.args]
+            by_name = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            return (
+                *(each.arg for each in positional[: len(positional) - len(node.args.defaults)]),
+                *(each.arg for each, default in by_name if default is None),
+            )
+    return ()
 
 
 def _top_names(tree: ast.Module) -> list[str]:

@@ -11,7 +11,28 @@ from typing import Any, cast
 from stretto.errors import RewardError
 from stretto.reward import RewardValue, is_number
 
-__all__ = ["accepted", "score_group", "scores_groups"]
+__all__ = ["accepted", "required", "score_group", "scores_groups"]
+
+_PROMPT_NAMES = {
+    *("prompt", "question", "query", "problem", "instruction", "input", "text", "task", "x", "p", "q"),
+}
+_COMPLETION_NAMES = {
+    *(
+        "response",
+        "answer",
+        "output",
+        "reply",
+        "generation",
+        "generated",
+        "prediction",
+        "text",
+        "y",
+        "c",
+        "a",
+    ),
+}
+"""A reward without a parameter `completion` gets prompt and completion by position if its first two
+parameters have such names."""
 
 
 def scores_groups(reward: Callable[..., Any]) -> bool:
@@ -61,10 +82,7 @@ def _require_columns(
     reward: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
 ) -> None:
     """Refuse a reward that needs a column which is missing. Python would report only a missing argument."""
-    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [
-        each.name for each in parameters.values() if each.kind not in free and each.default is each.empty
-    ]
+    needed = required(parameters)
     by_name = {"completions", "prompts"} if "completions" in parameters else {"completion", "prompt"}
     if not by_name & parameters.keys() - {"prompt", "prompts"}:  # prompt and completion come by position
         _expect_room_for_answer(reward, needed[:2], columns)
@@ -79,7 +97,14 @@ def _require_columns(
 
 def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], columns: Sequence[str]) -> None:
     """Refuse a reward without a parameter `completion`, whose first two parameters get prompt and completion
-    by position, if one of them is also the name of a column."""
+    by position, if their names could mean something else."""
+    meant = len(names) < 2 or (names[0] in _PROMPT_NAMES and names[1] in _COMPLETION_NAMES)
+    if not meant and not all(name.startswith("_") for name in names):
+        raise RewardError(
+            f"the reward{_place_of(reward)} has no parameter 'completion', so its first two parameters get "
+            f"the prompt and the completion, but it calls them {names[0]!r} and {names[1]!r}; name them "
+            "'prompt' and 'completion', and columns of the row by their own names"
+        )
     if taken := [name for name in names if name in columns]:
         raise RewardError(
             f"the reward{_place_of(reward)} has no parameter 'completion', so its first two parameters get "
@@ -127,6 +152,12 @@ def _call_on_group(
     return list(cast("list[RewardValue]", values))
 
 
+def required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the names of the parameters of a function that need an argument."""
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters.values() if each.kind not in free and each.default is each.empty]
+
+
 def accepted(parameters: Mapping[str, inspect.Parameter], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `offered` that a function accepts by name."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -157,14 +188,26 @@ def _number(value: RewardValue, index: int) -> tuple[float, dict[str, float]]:
             raise ValueError(
                 f"the reward of completion {index} is a dict with the key {odd[0]!r}; a metric's name is text"
             )
-        metrics = {name: float(number) for name, number in value.items() if name != "reward"}
+        metrics = {
+            name: _float(number, f"the metric {name!r}", index)
+            for name, number in value.items()
+            if name != "reward"
+        }
         value = value["reward"]
-    if value is None or not is_number(number := float(value)):
+    if value is None or not is_number(number := _float(value, "the reward", index)):
         raise ValueError(f"the reward of completion {index} is {value!r}, {_fault(value)}")
     for name, metric in metrics.items():
         if not is_number(metric):
             raise ValueError(f"{name!r} of completion {index} is {metric!r}, {_fault(metric)}")
     return number, metrics
+
+
+def _float(value: Any, what: str, index: int) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        text = f"{what} of completion {index} is {str(value)[:80]!r}, a {type(value).__name__}"
+        raise ValueError(f"{text}; expected a number") from error
 
 
 def _fault(value: float | None) -> str:

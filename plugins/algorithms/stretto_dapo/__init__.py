@@ -18,12 +18,13 @@ import msgspec
 
 from stretto import Component, hookimpl
 from stretto.algorithm import Group
-from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt
+from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt, Problem
 from stretto.rl.policy_gradient import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from stretto.config import RunConfig
     from stretto.rl.batch import Batch
 
 __all__ = ["DAPO", "DAPOConfig"]
@@ -38,6 +39,10 @@ class OverlongConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Number of tokens before the limit at which the penalty starts. It grows linearly up to the limit."""
     penalty: PositiveFloat = 1.0
     """Amount subtracted from the reward at the limit."""
+
+    def __post_init__(self) -> None:
+        if self.buffer > self.limit:
+            raise ValueError(f"buffer ({self.buffer}) must be at most limit ({self.limit})")
 
 
 class DAPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +83,19 @@ class DAPO(PolicyGradient[DAPOConfig]):
         return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
+def check(config: DAPOConfig, run: RunConfig) -> Iterator[Problem]:
+    """Warn of a penalty that no answer gets."""
+    yield from check_policy(config, run)
+    overlong, longest = config.overlong, run.sampling.max_tokens
+    if overlong is not None and overlong.limit - overlong.buffer >= longest:
+        yield Problem(
+            "algorithm.overlong.limit",
+            f"is {overlong.limit}, and the penalty begins at {overlong.limit - overlong.buffer} tokens, "
+            f"which no answer exceeds: sampling.max_tokens is {longest}",
+            "warning",
+        )
+
+
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[DAPOConfig]]:
     """The component of this package."""
@@ -86,6 +104,6 @@ def stretto_algorithm() -> Iterator[Component[DAPOConfig]]:
         DAPO,
         DAPOConfig,
         "clip-higher, dynamic sampling, overlong shaping",
-        check_policy,
+        check,
         requires={"torch": "stretto[torch]"},
     )

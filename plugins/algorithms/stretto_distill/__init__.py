@@ -86,6 +86,14 @@ class Distill(PolicyGradient[DistillConfig]):
 def check(config: DistillConfig, run: RunConfig) -> Iterator[Problem]:
     """Refuse groups of one sample where the reward has a weight: only the reward compares the samples."""
     yield from check_objective(config, run)
+    teacher = run.models.get("teacher")
+    if run.model is not None and (teacher is None or teacher.path in (None, run.model)):
+        yield Problem(
+            "models.teacher.path",
+            f"is not set, so the teacher is the run's own initial model, {run.model!r}; set it to the "
+            "model that teaches",
+            "warning",
+        )
     if config.reward_weight and config.group_size == 1:
         yield Problem(
             "algorithm.group_size",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 from collections.abc import Iterator
@@ -87,7 +88,23 @@ class JsonLines:
         try:
             return _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self._path}:{number}: not a JSON object in UTF-8: {error}") from error
+            raise ConfigError(
+                f"{self._path}:{number}: not a JSON object in UTF-8: {_cause(line) or error}"
+            ) from error
+
+
+def _cause(line: bytes) -> str:
+    """Return what a line is instead of a JSON object; empty if that is not clear."""
+    text = line.strip()
+    if text.startswith(codecs.BOM_UTF8):
+        return "the file begins with a byte order mark (BOM); save it as UTF-8 without one"
+    if text.startswith(b"["):
+        return "it begins a JSON array; write one object on each line, without brackets around them"
+    if text == b"{":
+        return "an object goes over several lines; write each object on one line"
+    if b"," in text and text[:1] not in b'{"':
+        return 'it looks like CSV; write one object on each line, such as {"prompt": "1+1="}'
+    return ""
 
 
 @hookimpl

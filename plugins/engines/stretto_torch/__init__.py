@@ -19,7 +19,8 @@ from stretto.component import (
 from stretto.engine import InferenceConfig, InferenceEngine, TrainingEngine
 from stretto.errors import PluginError
 from stretto.hooks import hookimpl
-from stretto.models.files import modelling_imports
+from stretto.models.files import modelling_imports, text_config
+from stretto.serving.config import context_problems
 from stretto.training.config import ModelTrainingConfig, check_training
 
 if TYPE_CHECKING:
@@ -86,12 +87,25 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
         yield Problem("inference.gpus", "is 0, but inference.device is 'cuda'; set it to 1")
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1, so answers are sampled one after another", "warning")
-    longest = run.sampling.max_tokens
-    if config.context_length is not None and longest >= config.context_length:
+    yield from context_problems(config.context_length, run)
+    if config.cache_gb is not None and (needed := _bytes_of_a_sample(config, run)) > config.cache_gb * 2**30:
         yield Problem(
-            "inference.context_length",
-            f"is {config.context_length}; a prompt and sampling.max_tokens ({longest}) need more",
+            "inference.cache_gb",
+            f"is {config.cache_gb:g}, but one sample of {config.context_length} tokens needs "
+            f"{needed / 2**30:.3g}; raise it, or lower inference.context_length",
         )
+
+
+def _bytes_of_a_sample(config: TorchInferenceConfig, run: RunConfig) -> int:
+    """Return the size of the keys and values of the longest sample; 0 if the model's config does not tell."""
+    text = text_config(run.model)
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads
+    size = text.get("head_dim") or (hidden // heads if heads and hidden else None)
+    hybrid = not set(text.get("layer_types") or ()) <= {"full_attention"}
+    if not layers or not kv_heads or not size or config.context_length is None or hybrid:
+        return 0
+    return 2 * layers * kv_heads * size * config.context_length * (4 if config.dtype == "float32" else 2)
 
 
 @hookimpl

@@ -9,13 +9,12 @@ whose engine is a separate server has to import torch for this transport only.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import Component, Context, Problem, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
-from stretto.errors import offer
+from stretto.interfaces import interface_problems
 from stretto.models.version_files import RunFolders
 
 if TYPE_CHECKING:
@@ -78,11 +77,7 @@ class CollectiveTransport:
 def check(config: CollectiveConfig, run: RunConfig) -> Iterable[Problem]:
     """Check that this machine has the network interface."""
     del run
-    interfaces = [interface for _, interface in socket.if_nameindex()]
-    if config.interface not in interfaces:
-        hint = offer(config.interface, interfaces, "it has")
-        message = f"this machine has no network interface {config.interface!r}{hint}"
-        yield Problem("weights.interface", message, "environment")
+    yield from interface_problems("weights.interface", config.interface)
 
 
 @hookimpl

@@ -9,7 +9,10 @@ separate process, in the sandbox; docs/agents.md lists its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +24,18 @@ from stretto.component import Importable, PositiveFloat, PositiveInt
 from stretto.config import RunConfig
 from stretto.errors import ConfigError
 from stretto.models.tokenizer import load_tokenizer, shows_tools
-from stretto.user_code.importable import fault_of_importable
+from stretto.user_code.importable import fault_of_importable, unknown_parameter
 from stretto.user_code.sandbox import sandbox_problems
 
 __all__ = ["AgentConfig"]
+
+
+_PLAIN_LINE = re.compile(r"\s*[\w./+-]+(\s+[^;|&$()<>`\n]*)?")
+"""A line for the shell that begins with the name of a program or of a shell command."""
+_SHELL_COMMANDS = {
+    *(".", "case", "cd", "command", "echo", "eval", "exec", "export", "false", "for", "if", "printf", "set"),
+    *("test", "time", "trap", "true", "ulimit", "umask", "unset", "until", "while", "{"),
+}
 
 
 class AgentConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,6 +94,10 @@ def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
         yield Problem("workflow.folder", f"{config.folder} is not a folder")
     if not config.command and config.command is not None:
         yield Problem("workflow.command", "is empty; expected a line for the shell, or program and arguments")
+    elif config.command and (missing := _missing_program(config)):
+        yield Problem(
+            "workflow.command", f"there is no program {missing!r} on this machine's PATH", "environment"
+        )
     yield from sandbox_problems(run, network=config.network)
     if config.network and run.sandbox != "unsafe":
         yield Problem(
@@ -95,6 +110,29 @@ def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
             "agent sends as `tools`",
             "warning",
         )
+
+
+def _missing_program(config: AgentConfig) -> str:
+    """Return the program of the command if it does not exist; empty if it does, and for a line that only a
+    shell can read."""
+    command = config.command or ""
+    if isinstance(command, str) and (not _PLAIN_LINE.fullmatch(command) or "=" in command.split()[0]):
+        return ""
+    program = command.split()[0] if isinstance(command, str) else command[0]
+    if isinstance(command, str) and program in _SHELL_COMMANDS:
+        return ""
+    path = config.env.get("PATH", os.environ.get("PATH"))
+    here = Path(config.folder or ".", program)
+    return "" if shutil.which(program, path=path) or ("/" in program and here.exists()) else program
+
+
+def check_row(config: AgentConfig, row: Mapping[str, Any]) -> str:
+    """Return the parameter of the function that a row gives no value for, as text; empty if there is none."""
+    if config.function is None:
+        return ""
+    known = ("prompt", "row", "base_url", "api_key", *row)
+    unknown = unknown_parameter(config.function, known)
+    return f"the agent has a parameter {unknown!r}; available: {', '.join(known)}" if unknown else ""
 
 
 def _hides_tools(model: str) -> bool:
@@ -114,5 +152,6 @@ def stretto_workflow() -> Iterator[Component[AgentConfig]]:
         AgentConfig,
         "any program that calls the API of OpenAI or Anthropic",
         check,
+        check_row,
         reward_columns=("messages", "exit_status"),
     )

@@ -11,8 +11,9 @@ Metrics: `turns`, `splits` (how often the chat template rewrote sampled text), a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from stretto import Component, Context, Problem, hookimpl
 from stretto.agents.conversation import Conversation
@@ -20,7 +21,7 @@ from stretto.component import PositiveInt
 from stretto.config import RunConfig
 from stretto.environment import EnvironmentConfig, Feedback
 from stretto.errors import EngineError
-from stretto.user_code.importable import fault_of_importable
+from stretto.user_code.importable import fault_of_importable, unknown_parameter
 from stretto.workflow import Prompt, Score, Session, Trajectory, group_of
 
 __all__ = ["MultiTurn", "MultiTurnConfig"]
@@ -104,6 +105,14 @@ def check(config: MultiTurnConfig, run: RunConfig) -> Iterator[Problem]:
         yield Problem("workflow.environment", fault)
 
 
+def check_row(config: MultiTurnConfig, row: Mapping[str, Any]) -> str:
+    """Return the parameter of the environment that a row gives no value for, as text; empty if there is
+    none."""
+    known = ("prompt", "completion", "messages", "turn", "state", *row)
+    unknown = unknown_parameter(config.environment, known)
+    return f"the environment has a parameter {unknown!r}; available: {', '.join(known)}" if unknown else ""
+
+
 @hookimpl
 def stretto_workflow() -> Iterator[Component[MultiTurnConfig]]:
     """The component of this package."""
@@ -113,5 +122,6 @@ def stretto_workflow() -> Iterator[Component[MultiTurnConfig]]:
         MultiTurnConfig,
         "several turns: an environment answers the policy",
         check,
+        check_row,
         reward_columns=("completion_tokens", "messages", "turns"),
     )
