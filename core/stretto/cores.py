@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-__all__ = ["CoreMeter", "available_cores"]
+__all__ = ["CoreMeter", "CoreUse", "available_cores"]
 
 _LIST_S = 5.0
 """Look for new processes after this many seconds: a machine may have thousands."""
@@ -22,21 +23,30 @@ def available_cores() -> float:
     return cores if quota is None else min(cores, quota)
 
 
+class CoreUse(NamedTuple):
+    """Shares of the available cores over some time, from 0 to 1."""
+
+    used: float
+    """The share that this process and its descendants used."""
+    idle: float
+    """The share that no process used, and that a container's limit leaves."""
+
+
 class CoreMeter:
-    """Measures which share of the available cores this process and its descendants use."""
+    """Measures which share of the available cores this process and its descendants use, and which is idle."""
 
     def __init__(self) -> None:
         self._cores = available_cores()
         self._time = time.monotonic()
+        self._idle_s = _idle_s()
         self._listed = 0.0
         self._processes: list[psutil.Process] = []
         self._seconds: dict[psutil.Process, float] = {}
         """Processor time of each process up to the last reading."""
         self.read()
 
-    def read(self) -> float:
-        """Return the mean share of the cores that was used since the last call, from 0 to 1. The system
-        counts in hundredths of a second."""
+    def read(self) -> CoreUse:
+        """Return the mean shares since the last call. The system counts in hundredths of a second."""
         now, before = time.monotonic(), self._seconds
         if now - self._listed > _LIST_S:
             own = psutil.Process()
@@ -45,9 +55,18 @@ class CoreMeter:
             process: _seconds_of(process, before.get(process, 0.0)) for process in self._processes
         }
         used_s = sum(seconds - before.get(process, 0.0) for process, seconds in self._seconds.items())
-        share = used_s / max(1e-9, (now - self._time) * self._cores)
-        self._time = now
-        return min(1.0, share)
+        idle_s, idle_before = _idle_s(), self._idle_s
+        core_s = max(1e-9, (now - self._time) * self._cores)
+        self._time, self._idle_s = now, idle_s
+        used, idle = min(1.0, used_s / core_s), max(0.0, (idle_s - idle_before) / core_s)
+        return CoreUse(used, min(1.0 - used, idle))
+
+
+def _idle_s() -> float:
+    """Return the seconds for which the cores that this process may use were idle so far, added up."""
+    cores = psutil.cpu_times(percpu=True)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
+    return sum(cores[core].idle + getattr(cores[core], "iowait", 0.0) for core in usable if core < len(cores))
 
 
 def _seconds_of(process: psutil.Process, before: float) -> float:

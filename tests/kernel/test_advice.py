@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from stretto.kernel.advice import RULES, Advice, Adviser, bottleneck, causes
 
@@ -305,7 +306,7 @@ def test_what_a_run_waits_for_is_said(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["training_waits", "generation_waits", "slot_bound", "verifier_bound"])
 def test_where_no_core_is_idle_more_work_at_once_is_not_advised(rule: str) -> None:
     figures, _ = SPEED[rule]
-    full = {**figures, "cores_used": 0.95}
+    full = {**figures, "cores_used": 0.07, "cores_idle": 0.05}  # other programs use the machine
     assert rule not in {advice.rule for advice in advised(Steps()(60, **full))}
     gpus = {**RUN, "inference": {**RUN["inference"], "gpus": 1}}
     assert rule in {advice.rule for advice in advised(Steps()(60, **full), gpus)}
@@ -494,5 +495,7 @@ def test_a_fault_in_a_real_run_is_said(
 ) -> None:
     score = f"def score(prompt, completion):\n    {body}return float(len(completion) % 2)\n"
     run = start(*reward(tmp_path, score), *overrides, "steps=34")
-    given = [advice["rule"] for advice in run.assert_completed(34)["advice"]]
-    assert rule in given
+    run.assert_completed(34)
+    idle = [line | {"cores_idle": 0.5} for line in run.metrics()]  # whatever else this machine does
+    document = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert rule in [advice.rule for advice in advised(idle, document)]

@@ -163,6 +163,26 @@ def test_the_timeline_names_what_is_below_the_pointer(page: Page) -> None:
     page.until(lambda: page.text(".tools .mono") != before)
 
 
+def test_the_timeline_shows_no_figures_of_another_window(page: Page) -> None:
+    page.open(f"run/{page.run('one')}/timeline")
+    page.until(lambda: page.text("#waits").endswith("7.2 s · 30.0 %"))
+    page.driver.execute_script(
+        "const real = window.fetch; window.fetch = (...call) => String(call[0]).includes('/timeline?')"
+        " ? new Promise((done) => { window.release = () => done(real(...call)); }) : real(...call);"
+    )
+
+    page.driver.find_element(By.XPATH, "//button[text()='Whole run']").click()
+
+    page.until(lambda: page.driver.execute_script("return window.release !== undefined"))
+    assert page.text(".tools .mono").endswith("loading")
+    assert page.text("#waits").endswith("Loading.")
+    assert "loading" in (page.one("#timeline").get_attribute("class") or "")  # pyright: ignore[reportUnknownMemberType]
+    page.driver.execute_script("window.release()")
+    page.until(lambda: page.text("#waits").endswith("24 s · 30.0 %"))
+    assert not page.text(".tools .mono").endswith("loading")
+    assert page.one("#timeline").get_attribute("class") == ""  # pyright: ignore[reportUnknownMemberType]
+
+
 def test_samples_are_filtered_and_shown_with_their_group(page: Page) -> None:
     page.open(f"run/{page.run('one')}/samples")
     assert page.until(lambda: page.text("#count")) == "1 to 50 of 640"

@@ -602,14 +602,15 @@ def _training_waits(history: _History, knobs: _Knobs) -> _Finding | None:
     part, share = bottleneck(lines)
     if part != "generation" or share > 0.35:
         return None
-    if _cores_are_full(lines, knobs) and knobs.get("queue.max_staleness") != 0:
+    full, synchronous = _cores_are_full(lines, knobs), knobs.get("queue.max_staleness") == 0
+    if full and not synchronous:
         return None
     return _finding(
         lines[0]["step"],
         f"training waits for generation {1 - share:.0%} of the time",
-        knobs.set("queue.max_staleness", 1) if knobs.get("queue.max_staleness") == 0 else "",
-        knobs.measure("inference.threads"),
-        knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
+        knobs.set("queue.max_staleness", 1) if synchronous else "",
+        "" if full else knobs.measure("inference.threads"),
+        "" if full else knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
     )
 
 
@@ -715,10 +716,11 @@ def _speed_lines(history: _History) -> list[Mapping[str, Any]] | None:
 
 
 def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
-    """Whether more work at once would not make a run without GPUs faster: its machine has no idle cores."""
+    """Whether more work at once would not make a run without GPUs faster: its machine has no idle cores,
+    whoever uses them."""
     gpus = knobs.number("training.gpus", 0) + knobs.number("inference.gpus", 0)
-    used = _mean(lines, "cores_used")
-    return not gpus and used is not None and used > 0.85
+    idle = _mean(lines, "cores_idle")
+    return not gpus and idle is not None and idle < 0.15
 
 
 def _lines_that_wait_for_engines(history: _History) -> list[Mapping[str, Any]] | None:

@@ -189,13 +189,15 @@ class Report:
         )
         self._steady.append((now, generate_busy_s, self.train_busy_s))
         step_s = now - before
+        cores = self._cores.read()
         self.last = {
             "step": result.version,
             "time": round(time.time(), 3),
             "time_s": round(self.wall_s, 3),
             "step_s": round(step_s, 4),
             "train_s": round(train_s, 4),
-            "cores_used": round(self._cores.read(), 4),
+            "cores_used": round(cores.used, 4),
+            "cores_idle": round(cores.idle, 4),
             **sampled,
             "tokens": tokens,
             "train_tokens_per_s": round(tokens / train_s) if train_s else 0,

@@ -10,7 +10,7 @@ const KINDS = [["step", "train step"], ["wait", "wait before a step"], ["call", 
 export async function timelineTab({ id, facts }) {
   let data = await get(`runs/${id}/timeline`, { width: 1200 });
   if (!data) return { element: h("p", { class: "empty" }, "This run has no timeline: it was made by an older version, or it has not begun.") };
-  let [start, end] = [data.start, data.end], follows = facts().state === "running", boxes = [];
+  let [start, end] = [data.start, data.end], follows = facts().state === "running", loading = false, boxes = [];
   const abort = new AbortController();
   const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": "Timeline of generation and training", id: "timeline" });
   const detail = h("p", { class: "detail", "aria-live": "polite" }), range = h("span", { class: "muted mono" }), waits = h("section", { class: "panel w6", id: "waits" });
@@ -26,8 +26,14 @@ export async function timelineTab({ id, facts }) {
   const sized = new ResizeObserver(() => draw());
 
   async function newest() {
-    data = await get(`runs/${id}/timeline`, { width: pixels() }, abort.signal);
-    [start, end] = [data.start, data.end];
+    const answer = await get(`runs/${id}/timeline`, { width: pixels() }, abort.signal);
+    [start, end] = [answer.start, answer.end];
+    take(answer);
+  }
+
+  function take(answer) {
+    data = answer;
+    loading = false;
     draw();
   }
 
@@ -35,8 +41,7 @@ export async function timelineTab({ id, facts }) {
     try {
       const asked = [start, end], answer = await get(`runs/${id}/timeline`, { start, end, width: pixels() }, abort.signal);
       if (asked[0] !== start || asked[1] !== end) return; // a newer window is on its way
-      data = answer;
-      draw();
+      take(answer);
     } catch (error) {
       if (error.name !== "AbortError") fill(detail, error.message);
     }
@@ -52,6 +57,7 @@ export async function timelineTab({ id, facts }) {
     start = Math.min(Math.max(middle - width / 2, data.begun - whole * 0.01), data.ended + whole * 0.01 - width);
     end = start + width;
     follows = followed.checked = false;
+    loading = true; // until the answer comes, the spans and sums of the former window are no figures of this one
     draw();
     load();
   }
@@ -98,7 +104,8 @@ export async function timelineTab({ id, facts }) {
       pen.stroke();
       boxes.push({ left: at - 4, right: at + 4, top: 0, bottom: AXIS, span: { ...mark, start: mark.time, end: mark.time, kind: "mark" } });
     }
-    fill(range, `${clock(start)} to ${clock(end)} · ${duration(end - start)}`);
+    canvas.classList.toggle("loading", loading);
+    fill(range, `${clock(start)} to ${clock(end)} · ${duration(end - start)}${loading ? " · loading" : ""}`);
     drawWaits();
   }
 
@@ -160,7 +167,8 @@ export async function timelineTab({ id, facts }) {
   function drawWaits() {
     const whole = end - start, most = Math.max(...data.waits.map(([, seconds]) => seconds), 1e-9);
     fill(waits, h("h2", {}, "What training waited for ", h("span", { class: "muted" }, "in this window")),
-      data.waits.length ? h("div", { class: "bars" }, data.waits.map(([text, seconds]) => [h("span", { class: "muted" }, WAITS[text] ?? printable(text)), h("div", { class: "track" }, h("div", { class: "fill", style: { width: `${(100 * seconds) / most}%` } })), h("span", { class: "number" }, `${duration(seconds)} · ${((100 * seconds) / whole).toFixed(1)} %`)]))
+      loading ? h("p", { class: "muted" }, "Loading.")
+        : data.waits.length ? h("div", { class: "bars" }, data.waits.map(([text, seconds]) => [h("span", { class: "muted" }, WAITS[text] ?? printable(text)), h("div", { class: "track" }, h("div", { class: "fill", style: { width: `${(100 * seconds) / most}%` } })), h("span", { class: "number" }, `${duration(seconds)} · ${((100 * seconds) / whole).toFixed(1)} %`)]))
         : h("p", { class: "muted" }, "No step in this window."));
   }
 
