@@ -124,9 +124,11 @@ class _Token:
 _TOKEN = re.compile(r"\n|\$?(?:(?!\\[(\[])[^\s$])+|\S")
 _OPERATOR = r"[-+*/=<>≤≥≠±×·÷^≈∪∈|:!]|\\(?:le|ge|ne|lt|gt|leq|geq|neq|pm|times|cdot|approx|cup|in)(?![a-z])"
 _SIGN = re.compile(rf"(?:{_OPERATOR}|[,;&()\[\]{{}}]|\\\\)+|and|or")
-_VALUE = re.compile(r"\d|[π√∞∅½]|\\[a-zA-Z{]|infinity|[a-zA-Z)] ?[-+*/^=<>] ?[a-zA-Z(]")
+_VALUE = re.compile(
+    r"\d|[π√∞∅½]|\\[a-zA-Z{]|infinity|(?:sin|cos|tan|log|ln|exp) |[a-zA-Z)] ?[-+*/^=<>] ?[a-zA-Z(]"
+)
 _FUNCTION = re.compile(r"sqrt|pi|sin|cos|tan|log|ln|exp|infinity|mod")
-_ORDINAL = re.compile(r"\d+(?:st|nd|rd|th)\b|\d+-[a-z]{2}", re.IGNORECASE)
+_ORDINAL = re.compile(r"\d+(?:st|[nr]d|th)\b|\d+-[a-z]{2}", re.IGNORECASE)
 _NEGATED = re.compile(r"(?:\b(?:is|are|was|be|equals?|to|by|of|get|gives|at)|^)[\s*]*$")
 _END = re.compile(r"[.!?]$")
 
@@ -233,7 +235,7 @@ def _opens(run: list[_Token]) -> bool:
     if re.fullmatch(r"and|or|[,;:.=]+", first):
         return False
     following = run[1].text if len(run) > 1 else ""
-    return not first.isalpha() or re.match(_OPERATOR, following) is not None
+    return not first.isalpha() or bool(_FUNCTION.match(first) or re.match(_OPERATOR, following))
 
 
 def _balanced(text: str) -> str:
