@@ -106,7 +106,7 @@ _PREFIX = re.compile(
     re.IGNORECASE,
 )
 _SUFFIX = re.compile(
-    r"\s*(?:squared|cubed|plus|minus|divided|multiplied|times (?:\d|the|as|more)|to the power"
+    r"\s*(?:squared|cubed|plus|minus|divided|multiplied|times (?:\d|the|as|more)|to the power|in base"
     r"|or (?:more|less|fewer)|and a half|(?:less|more|greater|fewer|smaller|larger|higher|lower) than)\b",
     re.IGNORECASE,
 )
