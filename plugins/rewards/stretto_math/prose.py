@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from stretto_math.values import is_unit
 
-__all__ = ["ENVIRONMENT", "Result", "plain_notation", "results"]
+__all__ = ["ENVIRONMENT", "StatedValue", "plain_notation", "results"]
 
 ENVIRONMENT = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+?)(?<!\\)\$|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL
@@ -83,7 +83,7 @@ def _latex(whole: str, places: str, block: str) -> str:
 
 
 @dataclass(frozen=True)
-class Result:
+class StatedValue:
     """A value that stands between words."""
 
     start: int
@@ -133,7 +133,7 @@ _NEGATED = re.compile(r"(?:\b(?:is|are|was|be|equals?|to|by|of|get|gives|at)|^)[
 _END = re.compile(r"[.!?]$")
 
 
-def results(text: str) -> Iterator[Result]:
+def results(text: str) -> Iterator[StatedValue]:
     """Yield the values in a text, each as long as possible: `9 * 2 = $18`, `(1, 2)`, `3 or 4`, `5 km/h`."""
     run: list[_Token] = []
     line = 0
@@ -204,7 +204,7 @@ def _kind(word: str) -> str:
     return "sign" if len(bare) > 1 or bare not in "aAI" else "word"
 
 
-def _result(text: str, line: int, run: list[_Token]) -> Iterator[Result]:
+def _result(text: str, line: int, run: list[_Token]) -> Iterator[StatedValue]:
     """Yield the value of a run of tokens, without the conjunctions and single letters around it."""
     while run and (run[0].kind != "value" and not _opens(run)):
         run = run[1:]
@@ -226,7 +226,7 @@ def _result(text: str, line: int, run: list[_Token]) -> Iterator[Result]:
         if units < len(run):
             unit = re.sub(r"[{}]|\W+$", "", text[run[units].start : run[-1].end])
             value += rf" \text{{{unit}}}"
-        yield Result(start, value, text[line:start].rstrip(), text[run[-1].end :][:40])
+        yield StatedValue(start, value, text[line:start].rstrip(), text[run[-1].end :][:40])
 
 
 def _opens(run: list[_Token]) -> bool:
