@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from stretto_math.values import is_unit
 
-__all__ = ["ENVIRONMENT", "Result", "plain_notation", "results"]
+__all__ = ["ENVIRONMENT", "StatedValue", "plain_notation", "results"]
 
 ENVIRONMENT = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+?)(?<!\\)\$|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL
@@ -83,7 +83,7 @@ def _latex(whole: str, places: str, block: str) -> str:
 
 
 @dataclass(frozen=True)
-class Result:
+class StatedValue:
     """A value that stands between words."""
 
     start: int
@@ -106,7 +106,7 @@ _PREFIX = re.compile(
     re.IGNORECASE,
 )
 _SUFFIX = re.compile(
-    r"\s*(?:squared|cubed|plus|minus|divided|multiplied|times (?:\d|the|as|more)|to the power"
+    r"\s*(?:squared|cubed|plus|minus|divided|multiplied|times (?:\d|the|as|more)|to the power|in base"
     r"|or (?:more|less|fewer)|and a half|(?:less|more|greater|fewer|smaller|larger|higher|lower) than)\b",
     re.IGNORECASE,
 )
@@ -124,14 +124,16 @@ class _Token:
 _TOKEN = re.compile(r"\n|\$?(?:(?!\\[(\[])[^\s$])+|\S")
 _OPERATOR = r"[-+*/=<>≤≥≠±×·÷^≈∪∈|:!]|\\(?:le|ge|ne|lt|gt|leq|geq|neq|pm|times|cdot|approx|cup|in)(?![a-z])"
 _SIGN = re.compile(rf"(?:{_OPERATOR}|[,;&()\[\]{{}}]|\\\\)+|and|or")
-_VALUE = re.compile(r"\d|[π√∞∅½]|\\[a-zA-Z{]|infinity|[a-zA-Z)] ?[-+*/^=<>] ?[a-zA-Z(]")
+_VALUE = re.compile(
+    r"\d|[π√∞∅½]|\\[a-zA-Z{]|infinity|(?:sin|cos|tan|log|ln|exp) |[a-zA-Z)] ?[-+*/^=<>] ?[a-zA-Z(]"
+)
 _FUNCTION = re.compile(r"sqrt|pi|sin|cos|tan|log|ln|exp|infinity|mod")
-_ORDINAL = re.compile(r"\d+(?:st|nd|rd|th)\b|\d+-[a-z]{2}", re.IGNORECASE)
+_ORDINAL = re.compile(r"\d+(?:st|[nr]d|th)\b|\d+-[a-z]{2}", re.IGNORECASE)
 _NEGATED = re.compile(r"(?:\b(?:is|are|was|be|equals?|to|by|of|get|gives|at)|^)[\s*]*$")
 _END = re.compile(r"[.!?]$")
 
 
-def results(text: str) -> Iterator[Result]:
+def results(text: str) -> Iterator[StatedValue]:
     """Yield the values in a text, each as long as possible: `9 * 2 = $18`, `(1, 2)`, `3 or 4`, `5 km/h`."""
     run: list[_Token] = []
     line = 0
@@ -202,7 +204,7 @@ def _kind(word: str) -> str:
     return "sign" if len(bare) > 1 or bare not in "aAI" else "word"
 
 
-def _result(text: str, line: int, run: list[_Token]) -> Iterator[Result]:
+def _result(text: str, line: int, run: list[_Token]) -> Iterator[StatedValue]:
     """Yield the value of a run of tokens, without the conjunctions and single letters around it."""
     while run and (run[0].kind != "value" and not _opens(run)):
         run = run[1:]
@@ -224,7 +226,7 @@ def _result(text: str, line: int, run: list[_Token]) -> Iterator[Result]:
         if units < len(run):
             unit = re.sub(r"[{}]|\W+$", "", text[run[units].start : run[-1].end])
             value += rf" \text{{{unit}}}"
-        yield Result(start, value, text[line:start].rstrip(), text[run[-1].end :][:40])
+        yield StatedValue(start, value, text[line:start].rstrip(), text[run[-1].end :][:40])
 
 
 def _opens(run: list[_Token]) -> bool:
@@ -233,7 +235,7 @@ def _opens(run: list[_Token]) -> bool:
     if re.fullmatch(r"and|or|[,;:.=]+", first):
         return False
     following = run[1].text if len(run) > 1 else ""
-    return not first.isalpha() or re.match(_OPERATOR, following) is not None
+    return not first.isalpha() or bool(_FUNCTION.match(first) or re.match(_OPERATOR, following))
 
 
 def _balanced(text: str) -> str:

@@ -182,8 +182,9 @@ def _read(text: str) -> Value:
     text = text.strip()
     while text.startswith("{") and _matching(text, 0) == len(text) - 1:
         inner = text[1:-1].strip()
-        if _number(inner) is None and len(_split(inner, re.compile(","))) > 1:
-            return _brackets(rf"\{{{inner}\}}")  # a set that was not written in LaTeX
+        parts = _split(inner, re.compile(",")) if inner else []
+        if len(parts) != 1 and _number(inner) is None:
+            return _items("{", [_read(part) for part in parts], "}")  # a set, not written in LaTeX
         text = inner
     if re.fullmatch(r"\\mathbb ?\{? ?R ?\}?", text):
         text = r"(-\infty,\infty)"
@@ -211,10 +212,10 @@ def _list(text: str) -> Value | None:
 
 
 def _items(opening: str, values: list[Value], closing: str) -> Items:
-    """Make `Items`; a bare list within a bare list is merged into it."""
+    """Make `Items`; a bare list within a bare list or a set is merged into it."""
     flat: list[Value] = []
     for value in values:
-        bare = isinstance(value, Items) and value.opening == opening and opening in (",", "|")
+        bare = isinstance(value, Items) and opening + value.opening in (",,", "||", "{,")
         flat.extend(value.items if isinstance(value, Items) and bare else [value])
     return Items(opening, tuple(flat), closing)
 
