@@ -32,7 +32,13 @@ Start = Callable[..., Any]
 class Forgetful(ByteTokenizer):
     """Its chats are written with only the last answer in full, as templates that drop reasoning do."""
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
         last = max((n for n, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
         lines = [
             str(each["content"]) if each["role"] != "assistant" or n == last else str(each["content"])[-1:]
