@@ -391,6 +391,10 @@ def test_a_distilled_token_is_worth_what_the_teacher_thinks_more_of_it() -> None
 # -------------------------------------------------------------------------------------------- rows
 
 
+CHAT = [{"role": "user", "content": "ab"}]
+CALLS = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
+
+
 def encoded(name: str, row: dict[str, Any], index: int = 0, **options: Any) -> Encoded:
     return made(name, **options).encode(row, index, ByteTokenizer())
 
@@ -401,8 +405,8 @@ def test_sft_trains_on_the_answer_alone() -> None:
     assert list(mask) == [False, False, True, True, True]
     row = {"prompt": [{"role": "user", "content": "ab"}], "reply": [{"role": "assistant", "content": "c"}]}
     tokens, mask = encoded("sft", row, completion_column="reply")
-    assert bytes(tokens) == b"abc"
-    assert list(mask) == [False, False, True]
+    assert bytes(tokens) == b"ab\nc"
+    assert list(mask) == [False, False, False, True]
 
 
 def test_the_first_token_of_a_sequence_is_never_trained_on() -> None:
@@ -434,7 +438,11 @@ def test_a_pair_is_the_chosen_answer_and_then_the_rejected_one() -> None:
         (
             "dpo",
             {"prompt": "a", "chosen": [{"role": "user", "content": "a"}], "rejected": "c"},
-            "column 'chosen': has a turn of the user; expected the answer alone",
+            "column 'chosen': begins with a turn of the user; expected the answer alone",
+        ),
+        *(
+            (name, {"prompt": CHAT, column: CALLS, "chosen": CALLS}, "drops or changes its 'tool_calls'")
+            for name, column in (("sft", "completion"), ("dpo", "rejected"), ("reward_model", "rejected"))
         ),
         ("reward_model", {"prompt": "a", "rejected": "b"}, "column 'chosen': is not there"),
     ],

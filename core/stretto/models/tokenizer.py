@@ -43,26 +43,37 @@ Message = Mapping[str, Any]
 class Tokenizer(Protocol):
     """The tokenizer methods that rollout workers and engines use."""
 
-    def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
+    def encode_prompt(
+        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> NDArray[np.int32]:
         """Return (P,) ids of a prompt. For chat messages, the chat template is applied once and opens the
         assistant's turn.
+
+        Args:
+            tools: as in `render`; a text shows none.
 
         Raises:
             ConfigError: if the prompt is chat messages and the tokenizer has no chat template.
         """
         ...
 
-    def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
-        """Return (A,) ids of the answer to a prompt: the text, or the contents of the chat messages one after
-        the other. Then comes the end-of-sequence token, if the tokenizer has one."""
+    def encode_answer(self, answer: str) -> NDArray[np.int32]:
+        """Return (A,) ids of the answer to a text, and of the end-of-sequence token, if there is one. For the
+        answer to chat messages, see `stretto.models.chats`."""
         ...
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return chat messages as text in the form of the chat template, with the opening of the assistant's
-        turn.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return chat messages as text in the form of the chat template.
 
         Args:
             tools: JSON schemas of functions, for chat templates that show them to the model.
+            add_generation_prompt: write the opening of the assistant's turn after the messages.
 
         Raises:
             ConfigError: if there is no chat template, or the template refuses the messages.
@@ -112,9 +123,14 @@ def load_tokenizer(model: str | None) -> Tokenizer:
 
 
 def apply_chat_template(
-    owner: Any, model: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    owner: Any,
+    model: str,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
 ) -> str:
-    """Return chat messages as text, with the beginning of an answer.
+    """Return chat messages as text; see `Tokenizer.render`.
 
     Args:
         owner: has the chat template: a tokenizer or a processor of transformers.
@@ -128,12 +144,13 @@ def apply_chat_template(
         raise ConfigError(f"the prompt is chat messages, and model {model!r} has no chat template")
     try:
         return owner.apply_chat_template(
-            [dict(message) for message in messages],
+            [_without_nulls(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=add_generation_prompt,
         )
-    except TemplateError as error:
+    # A template raises a TypeError where it joins text and a value of another type.
+    except (TemplateError, TypeError) as error:
         raise ConfigError(f"the chat template of {model!r} refuses the messages: {error}") from error
 
 
@@ -152,9 +169,23 @@ def fault_of(prompt: Any) -> str:
     if isinstance(prompt, str):
         return ""
     turns = cast("list[Any]", prompt) if isinstance(prompt, list) else []
-    if turns and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
+    if turns and all(isinstance(turn, dict) and _is_message(cast("Message", turn)) for turn in turns):
         return ""
     return f"expected text or chat messages ([{{'role': …, 'content': …}}, …]), found {str(prompt)[:60]!r}"
+
+
+def _is_message(turn: Message) -> bool:
+    """Whether a mapping has a role, and a content or tool calls."""
+    return "role" in turn and (turn.get("content") is not None or bool(turn.get("tool_calls")))
+
+
+def _without_nulls(message: Message) -> dict[str, Any]:
+    """Return a message as templates expect it: with a content, and without keys that have no value. Libraries
+    of data give every message all keys that any message has."""
+    keys = {key: value for key, value in message.items() if value is not None}
+    if not keys.get("tool_calls"):
+        keys.pop("tool_calls", None)
+    return {"content": "", **keys}
 
 
 def characters_of(content: Any) -> int:
@@ -183,19 +214,27 @@ async def work_on_text(work: Callable[[], T], characters: int) -> T:
 class ByteTokenizer:
     """A tokenizer whose tokens are bytes, for runs of mock engines without a model."""
 
-    def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
-        """Return the UTF-8 bytes of the text, or of the messages' contents, each on its own line."""
-        text = prompt if isinstance(prompt, str) else "\n".join(str(turn["content"]) for turn in prompt)
+    def encode_prompt(
+        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> NDArray[np.int32]:
+        """Return the UTF-8 bytes of the text, or of the messages as `render` writes them."""
+        text = prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
-        """Return the same as for a prompt."""
+    def encode_answer(self, answer: str) -> NDArray[np.int32]:
+        """Return the UTF-8 bytes of the text."""
         return self.encode_prompt(answer)
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the contents of the messages, each on its own line."""
-        del tools
-        return "".join(f"{message['content']}\n" for message in messages)
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the contents of the messages, each on its own line. Tools are not shown."""
+        del tools, add_generation_prompt
+        return "".join(f"{_without_nulls(message)['content']}\n" for message in messages)
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
         """Return the UTF-8 bytes of the text."""
@@ -220,13 +259,23 @@ class _Fast:
         self._tokenizer = tokenizer
         self._model = model
 
-    def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
+    def encode_prompt(
+        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> NDArray[np.int32]:
         if isinstance(prompt, str):
             return np.asarray(self._tokenizer.encode(prompt), np.int32)
-        return self.encode_text(self.render(prompt))
+        return self.encode_text(self.render(prompt, tools=tools))
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        return apply_chat_template(self._tokenizer, self._model, messages, tools)
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        return apply_chat_template(
+            self._tokenizer, self._model, messages, tools, add_generation_prompt=add_generation_prompt
+        )
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
@@ -245,9 +294,8 @@ class _Fast:
         """Most characters that one token stands for."""
         return max(map(len, self._tokenizer.get_vocab()))
 
-    def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
-        text = answer if isinstance(answer, str) else "".join(str(turn["content"]) for turn in answer)
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+    def encode_answer(self, answer: str) -> NDArray[np.int32]:
+        ids = self.encode_text(answer).tolist()
         if (end := self._tokenizer.eos_token_id) is not None:
             ids.append(end)
         return np.asarray(ids, np.int32)

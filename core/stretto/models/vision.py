@@ -203,7 +203,13 @@ class Vision:
         """
         return RowTokenizer(self, images_of(row))
 
-    def see(self, prompt: str | Sequence[Message], images: Sequence[Image]) -> VisionPrompt:
+    def see(
+        self,
+        prompt: str | Sequence[Message],
+        images: Sequence[Image],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> VisionPrompt:
         """Process a prompt with its images. The prompt has a placeholder for each image: in text, the model's
         own placeholder; in chat messages, a part `{"type": "image"}` or the string `<image>` in a text.
 
@@ -212,7 +218,7 @@ class Vision:
                 the model, or if the prompt is chat messages and the model has no chat template.
         """
         plain = isinstance(prompt, str)
-        text = prompt if plain else self._render(prompt, with_images=bool(images))
+        text = prompt if plain else self.render(prompt, tools=tools, with_images=bool(images))
         return self._process(text, images, plain=plain)
 
     def see_part(self, text: str, images: Sequence[Image]) -> VisionPrompt:
@@ -227,10 +233,22 @@ class Vision:
             raise ConfigError(f"a text has {len(images)} images and {places} places for them ({self.place})")
         return self._process(text, images, plain=False)
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        with_images: bool = False,
+    ) -> str:
         """Return chat messages as text, like `Tokenizer.render`. Each part `{"type": "image"}` becomes the
-        model's own placeholder."""
-        return self._render(messages, with_images=False, tools=tools)
+        model's own placeholder; with `with_images`, each `<image>` in a text does, too."""
+        turns = [
+            {**turn, "content": _parts(turn.get("content"), with_images=with_images)} for turn in messages
+        ]
+        return apply_chat_template(
+            self._processor, self._model, turns, tools, add_generation_prompt=add_generation_prompt
+        )
 
     def _process(self, text: str, images: Sequence[Image], *, plain: bool) -> VisionPrompt:
         try:
@@ -247,12 +265,6 @@ class Vision:
         media = {name: np.asarray(value) for name, value in inputs.items() if name not in _OF_TOKENS}
         return VisionPrompt(np.asarray(inputs["input_ids"][0], np.int32), media)
 
-    def _render(
-        self, messages: Sequence[Message], *, with_images: bool, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
-        turns = [{**turn, "content": _parts(turn["content"], with_images=with_images)} for turn in messages]
-        return apply_chat_template(self._processor, self._model, turns, tools)
-
 
 class RowTokenizer:
     """A `stretto.models.tokenizer.Tokenizer` for one row. It puts the row's images into its prompts."""
@@ -262,17 +274,30 @@ class RowTokenizer:
         self.images = images
         """The row's images."""
 
-    def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
+    def encode_prompt(
+        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> NDArray[np.int32]:
         """See `Vision.see`."""
-        return self._vision.see(prompt, [image.pixels for image in self.images]).ids
+        return self._vision.see(prompt, [image.pixels for image in self.images], tools=tools).ids
 
-    def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
+    def encode_answer(self, answer: str) -> NDArray[np.int32]:
         """Return the same as for a row without images."""
         return self._vision.tokenizer.encode_answer(answer)
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the same as for a row without images."""
-        return self._vision.tokenizer.render(messages, tools=tools)
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of a prompt that `encode_prompt` encodes."""
+        return self._vision.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            with_images=bool(self.images),
+        )
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
         """Return the same as for a row without images."""
@@ -302,7 +327,7 @@ def place_images(messages: Sequence[Message], digests: Sequence[str]) -> list[Me
     placed: list[Message] = []
     places = 0
     for message in messages:
-        content = message["content"]
+        content = message.get("content")
         parts: Any = _parts(content, with_images=True) if digests and isinstance(content, str) else content
         if not isinstance(parts, list):
             placed.append(message)
@@ -323,7 +348,7 @@ def images_in(messages: Sequence[Message]) -> list[str]:
     return [
         part["sha256"]
         for message in messages
-        if isinstance(message["content"], list)
+        if isinstance(message.get("content"), list)
         for part in cast("list[Any]", message["content"])
         if _is_image(part)
     ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from stretto.algorithm import AlgorithmConfig, Encoded
 from stretto.component import Problem
-from stretto.errors import column_error, nearest
+from stretto.errors import ConfigError, column_error, nearest
+from stretto.models.chats import encode_chat
 from stretto.models.tokenizer import fault_of
 
 if TYPE_CHECKING:
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
     from stretto.dataset import Row
     from stretto.models.tokenizer import Tokenizer
 
-__all__ = ["PairConfig", "check_pair", "check_temperature", "prompt_and_answer"]
+__all__ = ["PairConfig", "check_pair", "check_temperature", "given_tokens", "prompt_and_answer"]
 
 
 class PairConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,27 +43,77 @@ def check_pair(config: PairConfig) -> Iterator[Problem]:
 
 
 def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
-    """Encode the row's prompt followed by the answer in a column. Only the answer is trained on.
+    """Encode the row's prompt followed by the answer in a column.
+
+    A text answer is trained on as a whole. Of chat messages, the assistant's turns in the answer are trained
+    on, as the chat template writes them; the others are context. The template shows the tools in the column
+    `tools`.
 
     Args:
-        column: name of a column that holds text, or the messages of the assistant's turn.
+        column: name of a column that holds text, or messages that begin with a turn of the assistant.
 
     Raises:
-        ConfigError: if the row lacks a column, holds something else there, or leaves nothing to train on.
+        ConfigError: if the row lacks a column, holds something else there, or leaves nothing to train on; or
+            if the chat template drops or changes messages.
     """
-    prompt = _text_of(row, "prompt")
-    answer = _text_of(row, column)
-    for turn in () if isinstance(answer, str) else answer:
-        if turn["role"] in ("user", "system"):
-            raise column_error(row, column, f"has a turn of the {turn['role']}; expected the answer alone")
-    before = tokenizer.encode_prompt(prompt).tolist()
-    after = tokenizer.encode_answer(answer).tolist()
+    prompt, answer = _text_of(row, "prompt"), _text_of(row, column)
+    if not isinstance(answer, str) and answer[0]["role"] != "assistant":
+        role = answer[0]["role"]
+        raise column_error(row, column, f"begins with a turn of the {role}; expected the answer alone")
+    if isinstance(prompt, str) and isinstance(answer, str):
+        pieces = [(tokenizer.encode_prompt(prompt), False), (tokenizer.encode_answer(answer), True)]
+    elif isinstance(prompt, str):
+        raise column_error(
+            row, column, "has chat messages, and the prompt is text; write both as text or both as messages"
+        )
+    else:
+        turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        if any(_is_image(part) for turn in turns for part in turn.get("content") or ()):
+            raise column_error(row, column, "has an image; only the prompt may have images")
+        try:
+            pieces = encode_chat(prompt, turns, tokenizer, tools=_tools_of(row))
+        except ConfigError as error:
+            raise column_error(row, column, str(error)) from error
+    tokens = [int(id) for ids, _ in pieces for id in ids]
+    mask = [trained for ids, trained in pieces for _ in ids]
     # The first token of a sequence has no logprob: no token comes before it.
-    mask = [index >= max(1, len(before)) for index in range(len(before) + len(after))]
-    if not any(mask):
-        reason = "is one token, and the prompt is empty" if after else "is empty"
+    if not any(mask[1:]):
+        reason = "is one token, and the prompt is empty" if any(mask) else "is empty"
         raise column_error(row, column, f"{reason}: no token to train on")
-    return Encoded([*before, *after], mask)
+    return Encoded(tokens, [False, *mask[1:]])
+
+
+def given_tokens(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:
+    """Return the sequence in the columns `tokens` and `loss_mask` of a row; None if it lacks one of them.
+
+    Args:
+        column: column with the answer that the tokens stand for.
+
+    Raises:
+        ConfigError: if the columns are no sequence, or if it is not the answer in this model's tokens.
+    """
+    tokens, mask = row.get("tokens"), row.get("loss_mask")
+    if tokens is None or mask is None:
+        return None
+    if not (_is_ids(tokens) and _is_ids(mask) and len(tokens) == len(mask) and any(mask[1:])):
+        raise column_error(
+            row,
+            "tokens",
+            "expected a list of token ids, and in 'loss_mask' as many values that say which are trained: at "
+            "least one after the first",
+        )
+    answer = _text_of(row, column)
+    text = answer if isinstance(answer, str) else str(answer[-1].get("content") or "")
+    if not any(
+        text.strip() in tokenizer.decode(np.asarray(tokens), special=special) for special in (False, True)
+    ):
+        raise column_error(
+            row,
+            "tokens",
+            f"is not the text of the column {column!r} in this model's tokens; without the columns 'tokens' "
+            "and 'loss_mask', the text is encoded",
+        )
+    return Encoded(tokens, [False, *map(bool, mask[1:])])
 
 
 def check_temperature(run: RunConfig) -> Iterator[Problem]:
@@ -81,3 +135,27 @@ def _text_of(row: Row, column: str) -> str | Sequence[dict[str, Any]]:
     if fault := fault_of(row[column]):
         raise column_error(row, column, fault)
     return cast("str | Sequence[dict[str, Any]]", row[column])
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, int) for each in cast("list[Any]", value))
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and cast("Mapping[str, Any]", part).get("type") in ("image", "image_url")
+
+
+def _tools_of(row: Row) -> Sequence[Mapping[str, Any]]:
+    """Return the JSON schemas in the column `tools`; none if it is empty."""
+    tools = row.get("tools") or []
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        tools = None
+    if isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in cast("list[Any]", tools)):
+        return cast("list[Mapping[str, Any]]", tools)
+    raise column_error(
+        row,
+        "tools",
+        f"expected a list of JSON schemas of functions, or that as JSON, found {row['tools']!r:.60}",
+    )

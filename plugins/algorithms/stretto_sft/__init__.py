@@ -1,8 +1,10 @@
 """Algorithm `sft`: supervised fine-tuning on the answers of the dataset.
 
 The loss is the negative log-likelihood of the answer's tokens, -log pi(y_t | x, y_<t); the prompt is not
-trained on. The answer is the column `completion_column` of the row, text or the assistant's messages, and
-ends with the tokenizer's end-of-text token, so that the model learns to stop.
+trained on. The answer is the column `completion_column` of the row, text or chat messages, and ends with the
+token that ends the turn, so that the model learns to stop. Of messages, the assistant's turns are trained on;
+those of tools and users between them are context. In a row with the columns `tokens` and `loss_mask`, these
+say what is trained.
 
 Other libraries disagree on the mean: TRL and most trainers average over the tokens of the batch, as
 `loss_mean: token` does here, across all ranks and micro-batches.
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from stretto import AlgorithmConfig, Component, Context, Problem, hookimpl
 from stretto.algorithm import Call, Encoded, Group, Loss, Model, Reduction, read, train
-from stretto.rl.supervised import check_temperature, prompt_and_answer
+from stretto.rl.supervised import check_temperature, given_tokens, prompt_and_answer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +36,7 @@ class SFTConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Section of the algorithm `sft`."""
 
     completion_column: str = "completion"
-    """Column with the answer to the prompt: text, or chat messages of the assistant."""
+    """Column with the answer to the prompt: text, or chat messages. The first one is the assistant's."""
     loss_mean: Reduction = "token"
     """How token losses are averaged. `token`: every token of the batch counts equally; `sequence`: every
     answer counts equally; `sequence_sum`: like `sequence`, but with the sum of an answer's tokens instead of
@@ -62,7 +64,8 @@ class SFT:
     def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
         """Encode the prompt and the answer; only the answer is trained on."""
         del index
-        return prompt_and_answer(row, self.config.completion_column, tokenizer)
+        column = self.config.completion_column
+        return given_tokens(row, column, tokenizer) or prompt_and_answer(row, column, tokenizer)
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return -log pi, (T,), and statistics."""

@@ -1,7 +1,7 @@
 """Reward `model`: the score of a reward model, for example one trained with the algorithm `reward_model`.
 
-The reward model reads text through its own tokenizer: the prompt (chat messages by its chat template), the
-answer, and the end-of-text token. Its score at the last token is the reward. Its vocabulary may therefore
+The reward model reads prompt and answer through its own tokenizer and chat template, as the algorithm
+`reward_model` encodes them. Its score at the last token is the reward. Its vocabulary may therefore
 differ from the policy's.
 """
 
@@ -16,6 +16,7 @@ from stretto.component import ModelSource
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
+    from stretto.models.tokenizer import Tokenizer
 
 __all__ = ["ModelRewardConfig"]
 
@@ -53,7 +54,7 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
     def score(completions: list[Any], prompts: list[Any], **columns: Any) -> list[float]:
         del columns
         texts = [
-            [*tokenizer.encode_prompt(prompt), *tokenizer.encode_answer(completion)]
+            _encode(prompt, completion, tokenizer)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         longest = max(map(len, texts))
@@ -69,6 +70,16 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
         return (config.scale * last.float()).tolist()
 
     return score
+
+
+def _encode(prompt: Any, completion: Any, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a prompt and an answer: both are text, or both are chat messages."""
+    from stretto.models.chats import encode_chat
+
+    if isinstance(prompt, str):
+        return [*tokenizer.encode_prompt(prompt), *tokenizer.encode_answer(completion)]
+    pieces = encode_chat(prompt, completion, tokenizer, complete=False)
+    return [id for piece in pieces for id in piece.ids]
 
 
 def check(config: ModelRewardConfig, run: RunConfig) -> Iterable[Problem]:

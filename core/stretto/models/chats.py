@@ -1,0 +1,258 @@
+"""Conversations as tokens to train on: those that the assistant writes, and the context of others.
+
+The chat template writes the whole conversation. A turn of the assistant begins where the template opens an
+answer, and ends with the token that ends the turn, as a sampled answer does. Everything else is context.
+Prompt, turns and the text between them are tokenised separately, as in a conversation with the policy
+(`stretto.agents.conversation`).
+
+A template may drop or change messages: some write no tool calls, some leave out the reasoning of earlier
+turns. `encode_chat` refuses this, because the row would train something else than it says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import ConfigError
+from stretto.models.tokenizer import Message, Tokenizer
+
+__all__ = ["ChatPiece", "encode_chat"]
+
+Tools = Sequence[Mapping[str, Any]]
+
+_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message that have text."""
+
+
+class ChatPiece(NamedTuple):
+    """A part of a conversation."""
+
+    ids: NDArray[np.int32]
+    trained: bool
+    """Whether the assistant writes it."""
+
+
+def encode_chat(
+    prompt: Sequence[Message],
+    answer: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    tools: Tools = (),
+    complete: bool = True,
+) -> list[ChatPiece]:
+    """Return the pieces of a conversation up to the end of the assistant's last turn. The first piece is the
+    prompt, with the opening of the answer.
+
+    A tool call has its arguments as a mapping or as JSON text; the template gets the form that it can write.
+
+    Args:
+        answer: turns of the assistant, of tools and of others. The first one is the assistant's.
+        complete: refuse messages and tools that the template drops or changes, but for white space. In the
+            prompt, it may leave out reasoning.
+
+    Raises:
+        ConfigError: if the template refuses the messages, drops or changes them, or does not begin the whole
+            conversation with what it writes of its beginning.
+    """
+    last = max(number for number, turn in enumerate(answer) if turn["role"] == "assistant")
+    messages = [*prompt, *answer[: last + 1]]
+    forms = (_as_mapping, _as_text) if any(turn.get("tool_calls") for turn in messages) else (_as_mapping,)
+    faults: list[ConfigError] = []
+    for form in forms:
+        turns = [_with_arguments(turn, form) for turn in messages]
+        try:
+            return list(_Chat(turns, len(prompt), tokenizer, tools).pieces(complete=complete))
+        except ConfigError as fault:
+            faults.append(fault)
+    if len(faults) == 2 and str(faults[0]) != str(faults[1]):
+        raise ConfigError(f"{faults[0]}; with the arguments of tool calls as text: {faults[1]}")
+    raise faults[0]
+
+
+class _Chat:
+    """A conversation that ends with a turn of the assistant, and its text."""
+
+    def __init__(self, messages: Sequence[Message], start: int, tokenizer: Tokenizer, tools: Tools) -> None:
+        self._messages = messages
+        self._start = start
+        """Number of messages of the prompt."""
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._text = self._render(len(messages), opens_answer=False)
+
+    def pieces(self, *, complete: bool) -> Iterator[ChatPiece]:
+        """Yield the pieces; see `encode_chat`."""
+        tokenizer, end = self._tokenizer, 0
+        numbers = range(self._start, len(self._messages))
+        turns = [number for number in numbers if self._messages[number]["role"] == "assistant"]
+        openings = [self._opening(number) for number in turns]
+        known = 0
+        for number, begin, limit in zip(turns, openings, [*openings[1:], len(self._text)], strict=True):
+            context, turn = self._text[end:begin], self._turn(number, begin, limit)
+            if complete:
+                self._check(known, number, context)
+                self._check(number, number + 1, turn)
+            if known == 0:
+                ids = tokenizer.encode_prompt(self._messages[:number], tools=self._tools)
+            else:
+                ids = tokenizer.encode_text(context)
+            yield ChatPiece(ids, trained=False)
+            end, known = begin + len(turn), number + 1
+            if number == turns[-1] and tokenizer.end not in turn:
+                turn += tokenizer.end
+            yield ChatPiece(tokenizer.encode_text(turn), trained=True)
+
+    def _opening(self, number: int) -> int:
+        """Return the place in the text where the template opens a turn of the assistant."""
+        opened = self._render(number, opens_answer=True)
+        if self._text.startswith(opened):
+            return len(opened)
+        same = next(at for at, (a, b) in enumerate(zip(opened, f"{self._text}\0", strict=False)) if a != b)
+        raise ConfigError(
+            f"{self._name(number)}: the chat template opens the answer with {opened[same:][-40:]!r}, and "
+            f"writes the whole conversation with {self._text[same : same + 40]!r} there: it changes earlier "
+            "turns, or the answer lacks what the template puts before it; write one row for each turn of the "
+            "assistant, or prompt and answer as text"
+        )
+
+    def _turn(self, number: int, begin: int, limit: int) -> str:
+        """Return the text of a turn of the assistant, up to the token that ends it.
+
+        Args:
+            begin: where it begins in the text.
+            limit: where the next turn of the assistant begins.
+        """
+        end = self._tokenizer.end
+        own = self._render(number + 1, opens_answer=False)
+        for prefix in (own, own.removesuffix(end)):  # some templates write it after the last turn only
+            if self._text.startswith(prefix):
+                turn = prefix[begin:]
+                return turn[: turn.rindex(end) + len(end)] if end and end in turn else turn.rstrip()
+        # Some templates write a turn in another way while it is the last one.
+        turn, found, _ = self._text[begin:limit].partition(end or "\0")
+        if found and end in own[begin:]:
+            return turn + found
+        raise ConfigError(f"{self._name(number)}: the chat template changes it once other messages follow")
+
+    def _check(self, first: int, last: int, text: str) -> None:
+        """Check that a part of the conversation's text shows the messages from `first` to `last` - 1."""
+        packed = _pack(text)
+        if first == 0:
+            for tool in self._tools:
+                name = str(cast("Mapping[str, Any]", tool.get("function", tool)).get("name", ""))
+                if _pack(name) not in packed:
+                    raise ConfigError(f"the chat template does not show the tool {name!r}")
+        for number in range(first, last):
+            turn = self._messages[number]
+            in_prompt = number < self._start
+            missing = [
+                key
+                for key in (_TEXTS[:1] if in_prompt else _TEXTS)
+                if not all(_has(packed, each) for each in _texts(turn.get(key), all_of_it=not in_prompt))
+            ]
+            if not all(_is_shown(call, packed) for call in turn.get("tool_calls") or ()):
+                missing.append("tool_calls")
+            if missing:
+                raise ConfigError(
+                    f"{self._name(number)}: the chat template drops or changes its {missing[0]!r}; it writes "
+                    f"{_short(text)!r} there"
+                )
+
+    def _render(self, count: int, *, opens_answer: bool) -> str:
+        messages = self._messages[:count]
+        return self._tokenizer.render(messages, tools=self._tools, add_generation_prompt=opens_answer)
+
+    def _name(self, number: int) -> str:
+        place = number - self._start
+        whose = f"message {place + 1} of the answer" if place >= 0 else f"message {number + 1} of the prompt"
+        return f"{whose} (role {self._messages[number]['role']!r})"
+
+
+# ------------------------------------------------------------------------------------- tool calls
+
+
+def _with_arguments(turn: Message, form: Callable[[Any], Any]) -> Message:
+    """Return a message whose tool calls have their arguments in a form."""
+    if not turn.get("tool_calls"):
+        return turn
+    calls: list[Mapping[str, Any]] = []
+    for call in turn["tool_calls"]:
+        function: Any = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):  # type: ignore[reportUnknownMemberType]
+            raise ConfigError(f"expected tool calls with a function's name and arguments, found {call!r}")
+        function = {**cast("Mapping[str, Any]", function)}
+        function["arguments"] = form(function.get("arguments") or {})
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**turn, "tool_calls": calls}
+
+
+def _as_mapping(arguments: Any) -> Mapping[str, Any]:
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError as error:
+        raise ConfigError(
+            f"the arguments of a tool call are not JSON: {error}; found {arguments!r}"
+        ) from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"expected the arguments of a tool call as a JSON object, found {arguments!r}")
+    return cast("Mapping[str, Any]", value)
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _is_shown(call: Mapping[str, Any], packed: str) -> bool:
+    """Whether a text without white space has the name and the arguments of a tool call."""
+    function = call.get("function", call)
+    name, arguments = function["name"], function["arguments"]
+    if isinstance(arguments, str):
+        shown = _pack(arguments) in packed
+    else:
+        # Python's form is no JSON: then the template expects text.
+        python = _pack(str(arguments))
+        shown = (python == _pack(json.dumps(arguments)) or python not in packed) and _has(packed, arguments)
+    return shown and _pack(name) in packed
+
+
+def _has(packed: str, value: Any) -> bool:
+    """Whether a text without white space has all keys and values of plain data."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return all(_has(packed, key) and _has(packed, each) for key, each in items)
+    if isinstance(value, list | tuple):
+        return all(_has(packed, each) for each in cast("Sequence[Any]", value))
+    forms = [str(value), *(json.dumps(value, ensure_ascii=ascii) for ascii in (False, True))]
+    if isinstance(value, str):
+        forms[1:] = [form[1:-1] for form in forms[1:]]
+    return any(_pack(form) in packed for form in forms)
+
+
+def _texts(value: Any, *, all_of_it: bool) -> list[Any]:
+    """Return the texts in a value of a message. They are cut at the marks of reasoning and at the places of
+    images, where a template may write something else.
+
+    Args:
+        all_of_it: False leaves out the reasoning.
+    """
+    parts = cast("list[Any]", value) if isinstance(value, list) else [value]
+    texts = [
+        cast("Mapping[str, Any]", part).get("text") if isinstance(part, Mapping) else part for part in parts
+    ]
+    known = [text if all_of_it else text.rpartition("</think>")[2] for text in texts if isinstance(text, str)]
+    return [piece for text in known for piece in re.split("</?think>|<image>", text)]
+
+
+def _pack(text: str) -> str:
+    """Return a text without white space."""
+    return "".join(text.split())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else f"{text[:80]} … {text[-80:]}"
