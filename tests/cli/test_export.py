@@ -9,29 +9,30 @@ from typing import Any
 
 import huggingface_hub
 import msgspec
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
 import stretto
+from agent_session import CALL, END, TEMPLATE, tokenizer_with
 from kept_samples import Kept
 from made_run import make_run
-from sample_messages import done, record, trajectories
-from stretto.bus.messages import KeptText
+from sample_messages import done
+from stretto import Context
+from stretto.agents.conversation import Conversation
+from stretto.assembly.plugins import Plugins
+from stretto.bus.messages import Ticket, TrajectoryBundle
 from stretto.cli.main import app
+from stretto.engine import Sampling
 from stretto.errors import ConfigError, StrettoError
+from stretto.models.tokenizer import Tokenizer
+from stretto.workers.ticket_record import TicketNotes, record_of
+from stretto.workers.trajectory_log import wire_trajectories
+from stretto.workflow import Answer, Score, Trajectory
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
-CHAT = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "1+1?"},
-    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
-    {"role": "tool", "name": "add", "content": "2"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "sure?"},
-    {"role": "assistant", "content": "yes"},
-]
 
 
 def export(*arguments: object) -> Result:
@@ -266,24 +267,59 @@ def test_samples_with_images_name_their_files(tmp_path: Path) -> None:
     assert exported
     assert all(row["images"] == ["/a.png", "/b.png"] for row in exported)
     refused = export(itself, "--samples", tmp_path / "itself.jsonl")
-    assert "images that are files" in str(refused.exception)
+    assert "images must be files" in str(refused.exception)
 
 
-def test_a_conversation_gives_a_row_for_each_turn_of_the_assistant(tmp_path: Path) -> None:
+async def conversation(tokenizer: Tokenizer, *texts: str) -> list[Trajectory]:
+    """A chat in which the policy says these texts, cut into tokens at `|`; a tool or a user answers."""
+    said = iter(texts)
+
+    async def generate(ids: Any, sampling: Sampling, images: Any) -> Answer:
+        pieces = [tokenizer.encode_text(piece) for piece in next(said).split("|")]
+        tokens = np.append(np.concatenate(pieces), END).astype(np.int32)
+        logprobs, versions = np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32)
+        return Answer(tokens, logprobs, versions, "stop", tokenizer.decode(tokens), "inference-0")
+
+    prompt = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "a few-shot answer"}]
+    chat = Conversation(generate, tokenizer, Sampling(), [*prompt, {"role": "user", "content": "2+2?"}])
+    for text in texts:
+        await chat.reply()
+        chat.add({"role": "tool" if "tool_call" in text else "user", "content": "next"})
+    return chat.trajectories(Score(1.0))
+
+
+async def test_rows_of_a_tool_run_train_the_tokens_of_the_run(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(TEMPLATE, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     folder = make_run(tmp_path / "made", steps=1)
+    document = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump(document | {"model": str(tmp_path / "model")}))
     shutil.rmtree(folder / "samples")
-    kept = Kept(folder)
-    bundle, notes = trajectories(5, reward=0.5), record(5)
-    chat = msgspec.json.encode(CHAT).decode()
-    notes = msgspec.structs.replace(notes, texts=tuple(KeptText(None, "…", chat) for _ in notes.texts))
-    kept.add(bundle, notes, done(bundle, notes))
+    kept, expected = Kept(folder), dict[str, Any]()
+    spoken = (
+        [CALL, "4"],
+        [CALL, CALL, "4", "sure"],
+        ["<think>so</think>4", "yes"],  # the template leaves out the thought: two trajectories
+        ["th|ink"],
+    )
+    for number, texts in enumerate(spoken, 1):
+        ticket = Ticket(number, 1, "train", 0, 0, 1)
+        sampled = await conversation(tokenizer, *texts)
+        wires = wire_trajectories(ticket, sampled, ())
+        notes = record_of(ticket, "rollout-0", TicketNotes(), sampled, tokenizer)
+        bundle = TrajectoryBundle(number, 1, 0, tuple(wires))
+        kept.add(bundle, notes, done(bundle, notes))
+        for wire, each in zip(wires, sampled, strict=True):
+            expected[wire.id] = each.tokens.tolist(), each.loss_mask.tolist()
     kept.flush()
-    file = tmp_path / "sft.jsonl"
-    exported = export(folder, "--samples", file, "--best-of-group")
+    exported = export(folder, "--samples", tmp_path / "sft.jsonl")
     assert exported.exit_code == 0, exported.output
-    rows = rows_in(file)
-    assert [(row["prompt"], row["completion"]) for row in rows] == [
-        (CHAT[:2], CHAT[2:5]),
-        (CHAT[:6], CHAT[6:]),
-    ]
-    assert [row["id"] for row in rows] == ["5/1/0/0", "5/1/0/1"]
+    assert "5 rows in" in exported.output
+    assert "1 of them with tokens" in exported.output
+    rows = rows_in(tmp_path / "sft.jsonl")
+    assert [("tokens" in row, len(row["completion"])) for row in rows[:2]] == [(False, 3), (False, 7)]
+    component = Plugins().get("algorithm", "sft")
+    config = msgspec.convert({"use": "sft"}, component.config)
+    sft: Any = component.factory(config, Context(run="r", name="n", seed=1))
+    trained = {row["id"]: sft.encode(row, 0, tokenizer) for row in rows}
+    assert {id: (list(each.tokens), list(each.loss_mask)) for id, each in trained.items()} == expected

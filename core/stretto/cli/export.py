@@ -3,7 +3,7 @@
 - The model of a checkpoint as a folder that `transformers` loads, or its adapter as one that `peft` loads,
   with the tokenizer, the generation config and a model card. `--push-to-hub` uploads it.
 - Kept samples as rows for supervised training: `prompt` and `completion`, both text or both chat messages.
-  The algorithm `sft` reads them, and so does TRL's `SFTTrainer`.
+  The algorithm `sft` trains the same tokens on them as the run did.
 
 A model card names no file of this machine and no value of the run file that could be a secret: it has a fixed
 list of keys, and numbers.
@@ -17,21 +17,29 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
+
+from stretto.algorithm import Encoded
+from stretto.assembly.run_file import RunFile, read
 from stretto.cli.folders import is_free
 from stretto.cli.samples import open_samples
 from stretto.errors import ConfigError, StrettoError
 from stretto.kernel.checkpoint import find_checkpoint
+from stretto.models.files import fetch_config
 from stretto.models.images import names_in
+from stretto.models.tokenizer import load_tokenizer
+from stretto.models.vision import Vision, is_vision_language
 from stretto.records.metrics import ACCURACY, is_figure
 from stretto.records.run import RunRecord
 from stretto.records.samples import SampleFilter
+from stretto.rl.supervised import prompt_and_answer
 
 __all__ = ["ExportedSamples", "export_model", "export_samples", "push_to_hub"]
 
@@ -193,17 +201,22 @@ def _table(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------ samples
 
+_PAGE = 500
+"""Samples whose tokens are in memory at the same time."""
+
 
 @dataclass(frozen=True)
 class ExportedSamples:
     """What `export_samples` has written."""
 
     rows: int
+    with_tokens: int
+    """Rows with the columns `tokens` and `loss_mask`, because encoding their text gives other tokens."""
     truncated: int
     """Samples that reached the limit of tokens. They are left out: a model would learn to stop there."""
     unusable: int
-    """Samples that are left out because the run did not keep their whole prompt or conversation, or because
-    the dataset has their images in itself."""
+    """Samples that are left out because their row has its images in itself, or because they are conversations
+    with images."""
 
 
 def export_samples(
@@ -212,8 +225,8 @@ def export_samples(
     """Write the training samples of a run as JSON lines with `id`, `prompt`, `completion` and `reward`, and
     with `images`, if the rows have some.
 
-    A conversation makes one row for each turn of the assistant, with the tool calls and results that belong
-    to it: the turns before it are the prompt.
+    A row trains the tokens that the run has trained. If the algorithm `sft` would make other tokens of its
+    prompt and completion, the row also has `tokens` and `loss_mask`.
 
     Args:
         file: is replaced if it exists. It is complete or unchanged.
@@ -221,28 +234,57 @@ def export_samples(
         best_of_group: take only the sample with the highest reward of each group; of equal ones, the first.
 
     Raises:
-        ConfigError: if the run keeps no samples, if none fits, or if the file cannot be written.
+        ConfigError: if the run keeps no samples, if none fits, if the file cannot be written, or if the
+            model's tokenizer cannot be loaded.
     """
     wanted = SampleFilter(purpose="train", reward=(min_reward, None))
-    found = [row for row in open_samples(folder).find(wanted, limit=None) if row["reward"] is not None]
+    store = open_samples(folder)
+    every = store.find(wanted, limit=None, texts=False)
+    found = [row for row in every if row["reward"] is not None]
     whole = [row for row in found if row["finish"] == "stop"]
-    chosen = _best(whole) if best_of_group else whole
+    chosen = {row["id"] for row in (_best(whole) if best_of_group else whole)}
     parts = Counter(map(_sample_of, whole))
-    rows = [(sample, list(_rows_of(sample, parts[_sample_of(sample)]))) for sample in chosen]
-    lines = [json.dumps(row, ensure_ascii=False) for _, of_sample in rows for row in of_sample]
-    if not lines:
+    encode = _encoder_of(folder)
+    rows: list[str] = []
+    with_tokens = 0
+    for offset in range(0, len(every), _PAGE):
+        for sample in store.find(wanted, limit=_PAGE, offset=offset, tokens=True):
+            if sample["id"] not in chosen or (row := _row_of(sample, parts[_sample_of(sample)])) is None:
+                continue
+            kept = Encoded(sample["tokens"], sample["loss_mask"])
+            if encode(row) != kept:
+                row |= {"tokens": kept.tokens, "loss_mask": [int(trained) for trained in kept.loss_mask]}
+                with_tokens += 1
+            rows.append(json.dumps(row, ensure_ascii=False))
+    if not rows:
         raise ConfigError(
             f"{folder} has no sample to export: {len(found)} have a reward that fits, and {len(whole)} of "
-            "these ended by themselves; a row also needs the whole prompt, and images that are files"
+            "these ended by themselves; images must be files, and not in a conversation"
         )
     try:
         with tempfile.NamedTemporaryFile("w", dir=file.absolute().parent, delete=False) as aside:
-            aside.writelines(f"{line}\n" for line in lines)
+            aside.writelines(f"{row}\n" for row in rows)
         Path(aside.name).replace(file)
     except OSError as error:
         raise ConfigError(f"--samples {file}: cannot write there: {error}") from error
-    unusable = sum(not of_sample for _, of_sample in rows)
-    return ExportedSamples(len(lines), len(found) - len(whole), unusable)
+    return ExportedSamples(len(rows), with_tokens, len(found) - len(whole), len(chosen) - len(rows))
+
+
+def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
+    """Return the function that encodes a row as `sft` does with the run's model; it returns None for a row
+    that `sft` would refuse."""
+    model = read(RunFile(folder / "config.yaml", ()))[0].get("model")
+    vision = Vision(model) if model is not None and is_vision_language(fetch_config(model)) else None
+    tokenizer = load_tokenizer(model)
+
+    def encode(row: dict[str, Any]) -> Encoded | None:
+        try:
+            tokens, mask = prompt_and_answer(row, "completion", vision.of(row) if vision else tokenizer)
+        except ConfigError:
+            return None
+        return Encoded(list(tokens), list(mask))
+
+    return encode
 
 
 def _best(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -261,40 +303,37 @@ def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
     return row["ticket"], row["attempt"], row["sample"]
 
 
-def _rows_of(sample: Mapping[str, Any], parts: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a trajectory; none if its prompt or its conversation was not kept as a whole, if the
-    dataset has its images in itself, or if it is a conversation with images.
+def _row_of(sample: Mapping[str, Any], parts: int) -> dict[str, Any] | None:
+    """Return the row of a trajectory; None if the dataset has its images in itself, or if it is a
+    conversation with images.
 
     Args:
-        parts: number of trajectories of its sample. Only the last one has the conversation.
+        parts: number of trajectories of its sample.
     """
-    row, text = sample["dataset_row"], sample["text"]
-    columns = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
-    reward = {"reward": sample["reward"]}
-    messages, images = sample["messages"], names_in(columns)
-    if messages:
-        if isinstance(messages, list) and not images and sample["images"] is None:
-            for number, (prompt, answer) in enumerate(_turns(cast("list[Any]", messages))):
-                yield {"id": f"{sample['id']}/{number}", "prompt": prompt, "completion": answer, **reward}
-        return
-    if not all(isinstance(name, str) for name in images):
-        return
-    shared = {**reward, "images": images} if images else reward
-    prompt = columns.get("prompt")
-    # In a longer conversation without messages, the turns of others are part of the text.
-    if prompt and text and parts == 1 and sample["metrics"].get("turns", 1) == 1:
-        answer = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        yield {"id": sample["id"], "prompt": prompt, "completion": answer, **shared}
+    columns = cast("dict[str, Any]", sample["dataset_row"]) if isinstance(sample["dataset_row"], dict) else {}
+    images = names_in(columns)
+    prompt: Any = columns.get("prompt")
+    completion: Any = None
+    if prompt and parts == 1 and sample["metrics"].get("turns", 1) == 1 and not sample["messages"]:
+        if not all(isinstance(name, str) for name in images):
+            return None
+        text = sample["text"]
+        completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    elif images or sample["images"] is not None:
+        return None
+    else:
+        prompt, completion = _conversation_of(sample)
+    row = {"id": sample["id"], "prompt": prompt, "completion": completion, "reward": sample["reward"]}
+    return {**row, "images": images} if images else row
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yield each turn of the assistant with the messages before it. The results of the tools that it called,
-    and what it says about them, are part of the turn."""
-    start: int | None = None
-    for end, message in enumerate([*messages, {"role": "user"}]):
-        own = message["role"] in ("assistant", "tool")
-        if own and start is None:
-            start = end
-        elif not own and start is not None:
-            yield list(messages[:start]), list(messages[start:end])
-            start = None
+def _conversation_of(sample: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the messages before the first answer of a trajectory, and those from there to its last answer. A
+    trajectory without them gives its text: only the last one of a chat has the messages."""
+    if isinstance(sample["messages"], list):
+        messages = cast("list[dict[str, Any]]", sample["messages"])
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = int(np.count_nonzero(np.diff(sample["loss_mask"], prepend=False)) + 1) // 2
+        if turns and (start := turns[-answers:][0]) > 0:
+            return messages[:start], messages[start : turns[-1] + 1]
+    return sample["prompt_text"], sample["text"]

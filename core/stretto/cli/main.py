@@ -814,8 +814,9 @@ def export(
             )
         told = export_samples(folder, samples, min_reward=min_reward, best_of_group=best_of_group)
         typer.echo(
-            f"{told.rows} rows in {samples}; left out: {told.truncated} samples that reached the limit of "
-            f"tokens, {told.unusable} that were not kept as a whole"
+            f"{told.rows} rows in {samples}, {told.with_tokens} of them with tokens, because their text "
+            f"makes other tokens; left out: {told.truncated} samples that reached the limit of tokens, "
+            f"{told.unusable} with images that a row cannot have"
         )
         return
     if min_reward is not None or best_of_group:
