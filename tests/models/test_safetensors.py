@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from stretto.errors import WeightsError
 from stretto.models.files import shapes_in
-from stretto.models.safetensors import places
+from stretto.models.safetensors import places, save_tensors
 from stretto.models.version_files import FolderPublisher, open_version
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -162,3 +162,9 @@ def test_a_file_with_other_bytes_is_refused_or_the_same(
         return
     assert torch.equal(tensors["a"], torch.arange(4.0))
     assert torch.equal(tensors["b.c"], torch.ones(2, 3).bfloat16())
+
+
+def test_an_error_of_writing_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "absent" / "model.safetensors"
+    with pytest.raises(OSError, match=re.escape(str(file))):
+        save_tensors({"a": torch.zeros(2)}, file)

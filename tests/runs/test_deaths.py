@@ -380,6 +380,18 @@ def test_a_run_that_has_lost_its_store_goes_on_from_its_checkpoint_or_is_refused
 
 
 @pytest.mark.slow
+def test_a_run_whose_folder_is_removed_ends_with_one_line_that_says_so(start: Start) -> None:
+    run = start("steps=1000")
+    run.until_step(3)
+    moved = run.folder.rename(run.folder.with_name("moved"))
+    assert run.process.wait(90) == 1
+    assert "Traceback" not in run.text()
+    assert f"error: the run's folder {run.folder} is gone" in run.text().splitlines()[-1]
+    moved.rename(run.folder)
+    run.assert_nothing_is_left()
+
+
+@pytest.mark.slow
 def test_a_run_on_a_full_disk_ends_with_the_disk_and_its_room_and_can_be_resumed(start: Start) -> None:
     run = start("checkpoint.every=3", "steps=14")
     run.until_step(5)

@@ -653,7 +653,8 @@ class Following(Message, frozen=True):
 
 
 class Kept(Message, frozen=True):
-    """Sample writer to the kernel: all samples of log messages before this place are on disk."""
+    """Sample writer to the kernel, every few seconds: all samples of log messages before this place are on
+    disk."""
 
     below: int
     """Sequence number."""

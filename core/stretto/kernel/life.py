@@ -8,6 +8,7 @@ the bus, let a `Kernel` own the run, and write `summary.json`.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -215,6 +216,12 @@ async def _live_and_sum_up(
             return {"status": "repeated"}, ending.next_values
         status, reason = ending.status, ending.reason
         if status == "failed":
+            if not setup.folder.exists():
+                await setup.trackers.finish(lambda: True)
+                raise RunError(
+                    f"the run's folder {setup.folder} is gone: it was removed or renamed; the first error: "
+                    f"{reason}"
+                )
             reason += _full_disk(setup.folder, reason)
         summary = setup.report.finish(status, reason)
         setup.board.write_end()
@@ -259,9 +266,14 @@ async def _live(setup: RunSetup, ending: Ending) -> BaseException | None:
 
 def _full_disk(folder: Path, reason: str) -> str:
     """Return which disk has no room and how much it has, if that is the reason for the end of the run, or may
-    be; empty otherwise."""
-    disk, size = folder, shutil.disk_usage(folder)
-    if not reason or (size.free >= _LITTLE_ROOM and not any(words in reason for words in _NO_ROOM)):
+    be; empty otherwise. It is the disk of the file that the reason names, or else that of the run."""
+    is_told = any(words in reason for words in _NO_ROOM)
+    named = [Path(text) for text in re.findall(r"(?<!\S)['\"]?(/[^\s'\":;,]+)", reason)] if is_told else []
+    disk = (named or [folder])[0]
+    while not disk.exists():
+        disk = disk.parent
+    size = shutil.disk_usage(disk)
+    if not reason or (size.free >= _LITTLE_ROOM and not is_told):
         return ""
     while not disk.is_mount():
         disk = disk.parent

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import anyio
 import structlog
@@ -29,8 +30,13 @@ _LONGEST_PAUSE_S = 30.0
 """A writer that ends is started again after a pause, which doubles up to this."""
 _LONG_LIFE_S = 60.0
 """After a life of this many seconds, the pause is the first one again."""
-_STARTS_REPORTED = 5
-"""After this many starts without success, the summary reports the problem."""
+_SILENT_S = 60.0
+"""A writer that is silent for this many seconds hangs: it is killed and started again. It has more time than
+a worker, because only the purge of the log waits for it."""
+_IMPORTS_S = 120.0
+"""A writer has this many seconds more before it is heard for the first time."""
+_KILLED_S = 10.0
+"""Wait this many seconds for the end of a writer that was killed."""
 _START_S = 30.0
 _STOP_S = 20.0
 """At the end of the run, the writer has this many seconds to write what is in the log."""
@@ -50,6 +56,10 @@ class SampleKeeper:
         self._kept_below = 0
         """The samples of log messages below this sequence number are on disk."""
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self._fault = ""
+        """Why no writer runs now, after the first start."""
+        self._silent_s = 0.0
+        """Seconds since the writer was heard, in which this process ran and had a connection."""
         self._followed = anyio.Event()
         """Set when a writer has begun to read the log."""
         self._retired: list[tuple[int, str, str]] = []
@@ -88,46 +98,71 @@ class SampleKeeper:
             with anyio.move_on_after(_START_S) as waiting:
                 await self._followed.wait()
             if waiting.cancelled_caught:
-                log.warning("the sample writer does not start", log=str(self._setup.logs / "samples.jsonl"))
+                log.warning("the sample writer does not start", log=str(self._log_file))
 
     async def stop(self, *, at_once: bool) -> None:
         """End the writer, when the workers have ended. Unless `at_once`, it first writes what is in the
         log."""
         self._stopping = True
-        if self._process is None:
+        if self._process is None or self._fault:
+            if self._fault:
+                self._report_loss(self._fault)
             return
         if not at_once:
             await self._tell_retired()
         self._process.terminate()
-        with anyio.move_on_after(0 if at_once else _STOP_S):
-            while self._process.poll() is None:
-                await anyio.sleep(0.02)
-        if self._process.poll() is None:
-            log.warning("the sample writer was stopped before it had written everything")
+        if not await _ended(self._process, 0 if at_once else _STOP_S):
             self._process.kill()
-            while self._process.poll() is None:
-                await anyio.sleep(0.02)
+            await _ended(self._process, _KILLED_S)
+            if not at_once:
+                self._report_loss(f"it had not written everything after {_STOP_S:.0f} s")
 
     # ------------------------------------------------------------------------------------ private
 
     async def _supervise(self) -> None:
-        pause_s, starts = _FIRST_PAUSE_S, 0
-        while True:
-            starts += 1
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopping:
             began = anyio.current_time()
-            self._process = await self._start()
-            while (status := self._process.poll()) is None:
-                await anyio.sleep(_POLL_S)
-            if self._stopping:
-                return
-            file = self._setup.logs / "samples.jsonl"
-            log.warning("the sample writer ended; starting it again", status=status, log=str(file))
+            try:
+                self._process, self._fault = await self._start(), ""
+            except OSError as error:
+                self._fault = f"it cannot be started: {error}"
+            else:
+                fault = await self._until_end(self._process)
+                if self._stopping:
+                    return
+                self._fault = fault
+            log.warning("the sample writer is started again", why=self._fault, log=str(self._log_file))
             if anyio.current_time() - began > _LONG_LIFE_S:
-                pause_s, starts = _FIRST_PAUSE_S, 0
-            if starts == _STARTS_REPORTED:
-                self._setup.report.problems.append(f"samples are not written: see {file}")
+                pause_s = _FIRST_PAUSE_S
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _until_end(self, process: subprocess.Popen[bytes] | ForkedProcess) -> str:
+        """Wait for the end of a writer, and return how it ended. Kill a writer that hangs."""
+        self._silent_s = -_IMPORTS_S
+        while (status := process.poll()) is None:
+            await anyio.sleep(_POLL_S)
+            self._silent_s = self._silent_s + _POLL_S if self._bus.connected else 0.0
+            if self._silent_s > _SILENT_S and not self._stopping:
+                process.kill()
+                await _ended(process, _KILLED_S)
+                problem = f"the sample writer hung: it was silent for {_SILENT_S:.0f} s, and was killed"
+                if problem not in self._setup.report.problems:
+                    self._setup.report.problems.append(problem)
+                return f"it was silent for {_SILENT_S:.0f} s, and was killed"
+        return f"it ended with status {status}"
+
+    def _report_loss(self, fault: str) -> None:
+        problem = (
+            f"samples of the newest steps may be missing: the sample writer: {fault}; see {self._log_file}"
+        )
+        log.warning(problem)
+        self._setup.report.problems.append(problem)
+
+    @property
+    def _log_file(self) -> Path:
+        return self._setup.logs / "samples.jsonl"
 
     async def _start(self) -> subprocess.Popen[bytes] | ForkedProcess:
         config = self._setup.config
@@ -164,7 +199,8 @@ class SampleKeeper:
         return Following(consumer, start, max(ends))
 
     def _take_in(self, message: Kept) -> None:
-        self._kept_below = message.below
+        self._silent_s = 0.0
+        self._kept_below = max(self._kept_below, message.below)  # a new writer may begin before that
 
     async def _tell_retired(self) -> None:
         """Append the retired tickets to the log."""
@@ -176,3 +212,11 @@ class SampleKeeper:
                 await self._bus.append(self._names.retired, RetiredTickets(tickets), id=id)
             except BusError as error:
                 log.warning("retired tickets are not in the log", tickets=len(tickets), error=str(error))
+
+
+async def _ended(process: subprocess.Popen[bytes] | ForkedProcess, limit_s: float) -> bool:
+    """Wait for the end of a process, and return whether it came in time."""
+    with anyio.move_on_after(limit_s):
+        while process.poll() is None:
+            await anyio.sleep(0.02)
+    return process.poll() is not None

@@ -11,13 +11,16 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
 from stretto.errors import WeightsError
 
-__all__ = ["Place", "places", "places_in", "write_header"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Place", "places", "places_in", "save_tensors", "write_header"]
 
 T = TypeVar("T")
 
@@ -165,3 +168,18 @@ def _decode(data: bytes | msgspec.Raw, type: type[T], file: Path, what: str) -> 
 
 def _damaged(file: Path, why: str) -> WeightsError:
     return WeightsError(f"{file} is damaged, or not a safetensors file: {why}")
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write tensors to a file, with torch.
+
+    Raises:
+        OSError: if the file cannot be written. The message names it, which that of safetensors does not.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {file}: {error}") from error

@@ -25,7 +25,7 @@ import numpy as np
 
 from stretto.errors import WeightsError
 from stretto.models.digest import bytes_hash, differing_names, digest_of, tensor_hash
-from stretto.models.safetensors import places
+from stretto.models.safetensors import places, save_tensors
 from stretto.weights import WeightsNote
 
 if TYPE_CHECKING:
@@ -262,12 +262,10 @@ class FolderPublisher:
         self, folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]]
     ) -> dict[str, dict[str, str]]:
         """Write tensors to files. Return file name -> tensor name -> its hash."""
-        from safetensors.torch import save_file
-
         files: dict[str, dict[str, str]] = {}
         for index, shard in enumerate(_shards(tensors, self._shard_bytes)):
             name = f"{stem}-{index:05d}.safetensors"
-            save_file(shard, folder / name)
+            save_tensors(shard, folder / name)
             files[name] = {key: tensor_hash(tensor) for key, tensor in shard.items()}
             shard.clear()  # free it before the next one is gathered
         return files

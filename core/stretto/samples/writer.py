@@ -60,6 +60,8 @@ _FLUSH_BYTES = 2**25
 """Rows of this many bytes are written at once, and the writer reads no further until they are on disk."""
 _RETRY_S = 5.0
 _POLL_S = 0.5
+_BEAT_S = 5.0
+"""The kernel hears from the writer this often, also if nothing new is on disk."""
 _ANSWER_S = 60.0
 _DRAIN_S = 15.0
 """At the end of the run, the writer has this many seconds to read the rest of the log."""
@@ -145,6 +147,7 @@ class _SampleWriter:
         async with anyio.create_task_group() as tasks:
             await tasks.start(self._obey_signals)
             tasks.start_soon(self._watch_kernel)
+            tasks.start_soon(self._beat)
             following = await self._ask(_read_cursor(self._folder))
             self._joiner = await anyio.to_thread.run_sync(self._joiner_from, following.start)
             await self._confirm(self._joiner.position)
@@ -301,8 +304,16 @@ class _SampleWriter:
             log.warning("the cursor of samples cannot be written", error=str(error))
             return
         self._confirmed = position
+        await self._tell()
+
+    async def _beat(self) -> None:
+        while True:
+            await anyio.sleep(_BEAT_S)
+            await self._tell()
+
+    async def _tell(self) -> None:
         if self._bus.connected:
-            await self._bus.publish(self._names.kernel("samples", "kept"), Kept(position))
+            await self._bus.publish(self._names.kernel("samples", "kept"), Kept(self._confirmed))
 
     async def _change_files(self, work: Callable[[], object]) -> None:
         try:

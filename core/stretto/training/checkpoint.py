@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stretto.errors import EngineError
+from stretto.models.safetensors import save_tensors
 from stretto.training.layout import Layout
 
 __all__ = [
@@ -122,7 +123,7 @@ class _Files:
         index = len(self._names_by_file)
         if self._writes(index):
             part = self._part(index)
-            save_file(self._pending, part, metadata={"format": "pt"})
+            save_tensors(self._pending, part, {"format": "pt"})
             part.chmod(self._folder.stat().st_mode & 0o666)  # otherwise only the owner could read it
         self._names_by_file.append(self._names)
         self._names, self._pending, self._pending_bytes = [], {}, 0

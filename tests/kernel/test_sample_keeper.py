@@ -1,0 +1,77 @@
+"""The kernel's side of the sample writer, with writers that hang or cannot be started."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from bus_testing import until
+from kernel_setup import make_setup
+from stretto.kernel import sample_keeper
+from stretto.kernel.sample_keeper import SampleKeeper
+
+
+class Connected:
+    """A bus with a connection, over which nothing comes."""
+
+    connected = True
+
+
+@asynccontextmanager
+async def running(keeper: SampleKeeper) -> AsyncGenerator[None]:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(keeper.run)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+def make_keeper(folder: Path) -> tuple[SampleKeeper, list[str]]:
+    """A keeper and the problems of its run."""
+    setup, bus = make_setup(folder, steps=1), Connected()
+    return SampleKeeper(setup, cast("Any", bus), 1), setup.report.problems
+
+
+async def test_a_writer_that_hangs_is_killed_started_again_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_keeper, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(sample_keeper, "_SILENT_S", 1.0)
+    monkeypatch.setattr(sample_keeper, "_IMPORTS_S", 0.0)
+    monkeypatch.setattr(sample_keeper, "_STOP_S", 0.1)
+    started: list[subprocess.Popen[bytes]] = []
+
+    async def start() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "1000"]))
+        started[-1].send_signal(signal.SIGSTOP)
+        return started[-1]
+
+    keeper, problems = make_keeper(tmp_path)
+    monkeypatch.setattr(keeper, "_start", start)
+    async with running(keeper):
+        await until(lambda: len(started) == 3)
+        assert [process.poll() for process in started[:2]] == [-9, -9]
+        await keeper.stop(at_once=False)
+        assert started[2].poll() is not None
+    hung, missing = problems
+    assert hung.startswith("the sample writer hung")
+    assert missing.startswith("samples of the newest steps may be missing")
+
+
+async def test_a_writer_that_cannot_be_started_is_tried_again_and_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keeper, problems = make_keeper(tmp_path)
+    output = tmp_path / "logs" / "samples.out"
+    output.mkdir()  # cannot be opened as a file
+    async with running(keeper):
+        await until(lambda: "is started again" in capfd.readouterr().out)
+        await keeper.stop(at_once=False)
+    [problem] = problems
+    assert "it cannot be started: [Errno 21] Is a directory" in problem
