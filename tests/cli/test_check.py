@@ -22,8 +22,9 @@ from stretto.cli.checks import problems
 from stretto.config import BusConfig
 from stretto.dataset import Dataset
 from stretto.engine import TrainingEngine
-from stretto.errors import BusError, ConfigError, ContractError, PluginError
+from stretto.errors import BusError, ConfigError, ContractError, PluginError, RewardError
 from stretto.tracker import Tracker
+from stretto.user_code.scoring import score_group
 from stretto.workflow import Workflow
 
 Start = Callable[..., Any]
@@ -363,6 +364,33 @@ OWN = {
 }
 
 
+@pytest.mark.parametrize(
+    ("names", "accepted"),
+    [
+        ("prompt, response", True),
+        ("question, text", True),
+        ("item, model_output", True),
+        ("x, y", True),
+        ("_, answer", False),
+        ("_, __", True),
+        ("response, ground_truth", False),
+        ("prompt, gold", False),
+        ("answer_text, score", False),
+        ("output, prompt", False),
+    ],
+)
+def test_prompt_and_completion_come_by_position_to_parameters_named_like_them(
+    names: str, accepted: bool
+) -> None:
+    reward: Callable[..., Any] = eval(f"lambda {names}: 1.0")
+    row = {"prompt": "1+1="}
+    if accepted:
+        assert score_group(reward, row, ("2",), {}) == [(1.0, {})]
+    else:
+        with pytest.raises(RewardError, match="has no parameter 'completion'"):
+            score_group(reward, row, ("2",), {})
+
+
 def all_found(file: Path, *overrides: str) -> list[str]:
     """Each problem of a run in the folder of `file`, with severity and key."""
     for name, text in OWN.items():
@@ -435,7 +463,7 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         (("checkpoint.keep_best=true",), "warning checkpoint.keep_best: has no effect"),
         ((*TORCH, "inference=mock"), "warning inference.use: 'mock' samples answers without"),
         (("workflow.timeout_s=0.001",), "warning workflow.timeout_s: is 0.001: nothing ends in so short"),
-        (("queue.batch_size=512", "rollout.concurrency=1"), "warning rollout.concurrency: is 1"),
+        (("queue.batch_size=8", "rollout.concurrency=1"), "warning rollout.concurrency: is 1"),
         (("sampling.temperature=5",), "warning sampling.temperature: is 5"),
         ((*TORCH, "sampling.ignore_eos=true"), "warning sampling.ignore_eos: is true"),
         (("algorithm.eps_clip=5",), "warning algorithm.eps_clip: is 5"),

@@ -75,6 +75,7 @@ _MAX_FORMS = 3
 _TRACING_MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 _FILE_SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HIGH_TEMPERATURE = 2.0
+_FEW_TICKETS = 8
 _SHORT_S = 0.01
 """Warn of a shorter time limit of a ticket, a call or a score."""
 _TIME_LIMIT = re.compile(
@@ -972,7 +973,7 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
                 path, f"is {seconds:g}: nothing ends in so short a time; the unit is seconds", "warning"
             )
     capacity = config.rollout.concurrency * config.rollout.processes
-    if config.steps and capacity < config.queue.batch_size / 4:
+    if config.steps and capacity < min(config.queue.batch_size / 4, _FEW_TICKETS):
         yield Problem(
             "rollout.concurrency",
             f"is {config.rollout.concurrency}: rollout workers run {capacity} of the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,26 +14,11 @@ from stretto.reward import RewardValue, is_number
 
 __all__ = ["accepted", "required", "score_group", "scores_groups"]
 
-_PROMPT_NAMES = {
-    *("prompt", "question", "query", "problem", "instruction", "input", "text", "task", "x", "p", "q"),
-}
-_COMPLETION_NAMES = {
-    *(
-        "response",
-        "answer",
-        "output",
-        "reply",
-        "generation",
-        "generated",
-        "prediction",
-        "text",
-        "y",
-        "c",
-        "a",
-    ),
-}
-"""A reward without a parameter `completion` gets prompt and completion by position if its first two
-parameters have such names."""
+_PROMPT = re.compile("prompt|question|query|problem|instruction|input|task")
+_COMPLETION = re.compile("response|output|reply|generat|predict")
+_EXPECTED = re.compile("gold|truth|label|target|expected|reference|correct")
+"""What a name of a parameter can mean. A reward without a parameter `completion` gets prompt and completion
+by position."""
 
 
 def scores_groups(reward: Callable[..., Any]) -> bool:
@@ -98,8 +84,7 @@ def _require_columns(
 def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], columns: Sequence[str]) -> None:
     """Refuse a reward without a parameter `completion`, whose first two parameters get prompt and completion
     by position, if their names could mean something else."""
-    meant = len(names) < 2 or (names[0] in _PROMPT_NAMES and names[1] in _COMPLETION_NAMES)
-    if not meant and not all(name.startswith("_") for name in names):
+    if len(names) == 2 and not _name_prompt_and_completion(*names):
         raise RewardError(
             f"the reward{_place_of(reward)} has no parameter 'completion', so its first two parameters get "
             f"the prompt and the completion, but it calls them {names[0]!r} and {names[1]!r}; name them "
@@ -111,6 +96,15 @@ def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], co
             f"the prompt and the completion, but {taken[0]!r} is a column of the row; name them 'prompt' and "
             "'completion'"
         )
+
+
+def _name_prompt_and_completion(first: str, second: str) -> bool:
+    """Whether the names of two parameters say that the first is the prompt and the second the completion."""
+    other = _COMPLETION.search(first) or _PROMPT.search(second)
+    if other or _EXPECTED.search(first) or _EXPECTED.search(second):
+        return False
+    unnamed = all(len(name) == 1 or name.startswith("_") for name in (first, second))
+    return bool(_PROMPT.search(first) or _COMPLETION.search(second) or unnamed)
 
 
 def _place_of(reward: Callable[..., Any]) -> str:
