@@ -15,7 +15,7 @@ from stretto.reward import RewardValue, is_number
 __all__ = ["accepted", "required", "score_group", "scores_groups"]
 
 _PROMPT = re.compile("prompt|question|query|problem|instruction|input|task")
-_COMPLETION = re.compile("response|output|reply|generat|predict")
+_COMPLETION = re.compile("response|output|reply|generate|generation|predict")
 _EXPECTED = re.compile("gold|truth|label|target|expected|reference|correct")
 """What a name of a parameter can mean. A reward without a parameter `completion` gets prompt and completion
 by position."""
