@@ -12,13 +12,13 @@ import pytest
 
 from bus_testing import welcome
 from stretto.bus.client import Bus
-from stretto.bus.messages import AskImage, ImagePart, Process, Subjects
+from stretto.bus.messages import AskImage, ImagePart, Subjects, WorkerProcess
 from stretto.errors import BusError, Refused
 from stretto.models.images import MAX_FILE_BYTES, OpenImage
 from stretto.workers.context import WorkerContext
 from stretto.workers.images import ImageFetcher, ImageShelf
 
-ROLLOUT = Process("rollout-0", "n")
+ROLLOUT = WorkerProcess("rollout-0", "n")
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 

@@ -29,12 +29,12 @@ from stretto.bus.messages import (
     Generate,
     GroupDone,
     GroupFailed,
-    Process,
     ScoredRow,
     SharedRows,
     Subjects,
     Swap,
     SwapDone,
+    WorkerProcess,
 )
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.config import BusConfig
@@ -576,7 +576,7 @@ class Worker:
         return msgspec.structs.replace(note, canary=canary)
 
     async def swap(self, note: WeightsNote, *, exact: bool = False) -> SwapDone:
-        swap = Swap(0, next(self._numbers), note, exact, trainer=Process("trainer-0", "t"))
+        swap = Swap(0, next(self._numbers), note, exact, trainer=WorkerProcess("trainer-0", "t"))
         return await self._kernel.request(self._subject, swap, SwapDone, who="inference-0", deadline_s=5)
 
     async def ask(self, id: str, exact_version: int | None = None) -> None:

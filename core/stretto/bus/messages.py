@@ -79,7 +79,6 @@ __all__ = [
     "Party",
     "Peer",
     "Prefetch",
-    "Process",
     "Progress",
     "Published",
     "Purpose",
@@ -120,6 +119,7 @@ __all__ = [
     "Welcome",
     "WireTrajectory",
     "WorkerId",
+    "WorkerProcess",
     "is_worker_id",
 ]
 
@@ -179,14 +179,14 @@ class EngineFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
     generated_tokens: int
 
 
-class Process(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class WorkerProcess(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One process of a worker, to send requests to."""
 
     worker: WorkerId
     nonce: Nonce
 
 
-class Peer(Process, frozen=True):
+class Peer(WorkerProcess, frozen=True):
     """An inference or verifier worker that a rollout worker may call."""
 
     figures: EngineFigures | None = None
@@ -683,7 +683,7 @@ class Generate(Message, frozen=True, tag="Generate/4"):
     of training."""
     traceparent: Traceparent = ""
     """Context of the request's span."""
-    sender: Process | None = None
+    sender: WorkerProcess | None = None
     """The rollout worker. Only requests with images name it: it has their files."""
 
 
@@ -749,7 +749,7 @@ class Swap(Message, frozen=True, tag="Swap/2"):
     """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
     traceparent: Traceparent = ""
     """Context of the kernel's span of the swap."""
-    trainer: Process | None = None
+    trainer: WorkerProcess | None = None
     """Rank 0 of the lead group, which has the version's `SharedRows`."""
 
 

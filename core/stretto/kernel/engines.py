@@ -16,7 +16,7 @@ import structlog
 
 from stretto import tracing
 from stretto.bus.client import Bus
-from stretto.bus.messages import AskLoad, LoadReport, Process, Subjects, Swap, SwapDone
+from stretto.bus.messages import AskLoad, LoadReport, Subjects, Swap, SwapDone, WorkerProcess
 from stretto.errors import BusError, NoAnswer, RunError
 from stretto.kernel.fleet import Fleet, FleetMember
 from stretto.kernel.lending import Lending, Wish
@@ -76,7 +76,7 @@ class Engines:
         self._busy: dict[str, float] = {}
         """Seconds of work of each engine, by the nonce of its process, at the last call of `busy_s`."""
         self._mean_busy_s = 0.0
-        self.trainer: Process | None = None
+        self.trainer: WorkerProcess | None = None
         """Rank 0 of the lead group. The kernel sets it when all trainers are ready."""
         self.note: WeightsNote | None = None
         """The newest weights."""

@@ -38,7 +38,6 @@ from stretto.bus.messages import (
     JournalStep,
     KernelLease,
     Leaving,
-    Process,
     Progress,
     Ranks,
     RowRef,
@@ -49,6 +48,7 @@ from stretto.bus.messages import (
     SwapDone,
     TicketStarted,
     Welcome,
+    WorkerProcess,
 )
 from stretto.bus.server import restart_server
 from stretto.config import MetricsConfig
@@ -409,7 +409,7 @@ class Kernel:
             await self._changed.wait()
         self._trainers.nonces = nonces
         first = self._trainers.placement.lead.workers[0]
-        self._engines.trainer = Process(first, nonces[first])
+        self._engines.trainer = WorkerProcess(first, nonces[first])
 
     async def _nonces_of_trainers(self) -> dict[str, str]:
         """Wait until all trainers have joined, and return the nonces of their processes. If one of them is

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stretto import tracing
 from stretto.array import Array
-from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate, Peer, Process
+from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate, Peer, WorkerProcess
 from stretto.engine import Finish, GenerateRequest
 from stretto.errors import EngineError
 from stretto.workers.context import WorkerContext
@@ -347,7 +347,7 @@ class Generations:
             self._bus.inbox,
             generation.exact_version,
             generation.span.traceparent,
-            Process(context.worker, context.nonce) if request.images else None,
+            WorkerProcess(context.worker, context.nonce) if request.images else None,
         )
         subject = context.names.worker("inference", peer.worker, peer.nonce, "generate")
         await self._bus.publish(subject, message)

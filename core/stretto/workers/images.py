@@ -16,7 +16,7 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.bus.messages import AskImage, ImagePart, Process
+from stretto.bus.messages import AskImage, ImagePart, WorkerProcess
 from stretto.dataset import Row
 from stretto.errors import BusError, EngineError, Refused, RequestError
 from stretto.models.images import MAX_FILE_BYTES, ImageFile, OpenImage, decode
@@ -213,7 +213,7 @@ class ImageFetcher:
         self._locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         """Of each image that is being fetched, so that two requests for it fetch it once."""
 
-    async def get(self, sender: Process, digests: Sequence[str]) -> list[bytes]:
+    async def get(self, sender: WorkerProcess, digests: Sequence[str]) -> list[bytes]:
         """Return the files with these digests.
 
         Args:
@@ -224,7 +224,7 @@ class ImageFetcher:
         """
         return [await self._file(sender, digest) for digest in digests]
 
-    async def _file(self, sender: Process, digest: str) -> bytes:
+    async def _file(self, sender: WorkerProcess, digest: str) -> bytes:
         lock = self._locks[digest]
         async with lock:
             file = self._files.get(digest)
@@ -236,7 +236,7 @@ class ImageFetcher:
             self._locks.pop(digest, None)
         return file
 
-    async def _fetch(self, sender: Process, digest: str) -> bytes:
+    async def _fetch(self, sender: WorkerProcess, digest: str) -> bytes:
         file, worker = b"", sender.worker
         while True:
             part = await self._context.bus.request(

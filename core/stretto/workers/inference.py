@@ -44,10 +44,10 @@ from stretto.bus.messages import (
     Generate,
     Heartbeat,
     LoadReport,
-    Process,
     SharedRows,
     Swap,
     SwapDone,
+    WorkerProcess,
 )
 from stretto.engine import (
     AdjustableEngine,
@@ -226,7 +226,7 @@ class InferenceWorker:
             missing = [part for chunk in chunks if (part := _from(chunk, have)) is not None]
             self._queue(known.inbox, missing)
 
-    async def _generate_with_images(self, request: GenerateRequest, sender: Process | None) -> None:
+    async def _generate_with_images(self, request: GenerateRequest, sender: WorkerProcess | None) -> None:
         """Pass a request to the engine once its images are here. Give it up if they do not come."""
         engine, known = self._engine, self._requests.get(request.id)
         try:
