@@ -250,15 +250,7 @@ async def test_servers_that_stand_still_keep_a_client_only_shortly_from_the_othe
 ) -> None:
     """Two sockets that take connections and say nothing, as the system does for a stopped server."""
     del open_bus
-<<<<<<< HEAD
-
-    def keep_order(servers: object) -> None:
-        """The servers that stand still are asked first."""
-
-    monkeypatch.setattr("nats.aio.client.shuffle", keep_order)
-=======
     monkeypatch.setattr("nats.aio.client.shuffle", list)  # leaves them in their order
->>>>>>> bus
     bootstrap = Bootstrap.read(tmp_path / "bus" / "rollout.json")
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         still = [f"nats://127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]
