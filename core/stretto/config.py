@@ -75,13 +75,15 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Held-out evaluation at version 0, at every multiple of `every`, and at the last version.
 
-    Each evaluation samples from exactly one version. Training goes on during the evaluations between the
-    first and the last."""
+    Each evaluation samples from exactly one version. With several inference engines, training goes on during
+    the evaluations before the last. With a single one, the evaluation takes it, and training waits."""
 
     dataset: DatasetConfig
     """Dataset of held-out rows."""
     every: NonNegativeInt = 0
-    """Number of versions between two evaluations. 0 evaluates the first and the last version only."""
+    """Number of versions between two evaluations. 0 evaluates the first and the last version only. With one
+    inference engine, training waits during each evaluation: `wait/evaluation_s` in `metrics.jsonl` says how
+    long."""
     rows: PositiveInt | None = None
     """Number of rows to use, from the first row on; default all rows."""
     samples: PositiveInt = 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.records.timeline import CallSpan, KernelStarted, StepSpan, SwapSpan, TicketDone
+from stretto.records.timeline import CallSpan, Cause, KernelStarted, StepSpan, SwapSpan, TicketDone
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b]0;x\x07"
 """What a model, a reward or a run file may say."""
@@ -95,7 +95,7 @@ def _keep_timeline(folder: Path, steps: int) -> None:
         events += [
             TicketDone(now - 1, "train", step, 1, f"rollout-{HOSTILE}", 1.5, 1.0, 0.2, 4, 0.5, 48, step - 1),
             CallSpan(now - 0.1, now - 0.9, "training", "train(actor)", step - 1, 0.7),
-            StepSpan(now, now - 1, step, f"ticket 3 {HOSTILE}", (step,)),
+            StepSpan(now, now - 1, step, ((Cause("late_ticket", 3), 1.0),), (step,)),
             SwapSpan(now + 0.1, now, "inference-0", step, 0.01, False),
         ]
     events.sort(key=lambda event: event.time)

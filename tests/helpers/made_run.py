@@ -153,7 +153,8 @@ def _write_timeline(folder: Path, steps: int, groups: int, samples: int) -> None
                 )
             )
         events.append(timeline.CallSpan(done - 0.1, begun + 0.6, "training", "train(actor)", step - 1, 1.2))
-        events.append(timeline.StepSpan(done, begun + 0.6, step, "groups", numbers))
+        waits = ((timeline.Cause("groups"), 0.6),)
+        events.append(timeline.StepSpan(done, begun + 0.6, step, waits, numbers))
         events.append(timeline.SwapSpan(done, done - 0.05, "inference-0", step, 0.001, False))
         ticket += groups
     events.append(timeline.KernelEnded(_BEGUN + steps * _STEP_S, "completed"))

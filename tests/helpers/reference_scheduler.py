@@ -40,6 +40,7 @@ from stretto.kernel.scheduler import (
     Withdraw,
 )
 from stretto.kernel.variants import VariantAccounts
+from stretto.records.timeline import Cause
 
 __all__ = ["ReferenceScheduler"]
 
@@ -249,8 +250,8 @@ class ReferenceScheduler:
         self._ledger = Ledger()
         self._open: dict[int, OpenTicket] = {}
         self._training: tuple[int, ...] | None = None
-        self._waited_for = ""
-        """What the next batch waits for, as far as the scheduler has looked."""
+        self.waits_for: Cause | None = None
+        """What the next step waits for, or the end of the run; None while a batch is trained."""
         self._round: _Round | None = None
         self._rounds_due: deque[int] = deque()
         """Versions to evaluate after the evaluation under way."""
@@ -331,26 +332,6 @@ class ReferenceScheduler:
         """Whether the run evaluates this version while training goes on."""
         every = self.settings.evaluation_every if self.settings.evaluation_rows else 0
         return bool(every) and version % every == 0 and version < self.settings.steps
-
-    def waiting_for(self) -> str:
-        """Describe in a few words what the next step waits for."""
-        if self._state == "last evaluation":
-            return f"evaluation of version {self.evaluating}"
-        if self._holding_back:
-            evaluating, waiting = self.needed_versions[:2]
-            return f"evaluation of version {evaluating}; that of version {waiting} waits already"
-        if self._training is not None:
-            return "the train step"
-        if self._state != "training":
-            return self._state
-        ready, size = self._ready(), self.settings.batch_size
-        if len(ready) < size:
-            return f"{size - len(ready)} of {size} groups"
-        late = self._blocking(ready[:size])
-        if late is None:
-            return "nothing"
-        by = f" at {late.worker}" if late.worker else ""
-        return f"ticket {late.id}{by}, due by version {late.deadline}"
 
     def commands(self) -> list[Command]:
         """Return the commands that the kernel has to carry out, in order. Each command is returned once."""
@@ -540,7 +521,7 @@ class ReferenceScheduler:
             divergence: divergence of the batch, in nats a token; None if it is unknown or was not measured.
         """
         self._held = hold
-        self._waited_for = "checkpoint" if hold else ""
+        self.waits_for = Cause("checkpoint") if hold else None
         assert self._training is not None, "no batch was started"
         for id in self._training:
             ticket = self._open.pop(id)
@@ -612,6 +593,7 @@ class ReferenceScheduler:
     def _end(self) -> None:
         if self.settings.evaluation_rows and not self._is_evaluated(self.version) and not self._closing:
             self._state = "last evaluation"
+            self.waits_for = Cause("evaluation", self.version)
             self._begin_round(self.version)
         else:
             self._state = "over"
@@ -755,27 +737,30 @@ class ReferenceScheduler:
 
     def _start_batch(self) -> None:
         """Start a batch if enough groups are finished, and if every deadline can still be met afterwards."""
-        idle = self._training is None and not self._held
-        if not idle or self._closing or self.version == self.settings.steps:
+        if self._training is not None or self._held:
+            return
+        self.waits_for = None
+        if self.version == self.settings.steps and self.needed_versions:
+            self.waits_for = Cause("evaluation", self.needed_versions[0])
+        if self._closing or self.version == self.settings.steps:
             return
         batch = self._ready()[: self.settings.batch_size]
         if len(batch) < self.settings.batch_size:
-            self._waited_for = "groups"
+            self.waits_for = Cause("groups")
             return
         while (late := self._blocking(batch)) is not None:
             if self.settings.on_late == "wait":
-                self._waited_for = f"ticket {late.id}"
+                self.waits_for = Cause("late_ticket", late.id)
                 return
             self._expire(late)
         if self._must_hold_back():
-            self._waited_for = f"evaluation of version {self.evaluating}"
+            self.waits_for = Cause("evaluation", self.needed_versions[0])
             return
         chosen = sorted(batch, key=lambda ticket: ticket.id)
         self._training = tuple(ticket.id for ticket in chosen)
         groups = tuple(ticket.done for ticket in chosen if ticket.done is not None)
         rows = tuple(ticket.row for ticket in chosen)
-        self._commands.append(StartBatch(self.version, groups, rows, self._waited_for))
-        self._waited_for = ""
+        self._commands.append(StartBatch(self.version, groups, rows))
 
     def _blocking(self, batch: list[OpenTicket]) -> OpenTicket | None:
         """Return the unfinished ticket that the batch has to wait for, or None if the batch is admissible.

@@ -329,12 +329,44 @@ def test_synchronous_training_is_told_to_overlap() -> None:
     run = {**RUN, "queue": {"batch_size": 32, "max_staleness": 0}}
     advice = only(advised(Steps()(60, train_s=0.2), run), "training_waits")
     assert "raise `queue.max_staleness` from 0 to 1" in advice.message
+    assert "`inference.replicas`" in advice.message
+    advice = only(advised(Steps()(60, train_s=0.2, cores_idle=0.05), run), "training_waits")
+    assert advice.message.endswith("; raise `queue.max_staleness` from 0 to 1")
+
+
+def evaluated_steps(evaluation_s: float) -> list[Line]:
+    """Lines of 90 steps with one engine: an evaluation after every 15th stops generation for some time."""
+    lines = Steps()(90, train_s=0.8)
+    for line in lines[16::15]:
+        line["step_s"] += evaluation_s
+        line["wait/evaluation_s"] = evaluation_s
+    return lines
+
+
+def test_evaluations_that_take_the_only_engine_are_named_in_place_of_generation() -> None:
+    run = {**RUN, "evaluation": {"every": 15, "rows": None}}
+    advice = only(advised(evaluated_steps(25.0), run), "evaluation_waits")
+    assert "training waits for evaluations in 50 of the 80 s of steps 61-90 (62%)" in advice.message
+    assert advice.message.endswith(
+        "; raise `evaluation.every` from 15 to 30, or evaluate fewer rows (`evaluation.rows`), or raise "
+        "`inference.replicas` from 1 to 2"
+    )
+    rows = {**RUN, "evaluation": {"every": 15, "rows": 500}}
+    message = only(advised(evaluated_steps(25.0), rows), "evaluation_waits").message
+    assert "set `evaluation.rows` to 250 (now 500)" in message
+
+
+def test_short_evaluations_are_given_no_advice() -> None:
+    run = {**RUN, "evaluation": {"every": 15, "rows": None}}
+    assert advised(evaluated_steps(2.0), run) == []
 
 
 def test_the_bottleneck_is_what_the_others_wait_for() -> None:
     assert bottleneck(Steps()(5))[0] == "training"
-    assert bottleneck(Steps()(5, train_s=0.25)) == ("generation", 0.25)
-    assert bottleneck(Steps()(5, train_s=0.2, ticket_score_s=2.0)) == ("verification", 0.2)
+    assert bottleneck(Steps()(5, train_s=0.25)) == ("generation", 0.75)
+    assert bottleneck(Steps()(5, train_s=0.2, ticket_score_s=2.0)) == ("verification", 0.8)
+    waits = {"wait/evaluation_s": 0.4, "wait/checkpoint_s": 0.1, "wait/groups_s": 0.3}
+    assert bottleneck(Steps()(5, train_s=0.2, **waits)) == ("evaluation", 0.4)
 
 
 def test_every_rule_has_a_definition_for_people() -> None:

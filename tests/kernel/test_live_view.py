@@ -47,7 +47,7 @@ def test_the_view_shows_what_the_status_says() -> None:
         "-0.0312   ▁",
         "1.2500",
         "mean 1.50   max 2",
-        "2.00 s, of which training 0.50 s",
+        "2.00 s, of which training 0.50 s, evaluation 1.20 s, groups 0.25 s",
         "version 100: 10 of 40 rows   waiting: version 150",
         "version 50: accuracy 0.500   best so far",
         "generating 1,234   training 4,000",
@@ -62,6 +62,7 @@ def test_the_view_shows_what_the_status_says() -> None:
         "s: a sample",
     ):
         assert text in shown, text
+    assert "late ticket" not in shown  # a small part of the step
     end = draw(make_status(state="completed"), stopped=True, keys=True, sample="1+1= → 2")
     for text in ("left", "now", "workers", "bottleneck", "keys", "1+1"):
         assert text not in end

@@ -33,6 +33,7 @@ from stretto.kernel.scheduler import (
     StartBatch,
     Withdraw,
 )
+from stretto.records.timeline import Cause
 
 
 def done(ticket: Ticket, oldest: int, newest: int | None = None, reward: float = 1.0) -> GroupDone:
@@ -389,7 +390,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 version = self.newest(ticket) if oldest is None else oldest
                 self.scheduler.group_done(done(ticket, version))
             self.obey()
-        assert self.over, f"stuck, waiting for {self.scheduler.waiting_for()}"
+        assert self.over, f"stuck, waiting for {self.scheduler.waits_for}"
         ledger = self.scheduler.ledger
         assert ledger.trained == self.groups_trained
         assert self.scheduler.version == self.settings.steps
@@ -449,20 +450,20 @@ def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs()
     scheduler = Scheduler(SchedulerSettings(steps=9, batch_size=1, max_staleness=1, rows=100))
     scheduler.start()
     slow, quick = issued(scheduler)  # both due by version 1
+    assert scheduler.waits_for == Cause("groups")
     scheduler.group_done(done(quick, 0))
     [start] = scheduler.commands()  # at version 0: afterwards one group is due by 1, which is in time
     assert isinstance(start, StartBatch)
-    assert start.waited_for == "groups"
     scheduler.step_finished()
     [newer] = issued(scheduler)  # due by version 2
     scheduler.group_done(done(newer, 1))
     assert scheduler.commands() == []  # `slow` is due now: a batch of `newer` would make it late
-    assert f"ticket {slow.id}" in scheduler.waiting_for()
+    assert scheduler.waits_for == Cause("late_ticket", slow.id)
     scheduler.group_done(done(slow, 0))
     [start] = scheduler.commands()
     assert isinstance(start, StartBatch)
     assert start.groups[0].ticket == slow.id
-    assert start.waited_for == f"ticket {slow.id}"
+    assert scheduler.waits_for is None
 
 
 def test_drop_expires_a_late_group_and_issues_its_prompt_again() -> None:
@@ -725,7 +726,7 @@ def test_one_evaluation_waits_and_a_further_one_holds_training_back() -> None:
     scheduler.group_done(done(ticket, 2))
     assert list(scheduler.commands()) == [HeldBack(evaluating=1, waiting=2)]  # version 3 would wait too
     assert scheduler.held_back == 1
-    assert "evaluation of version 1; that of version 2 waits" in scheduler.waiting_for()
+    assert scheduler.waits_for == Cause("evaluation", 1)
     scheduler.group_done(done(first, 1))
     commands = list(scheduler.commands())
     assert [type(command) for command in commands] == [EvaluationDone, StartBatch, Issue]
@@ -809,7 +810,7 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
     again.worker_lost("rollout-0")  # while the run starts, no ticket is issued
     assert again.commands() == []
     repeated = again.replay([group.ticket for group in start.groups], start.groups)
-    assert repeated == replace(start, waited_for="")  # in the log there is nothing to wait for
+    assert repeated == start
     again.step_finished()
     again.group_done(finished)
     again.start()

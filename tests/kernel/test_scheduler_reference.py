@@ -142,7 +142,7 @@ class World:
         new, old = self.pair
         assert new.ledger == old.ledger
         assert new.finished == sum(ticket.done is not None for ticket in old._ready())  # pyright: ignore[reportPrivateUsage]
-        self.tell("waiting_for")
+        assert new.waits_for == old.waits_for
         if not all_of_it:
             return
         for name in (

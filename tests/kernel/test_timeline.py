@@ -17,6 +17,7 @@ from stretto.bus.messages import Evaluation, GroupDone, Member, Ticket, TicketSt
 from stretto.kernel.timeline import Timeline
 from stretto.records.timeline import (
     FILE,
+    Cause,
     EvaluationSpan,
     Event,
     KernelEnded,
@@ -176,7 +177,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
             timeline.call(start, "training", call, step, 1.23456)
         for engine in range(2):
             timeline.swap(start, f"inference-{engine}", step, 0.123456, exact=False)
-        timeline.step(start, step + 1, "groups", tuple(tickets))
+        timeline.step(start, step + 1, ((Cause("groups"), 0.123456),), tuple(tickets))
     timeline.end("completed")
     size = (tmp_path / FILE).stat().st_size
     assert size * 10_000 / 8 < 40e6, size

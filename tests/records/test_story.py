@@ -53,7 +53,7 @@ def test_a_ticket_of_a_lost_worker_has_two_attempts() -> None:
         taken(104.0, 7, attempt=2, worker="rollout-1"),
         done(105.0, 7, attempt=2),
         done(105.5, 7, attempt=1),  # it had been on its way; the second one counts
-        StepSpan(107.0, 106.0, 1, "groups", (7,)),
+        StepSpan(107.0, 106.0, 1, (), (7,)),
         KernelEnded(108.0, "completed"),
     )
     assert outcomes(story) == {"7/1": "withdrawn", "7/2": "trained"}
@@ -70,7 +70,7 @@ def test_the_first_attempt_counts_if_it_was_finished_after_all() -> None:
         taken(102.5, 7),
         issued(103.0, 7, attempt=2),
         done(103.5, 7, attempt=1),
-        StepSpan(107.0, 106.0, 1, "groups", (7,)),
+        StepSpan(107.0, 106.0, 1, (), (7,)),
         KernelEnded(108.0, "completed"),
     )
     assert outcomes(story) == {"7/1": "trained", "7/2": "withdrawn"}
@@ -113,15 +113,15 @@ def test_what_a_killed_kernel_leaves_ends_with_its_last_event() -> None:
         taken(101.5, 0),
         taken(101.5, 1),
         done(102.0, 0),
-        StepSpan(103.0, 102.5, 1, "groups", (0,)),
+        StepSpan(103.0, 102.5, 1, (), (0,)),
         # killed; the next kernel repeats the step from the journal
         KernelStarted(200.0, 2, 0),
         WorkerChanged(201.0, "rollout-0", "joined"),
-        StepSpan(202.0, 201.5, 1, "", (0,)),
+        StepSpan(202.0, 201.5, 1, (), (0,)),
         issued(203.0, 1, attempt=2001),
         taken(203.5, 1, attempt=2001),
         done(204.0, 1, attempt=2001),
-        StepSpan(205.0, 204.5, 2, "groups", (1,)),
+        StepSpan(205.0, 204.5, 2, (), (1,)),
         KernelEnded(206.0, "completed"),
     )
     assert [(end, status) for _, end, status in story.kernels] == [(103.0, ""), (206.0, "completed")]
@@ -140,7 +140,7 @@ def test_a_group_whose_end_the_killed_kernel_did_not_write_down_is_trained() -> 
         issued(101.0, 0),
         taken(101.5, 0),
         KernelStarted(200.0, 2, 0),
-        StepSpan(202.0, 201.5, 1, "", (0,)),
+        StepSpan(202.0, 201.5, 1, (), (0,)),
         KernelEnded(206.0, "completed"),
     )
     assert outcomes(story) == {"0/1": "trained"}

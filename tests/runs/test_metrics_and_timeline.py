@@ -20,7 +20,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from stretto.records.story import Story
-from stretto.records.timeline import StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
+from stretto.records.timeline import CAUSES, StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "stretto.json"
 STEPS, BATCH, SAMPLES = 6, 4, 4
@@ -249,6 +249,25 @@ def test_the_timeline_has_every_ticket_and_step(watched: Watched) -> None:
         line = watched.lines[step.version]
         assert sum(tokens[ticket] for ticket in step.tickets) == line["tokens"]
         assert step.time - step.start >= line["train_s"] - 0.01
+
+
+def test_every_step_says_what_training_waited_for(watched: Watched) -> None:
+    """The same figures in the metrics and in the timeline: with one engine, evaluations take it away."""
+    waited: Counter[str] = Counter()
+    for event in read_timeline(watched.folder):
+        if not isinstance(event, StepSpan):
+            continue
+        line = watched.lines[event.version]
+        in_line = {kind: line[f"wait/{kind}_s"] for kind in CAUSES}
+        assert sum(in_line.values()) == pytest.approx(line["step_s"] - line["train_s"], abs=1e-3)
+        in_timeline: Counter[str] = Counter()
+        for cause, seconds in event.waits:
+            in_timeline[cause.kind] += seconds  # pyright: ignore[reportArgumentType]
+        del in_line["overhead"], in_timeline["overhead"]  # that of the step itself is in the line alone
+        assert {**dict.fromkeys(in_line, 0.0), **in_timeline} == pytest.approx(in_line, abs=1e-3)
+        waited.update(in_timeline)
+    assert waited["evaluation"] > 0
+    assert waited["checkpoint"] > 0
 
 
 # ------------------------------------------------------------------------------------------ Perfetto

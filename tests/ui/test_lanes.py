@@ -10,6 +10,7 @@ import pytest
 from stretto.records.timeline import (
     FILE,
     CallSpan,
+    Cause,
     Event,
     KernelEnded,
     KernelStarted,
@@ -20,6 +21,8 @@ from stretto.records.timeline import (
     TicketTaken,
 )
 from stretto.ui.lanes import Lane, Lanes, lanes
+
+GROUPS_5_S = Cause("groups"), 5.0
 
 
 def _write(folder: Path, events: list[Event]) -> None:
@@ -50,18 +53,27 @@ def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
         tmp_path,
         [
             KernelStarted(100.0, 1, 0),
-            StepSpan(110.0, 105.0, 1, "groups", (0, 1)),
-            StepSpan(120.0, 113.0, 2, "evaluation of version 1", (2, 3)),
-            StepSpan(130.0, 120.0, 3, "", (4, 5)),
+            StepSpan(110.0, 105.0, 1, (GROUPS_5_S,), (0, 1)),
+            StepSpan(
+                120.0, 113.0, 2, ((Cause("evaluation", 1), 2.0), (Cause("late_ticket", 3), 1.0)), (2, 3)
+            ),
+            StepSpan(130.0, 120.0, 3, (), (4, 5)),
             KernelEnded(131.0, "completed"),
         ],
     )
 
     found = _lanes(tmp_path, 100.0, 131.0)
 
-    spans = [(span.kind, span.start, span.end) for span in _lane(found, "steps").spans]
-    assert spans == [("step", 105, 110), ("wait", 110, 113), ("step", 113, 120), ("step", 120, 130)]
-    assert found.waits == [("evaluation of version", 3.0)]
+    spans = [(span.text.partition(": ")[2], span.start, span.end) for span in _lane(found, "steps").spans]
+    assert spans == [
+        ("groups", 100, 105),
+        ("2 tickets", 105, 110),
+        ("evaluation of version 1", 110, 112),
+        ("ticket 3", 112, 113),
+        ("2 tickets", 113, 120),
+        ("2 tickets", 120, 130),
+    ]
+    assert found.waits == [("groups", 5.0), ("evaluation", 2.0), ("late_ticket", 1.0)]
     assert (found.begun, found.ended) == (100, 131)
     assert [mark.text for mark in found.marks] == [
         "a kernel began at version 0 (lease epoch 1)",
@@ -70,10 +82,10 @@ def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_time_between_two_kernels_is_no_wait(tmp_path: Path) -> None:
-    steps = StepSpan(110.0, 105.0, 1, "", (0,)), StepSpan(520.0, 515.0, 2, "groups", (1,))
+    steps = StepSpan(110.0, 105.0, 1, (), (0,)), StepSpan(520.0, 515.0, 2, (GROUPS_5_S,), (1,))
     _write(tmp_path, [KernelStarted(100.0, 1, 0), steps[0], KernelStarted(500.0, 2, 1), steps[1]])
 
-    assert _lanes(tmp_path, 100.0, 520.0).waits == []
+    assert _lanes(tmp_path, 100.0, 520.0).waits == [("groups", 5.0)]
 
 
 def test_tickets_at_once_have_rows_of_their_own(tmp_path: Path) -> None:
@@ -101,7 +113,7 @@ def test_a_ticket_that_was_not_trained_says_why(tmp_path: Path) -> None:
 
 def test_tickets_in_flight_are_open_until_now(tmp_path: Path) -> None:
     taken = [TicketTaken(float(ticket), "train", ticket, 1, "rollout-0") for ticket in (1, 2, 3)]
-    step = StepSpan(9.0, 8.0, 1, "ticket 3", (1,))
+    step = StepSpan(9.0, 8.0, 1, (), (1,))
     _write(
         tmp_path,
         [
@@ -150,7 +162,7 @@ def test_a_span_that_is_over_after_the_window_is_in_it(tmp_path: Path) -> None:
 
 
 def test_at_first_the_newest_steps_are_shown(tmp_path: Path) -> None:
-    steps = [StepSpan(float(place), place - 0.5, place, "groups", (place,)) for place in range(1, 101)]
+    steps = [StepSpan(float(place), place - 0.5, place, (), (place,)) for place in range(1, 101)]
     _write(tmp_path, [KernelStarted(0.0, 1, 0), *steps])
 
     found = _lanes(tmp_path)
@@ -159,7 +171,7 @@ def test_at_first_the_newest_steps_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_wait_that_began_before_the_window_is_in_it(tmp_path: Path) -> None:
-    steps = StepSpan(10.0, 5.0, 1, "", (0,)), StepSpan(30.0, 25.0, 2, "groups", (1,))
+    steps = StepSpan(10.0, 5.0, 1, (), (0,)), StepSpan(30.0, 25.0, 2, ((Cause("groups"), 15.0),), (1,))
     _write(tmp_path, [KernelStarted(0.0, 1, 0), *steps])
 
     assert _lanes(tmp_path, 20.0, 30.0).waits == [("groups", 5.0)]

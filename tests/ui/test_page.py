@@ -156,7 +156,7 @@ def test_the_timeline_names_what_is_below_the_pointer(page: Page) -> None:
 
     middle: int = canvas.size["height"] // 2
     ActionChains(page.driver).move_to_element_with_offset(canvas, 560, 30 - middle).perform()
-    page.until(lambda: "step 40: 4 tickets; it had waited for groups" in page.text(".tip"))
+    page.until(lambda: "step 40: 4 tickets" in page.text(".tip"))
 
     before = page.text(".tools .mono")
     canvas.send_keys("+")

@@ -195,8 +195,8 @@ def _timeline(run: RunRecord) -> str:
     for event in events:
         match event:
             case StepSpan():
-                waited = f", waited for {event.waited_for}" if event.waited_for else ""
-                text = f"step {event.version}: {event.time - event.start:.2f} s{waited}"
+                waits = "".join(f", waited {seconds:.2f} s for {cause}" for cause, seconds in event.waits)
+                text = f"step {event.version}: {event.time - event.start:.2f} s{waits}"
                 lane, bar = "steps", Bar(event.start, event.time, "step", text)
             case CallSpan():
                 text = f"{event.call}: {event.seconds:.2f} s"

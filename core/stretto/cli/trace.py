@@ -92,13 +92,13 @@ class _Drawing:
         before, seen = self._story.start, set[int]()
         for step in self._story.steps:
             start = max(step.start, before)
-            if step.waited_for and start > before:
-                name = f"waiting for {printable(step.waited_for)}"
-                self._trace.span(track, before, start, name, "wait", {"step": step.version})
+            for cause, wait_start, wait_end in step.wait_spans():
+                wait_start, wait_end = max(before, wait_start), max(before, wait_end)
+                name = f"waiting for {cause}"
+                self._trace.span(track, wait_start, wait_end, name, "wait", {"step": step.version})
             line = lines.get(step.version, {})
             facts = {
                 "step": step.version,
-                "waited_for": printable(step.waited_for) or None,
                 "tickets": ", ".join(str(ticket) for ticket in step.tickets),
                 "repeated": step.version in seen,
                 **{

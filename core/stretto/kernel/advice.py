@@ -21,6 +21,8 @@ from typing import Any, Literal, cast
 import msgspec
 import numpy as np
 
+from stretto.records.timeline import CauseKind
+
 __all__ = ["RULES", "Advice", "Adviser", "Rule", "bottleneck", "causes"]
 
 _KEPT = 200
@@ -570,29 +572,82 @@ _TIME_LIMITS = ("reward.timeout_s", "workflow.timeout_s", "workflow.environment_
 
 # ------------------------------------------------------------------------------------- rules of speed
 
-Part = Literal["training", "generation", "verification"]
+Part = Literal[
+    "training",
+    "generation",
+    "verification",
+    "evaluation",
+    "checkpoints",
+    "swaps",
+    "inference engines",
+    "overhead",
+]
 
+_PARTS: dict[CauseKind, Part] = {
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoints",
+    "swap": "swaps",
+    "engines": "inference engines",
+    "overhead": "overhead",
+}
+"""The part that training waits for, by the cause of the wait. All other causes are a lack of groups."""
 _SPEED_STEPS = 20
 _FEWEST_READINGS = 5
 """Minimum number of steps with heartbeat figures. Short steps may have none."""
 
 
 def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
-    """Return the part of a run that the other parts wait for, and the share of the time in which training
-    worked.
+    """Return the part of a run that the other parts wait for most.
 
-    The part is training if it worked for more than half of the time. Otherwise it is verification if tickets
-    spend more time at the verifier (`ticket_score_s`) than at the engine (`ticket_generate_s`), and
-    generation if not.
+    The part is training if it worked for more than half of the time. Otherwise it is what training waited for
+    longest. A wait for groups is a wait for verification if tickets spend more time at the verifier
+    (`ticket_score_s`) than at the engine (`ticket_generate_s`), and for generation if not.
 
     Args:
         lines: lines of `metrics.jsonl`, at least one.
+
+    Returns:
+        The part, and a share of the time: in which training worked, or in which it waited for the part.
     """
-    share = _total(lines, "train_s") / max(_total(lines, "step_s"), 1e-9)
+    share = _works(lines)
     if share > 0.5:
         return "training", share
+    total = max(_total(lines, "step_s"), 1e-9)
+    waits: dict[Part, float] = {
+        part: _total(lines, f"wait/{kind}_s") / total for kind, part in _PARTS.items()
+    }
     scores = _total(lines, "ticket_score_s") > _total(lines, "ticket_generate_s")
-    return ("verification" if scores else "generation"), share
+    waits["verification" if scores else "generation"] = 1 - share - math.fsum(waits.values())
+    return max(waits.items(), key=lambda item: item[1])
+
+
+def _works(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of the time in which training worked."""
+    return _total(lines, "train_s") / max(_total(lines, "step_s"), 1e-9)
+
+
+def _evaluation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
+    """Find that training waits for evaluations for a fifth of the time, over whole multiples of
+    `evaluation.every`."""
+    every = int(knobs.number("evaluation.every", 0))
+    count = min(_KEPT, every * math.ceil(_SPEED_STEPS / every)) if every else _KEPT
+    lines = list(history.lines)[-count:]
+    if not every or len(lines) < count or lines[0]["step"] == 1:
+        return None
+    waited_s, total_s = _total(lines, "wait/evaluation_s"), _total(lines, "step_s")
+    if waited_s < 0.2 * total_s:
+        return None
+    replicas = int(knobs.number("inference.replicas", 1))
+    full = _cores_are_full(lines, knobs)
+    return _finding(
+        lines[0]["step"],
+        f"training waits for evaluations in {waited_s:.3g} of the {total_s:.3g} s of steps "
+        f"{lines[0]['step']}-{lines[-1]['step']} ({waited_s / total_s:.0%}), because they take all inference "
+        "engines",
+        knobs.scale("evaluation.every", 2),
+        knobs.scale("evaluation.rows", 1 / 2) or "evaluate fewer rows (`evaluation.rows`)",
+        "" if full else knobs.set("inference.replicas", replicas + 1),
+    )
 
 
 def _training_waits(history: _History, knobs: _Knobs) -> _Finding | None:
@@ -600,14 +655,15 @@ def _training_waits(history: _History, knobs: _Knobs) -> _Finding | None:
     if lines is None:
         return None
     part, share = bottleneck(lines)
-    if part != "generation" or share > 0.35:
+    total_s, waited_s = _total(lines, "step_s"), _total(lines, "wait/evaluation_s")
+    if part != "generation" or _total(lines, "train_s") > 0.35 * (total_s - waited_s):
         return None
     full, synchronous = _cores_are_full(lines, knobs), knobs.get("queue.max_staleness") == 0
     if full and not synchronous:
         return None
     return _finding(
         lines[0]["step"],
-        f"training waits for generation {1 - share:.0%} of the time",
+        f"training waits for generation {share:.0%} of the time",
         knobs.set("queue.max_staleness", 1) if synchronous else "",
         "" if full else knobs.measure("inference.threads"),
         "" if full else knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
@@ -619,7 +675,7 @@ def _generation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
     lines = _speed_lines(history)
     if lines is None:
         return None
-    _, share = bottleneck(lines)
+    share = _works(lines)
     busy = _total(lines, "generate_busy_s") / _total(lines, "step_s")
     if share < 0.9 or busy > 0.3 or _cores_are_full(lines, knobs):
         return None
@@ -646,7 +702,7 @@ def _slot_bound(history: _History, knobs: _Knobs) -> _Finding | None:
     return _finding(
         lines[0]["step"],
         f"generation is bound by its slots: {used:.0%} are in use and {waiting:.0f} samples wait, while "
-        f"training works {bottleneck(lines)[1]:.0%} of the time",
+        f"training works {_works(lines):.0%} of the time",
         knobs.scale("inference.slots", 2),
         knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
     )
@@ -676,16 +732,15 @@ def _verifier_bound(history: _History, knobs: _Knobs) -> _Finding | None:
     lines = _speed_lines(history)
     if lines is None:
         return None
-    part, share = bottleneck(lines)
-    if part != "verification" or _cores_are_full(lines, knobs):
+    if bottleneck(lines)[0] != "verification" or _cores_are_full(lines, knobs):
         return None
     score_s, generate_s = (
         _total(lines, name) / len(lines) for name in ("ticket_score_s", "ticket_generate_s")
     )
     return _finding(
         lines[0]["step"],
-        f"training works {share:.0%} of the time and waits for verifiers: a ticket spends {score_s:.2g} s "
-        f"with them and {generate_s:.2g} s in generation",
+        f"training works {_works(lines):.0%} of the time and waits for verifiers: a ticket spends "
+        f"{score_s:.2g} s with them and {generate_s:.2g} s in generation",
         knobs.scale("verifier.children", 2),
         knobs.scale("verifier.processes", 2),
     )
@@ -726,8 +781,7 @@ def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
 def _lines_that_wait_for_engines(history: _History) -> list[Mapping[str, Any]] | None:
     """Return the newest lines like `_speed_lines`, but only if faster generation would make steps faster."""
     lines = _speed_lines(history)
-    part, share = bottleneck(lines) if lines is not None else ("", 0.0)
-    return lines if part == "generation" or (part == "training" and share < 0.5) else None
+    return lines if lines is not None and bottleneck(lines)[0] == "generation" else None
 
 
 # ------------------------------------------------------------------------------------------ the table
@@ -765,6 +819,7 @@ RULES = (
     Rule("slow_swaps", _slow_swaps, holds=10),
     Rule("kv_bound", _kv_bound, holds=10),
     Rule("slot_bound", _slot_bound, holds=10, unless=("kv_bound",)),
+    Rule("evaluation_waits", _evaluation_waits, holds=10),
     Rule(
         "training_waits",
         _training_waits,

@@ -22,6 +22,8 @@ from stretto.kernel.fleet import Fleet, FleetMember
 from stretto.kernel.lending import Lending, Wish
 from stretto.kernel.timeline import Timeline
 from stretto.kernel.traces import RunTraces
+from stretto.kernel.waits import Waits
+from stretto.records.timeline import Cause
 from stretto.weights import WeightsNote
 
 __all__ = ["Engines"]
@@ -43,6 +45,7 @@ class Engines:
         on_swapped: called after each swap, with the worker and its answer.
         on_callable: called with an engine that rollout workers may call, and again when it serves a new
             version or is lent.
+        waits: is told which engines sample for training.
         turn_s: length of an evaluation's first turn at a single engine, in seconds.
     """
 
@@ -57,6 +60,7 @@ class Engines:
         *,
         on_swapped: Callable[[str, SwapDone], None],
         on_callable: Callable[[FleetMember], None],
+        waits: Waits,
         turn_s: float,
     ) -> None:
         self._bus = bus
@@ -67,6 +71,7 @@ class Engines:
         self._traces = traces
         self._on_swapped = on_swapped
         self._on_callable = on_callable
+        self._waits = waits
         self._news: dict[str, anyio.Event] = {}
         """Worker -> set when the weights that it has to serve may have changed, or when it is lost."""
         self._lending_news = anyio.Event()
@@ -109,6 +114,7 @@ class Engines:
         """Take in that a worker is lost, has left, or begins to drain."""
         if member.worker in self._news and not self._is_present(member):
             self._news.pop(member.worker).set()
+            self._waits.gone(member.worker)
         self._look_at_lending_in_use()
 
     def _tell_engines(self) -> None:
@@ -184,6 +190,8 @@ class Engines:
                 self._on_swapped(member.worker, done)
             failures, served = 0, target
             member.callable, member.exact_version = True, note.version if exact else None
+            if not exact:
+                self._waits.serves(member.worker, note.version, done.report.pause_s)
             self._fleet.serves(member, note.version)
             self._on_callable(member)
             self._look_at_lending_in_use()  # the turn of a single engine begins when it has its weights
@@ -218,6 +226,8 @@ class Engines:
         return (self.note, False) if self.note is not None else None
 
     async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone:
+        if exact:  # from now until the next swap, the worker takes no request of training
+            self._waits.away(member.worker, Cause("evaluation", note.version))
         start = self._timeline.now()
         cause = self._traces.cause_of_swap(note.version, exact=exact)
         with tracing.span("swap", cause, worker=member.worker, version=note.version) as span:

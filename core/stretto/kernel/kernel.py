@@ -87,6 +87,7 @@ from stretto.kernel.timeline import Timeline
 from stretto.kernel.traces import RunTraces, StepTrace
 from stretto.kernel.trainers import StepResult, Trainers
 from stretto.launcher import ROLES, ClusterLauncher, Role
+from stretto.records.timeline import Cause
 from stretto.weights import WeightsNote
 
 __all__ = ["own_run"]
@@ -168,6 +169,7 @@ class Kernel:
             self._traces,
             on_swapped=self._take_in_swap,
             on_callable=self._on_callable,
+            waits=setup.report.waits,
             turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
         )
         self._routes = RouteSender(
@@ -356,12 +358,14 @@ class Kernel:
         return recovered.notes
 
     def _report_step(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
-        self._report.step(start, result, generate_busy_s=0.0, divergence=divergence)
-        self._record_step(start, result)
+        self._report.step(start, result, (), generate_busy_s=0.0, divergence=divergence)
+        self._record_step(start, result, ())
 
-    def _record_step(self, start: StartBatch, result: StepResult) -> None:
+    def _record_step(
+        self, start: StartBatch, result: StepResult, waits: tuple[tuple[Cause, float], ...]
+    ) -> None:
         tickets = tuple(group.ticket for group in start.groups)
-        self._timeline.step(result.began, result.version, start.waited_for, tickets)
+        self._timeline.step(result.began, result.version, waits, tickets)
 
     def _has_nothing_to_repeat(self, stored: Stored) -> bool:
         """Whether this kernel has nothing to do, so that it needs no worker: the checkpoint has its values,
@@ -665,7 +669,8 @@ class Kernel:
 
     def _wake_carry_out(self) -> None:
         """Wake the task that carries out the scheduler's commands. Called after every event that may produce
-        commands."""
+        commands, or change what the next step waits for."""
+        self._report.waits.lacks(self._scheduler.waits_for)
         self._commands_ready.set()
 
     async def _carry_out(self) -> None:
@@ -722,6 +727,7 @@ class Kernel:
 
         The weights are published beside the next step, unless a checkpoint is due or nothing may run ahead.
         """
+        waits = self._report.waits.take()
         trace = self._traces.step(start)
         with tracing.within(trace.span):
             result, busy_s = await self._train(start, trace)
@@ -733,8 +739,8 @@ class Kernel:
         note = None if beside else await self._publish(version, divergence)
         # No await up to `announce`: no task may see the new ledger without the step's figures.
         self._scheduler.step_finished(hold=due, divergence=divergence)
-        metrics = self._report.step(start, result, generate_busy_s=busy_s, divergence=divergence)
-        self._record_step(start, result)
+        metrics = self._report.step(start, result, waits, generate_busy_s=busy_s, divergence=divergence)
+        self._record_step(start, result, waits)
         self._traces.trained(trace, result.began)
         if note is None:
             self._published = anyio.Event()

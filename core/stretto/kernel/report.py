@@ -26,8 +26,10 @@ from stretto.kernel.metrics_file import MetricsFile
 from stretto.kernel.scheduler import Scheduler, StartBatch, accuracies
 from stretto.kernel.trainers import StepResult
 from stretto.kernel.variants import Account, VariantAccount, figures_of
-from stretto.records.metrics import MAIN_FIGURES, is_evaluation
+from stretto.kernel.waits import Waits
+from stretto.records.metrics import MAIN_FIGURES, describe_waits, is_evaluation
 from stretto.records.status import State
+from stretto.records.timeline import CAUSES, Cause
 
 __all__ = ["Report"]
 
@@ -69,6 +71,7 @@ class Report:
         self._fleet = fleet
         self.sampled = sampled
         """Whether the run trains on sampled trajectories, and not on sequences read from a dataset."""
+        self.waits = Waits(sampled=sampled)
         self._source_of = source_of
         self._began = time.monotonic()
         self._metrics = MetricsFile(folder)
@@ -164,6 +167,7 @@ class Report:
         self._first_ticket = time.monotonic()
         self._steady.clear()
         self._recent.clear()
+        self.waits.begin()
 
     def swapped(self, worker: str, done: SwapDone) -> None:
         """Take in the answer of an engine that has swapped weights."""
@@ -173,11 +177,21 @@ class Report:
         self._drifts.add(worker, done)
 
     def step(
-        self, start: StartBatch, result: StepResult, *, generate_busy_s: float, divergence: float | None
+        self,
+        start: StartBatch,
+        result: StepResult,
+        waits: Sequence[tuple[Cause, float]],
+        *,
+        generate_busy_s: float,
+        divergence: float | None,
     ) -> dict[str, Any]:
-        """Report a complete step, which may be a repeated one: write its line and log it. Returns the
-        line."""
+        """Report a complete step, which may be a repeated one: write its line and log it. Returns the line.
+
+        Args:
+            waits: what training waited for before the step, with the seconds; empty for a repeated step.
+        """
         now = time.monotonic()
+        self.waits.begin()
         train_s = result.seconds
         statistics = dict(result.statistics)
         sampled = self._of_samples(start) if self.sampled else {}
@@ -196,6 +210,7 @@ class Report:
             "time_s": round(self.wall_s, 3),
             "step_s": round(step_s, 4),
             "train_s": round(train_s, 4),
+            **_of_waits(waits, step_s - train_s),
             "cores_used": round(cores.used, 4),
             "cores_idle": round(cores.idle, 4),
             **sampled,
@@ -224,7 +239,8 @@ class Report:
         self._advise()
         self._note_skipped([name for name, value in statistics.items() if value == 1 and _is_skipped(name)])
         self._metrics.append(_finite(self.last))
-        log.info("step", **{key: self.last[key] for key in _SHOWN if key in self.last})
+        shown = {key: self.last[key] for key in _SHOWN if key in self.last}
+        log.info("step", **shown, waits=describe_waits(self.last))
         return self.last
 
     def _draw(self, line: Mapping[str, Any]) -> None:
@@ -408,7 +424,7 @@ class Report:
         part, share = bottleneck(self._recent)
         if part == "training":
             return f"training: it works {share:.0%} of the time"
-        return f"{part}: training waits for it {1 - share:.0%} of the time"
+        return f"{part}: training waits for it {share:.0%} of the time"
 
     def finish(self, status: State, reason: str) -> dict[str, Any]:
         """Write the summary and return it. If it cannot be written, log the error."""
@@ -510,6 +526,21 @@ class Report:
             return 0.0
         (start, generate, train), (end, generate_end, train_end) = self._steady[0], self._steady[-1]
         return max(generate_end - generate, train_end - train) / (end - start)
+
+
+def _of_waits(waits: Sequence[tuple[Cause, float]], waited_s: float) -> dict[str, float]:
+    """Return the seconds for which a step's training waited, by cause.
+
+    Args:
+        waits: of the time before the step.
+        waited_s: all seconds since the step before in which no call ran. Those within the step count as
+            `overhead`, like those before it without another cause.
+    """
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    for cause, waited in waits:
+        seconds[cause.kind] += waited
+    seconds["overhead"] = max(0.0, waited_s - math.fsum(seconds.values()) + seconds["overhead"])
+    return {f"wait/{kind}_s": round(each, 4) for kind, each in seconds.items()}
 
 
 def _counts(account: VariantAccount) -> dict[str, int]:

@@ -26,6 +26,7 @@ from stretto.records.status import (
     Status,
     WorkerStatus,
 )
+from stretto.records.timeline import CAUSES
 
 __all__ = ["StatusBoard"]
 
@@ -39,6 +40,7 @@ _SPEED_S = 5.0
 _NEWEST = (
     *("step", "time_s", "reward", "length", "staleness", "staleness_max", "staleness_limit"),
     *("loss", "entropy", "grad_norm", "step_s", "train_s", "train_tokens_per_s"),
+    *(f"wait/{kind}_s" for kind in CAUSES),
 )
 _EVALUATIONS = 5
 _REASONS = 3
@@ -165,8 +167,9 @@ class StatusBoard:
             return "waiting for nats-server"
         if self.note:
             return self.note
-        if scheduler.evaluating is not None and scheduler.resting:
-            return scheduler.waiting_for()
+        cause = self._report.waits.cause
+        if cause is not None and cause.kind != "groups":
+            return f"waiting for {cause}"
         return "training" if scheduler.training else "generating"
 
     def _evaluating(self) -> EvaluationProgress | None:

@@ -20,6 +20,7 @@ from stretto.kernel.scheduler import Account
 from stretto.records.timeline import (
     FILE,
     CallSpan,
+    Cause,
     EvaluationSpan,
     Event,
     KernelEnded,
@@ -142,9 +143,12 @@ class Timeline:
         """An inference worker has swapped weights. `start` is a time of `now`."""
         self._events.append(SwapSpan(self.now(), start, worker, version, round(pause_s, 4), exact))
 
-    def step(self, start: float, version: int, waited_for: str, tickets: tuple[int, ...]) -> None:
+    def step(
+        self, start: float, version: int, waits: tuple[tuple[Cause, float], ...], tickets: tuple[int, ...]
+    ) -> None:
         """A step is complete; it led to `version`. `start` is a time of `now`."""
-        self._events.append(StepSpan(self.now(), start, version, waited_for, tickets))
+        waits = tuple((cause, round(seconds, 4)) for cause, seconds in waits)
+        self._events.append(StepSpan(self.now(), start, version, waits, tickets))
 
     def evaluation(self, result: Evaluation) -> None:
         """An evaluation is complete."""

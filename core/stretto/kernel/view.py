@@ -19,6 +19,7 @@ from rich.text import Text
 from stretto.errors import ConfigError, StrettoError, printable
 from stretto.kernel.keyboard import Keyboard
 from stretto.records.answers import newest_sample
+from stretto.records.metrics import describe_waits
 from stretto.records.status import Status, WorkerStatus
 
 __all__ = ["View", "final_lines", "terminal"]
@@ -183,7 +184,8 @@ def _rows_of_step(newest: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         most = f"   max {newest['staleness_max']:.0f}" if "staleness_max" in newest else ""
         yield "staleness", f"mean {newest['staleness']:.2f}{most}{limit}"
     if "step_s" in newest and "train_s" in newest:
-        yield "step", f"{newest['step_s']:.2f} s, of which training {newest['train_s']:.2f} s"
+        waits = f", {waits}" if (waits := describe_waits(newest)) else ""
+        yield "step", f"{newest['step_s']:.2f} s, of which training {newest['train_s']:.2f} s{waits}"
 
 
 def _rows_of_now(status: Status) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, get_args
 
 import msgspec
 
@@ -18,8 +18,11 @@ from stretto.errors import ConfigError
 from stretto.records.files import open_record
 
 __all__ = [
+    "CAUSES",
     "FILE",
     "CallSpan",
+    "Cause",
+    "CauseKind",
     "EvaluationSpan",
     "Event",
     "KernelEnded",
@@ -166,16 +169,50 @@ class EvaluationSpan(_Event, frozen=True, tag="evaluation"):
     failed: int
 
 
+CauseKind = Literal["evaluation", "checkpoint", "swap", "engines", "late_ticket", "groups", "overhead"]
+
+CAUSES: tuple[CauseKind, ...] = get_args(CauseKind)
+
+
+class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What training waits for."""
+
+    kind: CauseKind
+    number: int = 0
+    """The version of an evaluation or of a swap, or the number of a late ticket."""
+
+    def __str__(self) -> str:
+        return _CAUSES[self.kind].format(self.number)
+
+
+_CAUSES: dict[CauseKind, str] = {
+    "evaluation": "evaluation of version {}",
+    "checkpoint": "checkpoint",
+    "swap": "swap to version {}",
+    "engines": "inference engines",
+    "late_ticket": "ticket {}",
+    "groups": "groups",
+    "overhead": "the kernel",
+}
+
+
 class StepSpan(_Event, frozen=True, tag="step"):
     """A train step is complete and its weights are announced."""
 
     start: float
     version: int
     """Version after the step."""
-    waited_for: str
-    """What the batch waited for last before it began; empty if it waited for nothing."""
+    waits: tuple[tuple[Cause, float], ...]
+    """What training waited for since the step before, in order, with the seconds."""
     tickets: tuple[int, ...]
     """Numbers of the tickets that the step trained."""
+
+    def wait_spans(self) -> Iterator[tuple[Cause, float, float]]:
+        """Yield what training waited for before the step, each with its beginning and end."""
+        start = self.start - sum(seconds for _, seconds in self.waits)
+        for cause, seconds in self.waits:
+            yield cause, start, start + seconds
+            start += seconds
 
 
 Event = (

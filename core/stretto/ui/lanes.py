@@ -6,7 +6,6 @@ they were busy. So the whole of a long run and one step of it take about the sam
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from stretto.records.files import open_record
 from stretto.records.timeline import (
     FILE,
     CallSpan,
+    CauseKind,
     EvaluationSpan,
     Event,
     KernelEnded,
@@ -38,7 +38,7 @@ __all__ = ["Lane", "LaneSpan", "Lanes", "lanes"]
 
 _MARGIN_S = 60.0
 """Read this much before and beyond the window, or its length if that is more: a span is written down when it
-is over, and the wait before a step begins with the end of the step before."""
+is over, and the waits before a step are written down with the step."""
 _MOST_ROWS = 24
 """Most rows of tickets that are drawn one by one for a worker; the others are counted."""
 _MOST_TICKETS = 1500
@@ -97,8 +97,8 @@ class Lanes(msgspec.Struct):
     lanes: list[Lane]
     marks: list[Mark]
     """Kernels that began or ended, and workers that were lost."""
-    waits: list[tuple[str, float]]
-    """What steps in the window waited for, with the seconds."""
+    waits: list[tuple[CauseKind, float]]
+    """What training waited for in the window, with the seconds."""
 
 
 def lanes(folder: Path, start: float | None, end: float | None, width: int) -> Lanes | None:
@@ -155,34 +155,31 @@ def _newest_steps(folder: Path, ended: float, begun: float) -> float:
         back *= 4
 
 
-def _steps(events: Sequence[Event]) -> tuple[list[LaneSpan], list[LaneSpan]]:
-    """Return the spans of steps and of the waits before them; and the waits alone."""
+def _steps(events: Sequence[Event]) -> tuple[list[LaneSpan], list[tuple[CauseKind, LaneSpan]]]:
+    """Return the spans of steps and of the waits before them; and the waits alone, with the cause of each."""
     spans: list[LaneSpan] = []
-    waits: list[LaneSpan] = []
-    before: float | None = None
+    waits: list[tuple[CauseKind, LaneSpan]] = []
     for event in events:
-        if isinstance(event, KernelStarted):
-            before = None
         if not isinstance(event, StepSpan):
             continue
-        waited_for = event.waited_for or "nothing, the next batch was ready"
-        if before is not None and event.start > before:
-            text = f"wait before step {event.version}: {waited_for}"
-            waits.append(LaneSpan(before, event.start, "wait", text))
-            spans.append(waits[-1])
-        text = f"step {event.version}: {len(event.tickets)} tickets; it had waited for {waited_for}"
+        for cause, start, end in event.wait_spans():
+            text = f"wait before step {event.version}: {cause}"
+            waits.append((cause.kind, LaneSpan(start, end, "wait", text)))
+            spans.append(waits[-1][1])
+        text = f"step {event.version}: {len(event.tickets)} tickets"
         spans.append(LaneSpan(event.start, event.time, "step", text))
-        before = event.time
     return spans, waits
 
 
-def _totals(waits: Iterable[LaneSpan], start: float, end: float) -> list[tuple[str, float]]:
-    """Add up the parts of waits in the window by what was waited for, the longest first."""
-    totals: defaultdict[str, float] = defaultdict(float)
-    for wait in waits:
+def _totals(
+    waits: Iterable[tuple[CauseKind, LaneSpan]], start: float, end: float
+) -> list[tuple[CauseKind, float]]:
+    """Add up the parts of waits in the window by their cause, the longest first."""
+    totals: defaultdict[CauseKind, float] = defaultdict(float)
+    for cause, wait in waits:
         seconds = min(end, wait.end) - max(start, wait.start)
         if seconds > 0:
-            totals[re.sub(r" \d+", "", wait.text.partition(": ")[2])] += seconds
+            totals[cause] += seconds
     return sorted(((each, round(seconds, 3)) for each, seconds in totals.items()), key=lambda each: -each[1])
 
 

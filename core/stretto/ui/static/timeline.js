@@ -4,7 +4,7 @@ import { get } from "./api.js";
 
 const LABEL = 132, ROW = 18, THIN = 5, GAP = 9, AXIS = 22, FLIGHT = 46;
 const COLOURS = { step: "c0", wait: "c5", evaluation: "c4", call: "c2", swap: "c3", train: "c0", eval: "c4" };
-const WAITS = { ticket: "a late ticket", groups: "groups: too few were finished", checkpoint: "a checkpoint", "evaluation of version": "an evaluation", "nothing, the next batch was ready": "nothing: from one step to the next" };
+const WAITS = { groups: "groups: too few were finished", late_ticket: "late tickets", evaluation: "evaluations", checkpoint: "checkpoints", swap: "swaps of weights", engines: "inference engines: there was none", overhead: "the kernel, from one step to the next" };
 const KINDS = [["step", "train step"], ["wait", "wait before a step"], ["call", "call of a worker group"], ["swap", "swap of weights"], ["train", "ticket: generation"], ["score", "ticket: scoring"], ["eval", "evaluation"]];
 
 export async function timelineTab({ id, facts }) {
