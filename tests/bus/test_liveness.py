@@ -22,6 +22,7 @@ from anyio.from_thread import start_blocking_portal
 from bus_testing import server_pid, until, welcome
 from stretto.assembly.plan import Worker
 from stretto.bus import client
+from stretto.bus import server as server_module
 from stretto.bus.client import Bus
 from stretto.bus.joining import write_bootstrap
 from stretto.bus.lock import KernelLock
@@ -186,6 +187,17 @@ async def test_a_guard_ends_a_server_that_outlived_the_former_guard(
         await until(lambda: orphan.poll() == -signal.SIGKILL)
         await until(lambda: server_pid(tmp_path) != orphan.pid)
         tasks.cancel_scope.cancel()
+
+
+async def test_a_kernel_ends_a_former_guard_that_hangs(
+    server: NatsServer, bus_config: BusConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_GUARD_END_S", 0.5)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    second = await NatsServer.start(tmp_path / "bus", "test-run", bus_config, tmp_path / "logs")
+    assert server.process.wait(10) == -signal.SIGKILL
+    assert second.process.poll() is None
+    await second.stop()
 
 
 # ------------------------------------------------------------------- the fleet while the bus is out

@@ -68,6 +68,8 @@ _GUARD_POLL_S = 0.5
 _INFO_S = 2.0
 """A nats-server sends its name to a new connection within this many seconds."""
 _NO_INFO = (anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError)
+_GUARD_END_S = 15.0
+"""A guard ends its server and itself within this many seconds; otherwise it hangs."""
 _CERTIFICATE_DAYS = 1000
 """A kernel makes new certificates at its start, so this bounds how long one kernel can work."""
 
@@ -413,9 +415,13 @@ async def _end_former(pid_file: Path) -> None:
     listing = await anyio.run_process(["ps", "-ww", "-o", "args=", "-p", pid], check=False)
     if guard.__file__.encode() in listing.stdout:
         os.kill(int(pid), signal.SIGTERM)
-        with anyio.fail_after(15):
+        with anyio.move_on_after(_GUARD_END_S) as waiting:
             while pid_file.exists():
                 await anyio.sleep(0.02)
+        if waiting.cancelled_caught:
+            log.warning("the former guard hangs and is killed", pid=pid)
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)  # the next guard ends its server, if that is left
     pid_file.unlink(missing_ok=True)  # a killed guard leaves its file
 
 
