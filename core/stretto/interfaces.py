@@ -3,20 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
-from stretto.component import Problem
-from stretto.errors import offer
-
-__all__ = ["address_towards", "interface_problems", "interface_with"]
-
-
-def interface_problems(key: str, interface: str) -> Iterator[Problem]:
-    """Yield the problem that this machine has no network interface of the name that a key gives."""
-    known = [name for _, name in socket.if_nameindex()]
-    if interface not in known:
-        hint = offer(interface, known, "it has")
-        yield Problem(key, f"this machine has no network interface {interface!r}{hint}", "environment")
+__all__ = ["address_towards", "interface_with"]
 
 
 def address_towards(host: str) -> str:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.errors import LaunchError
+from stretto.component import Problem
+from stretto.errors import LaunchError, offer
 from stretto.launcher import Job
 
-__all__ = ["Node", "Spot", "place"]
+__all__ = ["Node", "Spot", "interface_problems", "place"]
 
 
 @dataclass(frozen=True)
@@ -166,3 +168,11 @@ def _shortage(unit: Sequence[Job], nodes: Sequence[Node]) -> str:
 
 def _gpus(count: int) -> str:
     return {0: "no GPU", 1: "1 GPU"}.get(count, f"{count} GPUs")
+
+
+def interface_problems(key: str, interface: str) -> Iterator[Problem]:
+    """Yield the problem that this machine has no network interface of the name that a key gives."""
+    known = [name for _, name in socket.if_nameindex()]
+    if interface not in known:
+        hint = offer(interface, known, "it has")
+        yield Problem(key, f"this machine has no network interface {interface!r}{hint}", "environment")

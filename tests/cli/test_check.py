@@ -371,7 +371,7 @@ OWN = {
         ("question, text", True),
         ("item, model_output", True),
         ("x, y", True),
-        ("_, answer", False),
+        ("_, answer", True),
         ("_, __", True),
         ("response, ground_truth", False),
         ("prompt, gold", False),

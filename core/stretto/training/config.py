@@ -20,9 +20,9 @@ from stretto.component import (
 )
 from stretto.engine import TrainingConfig
 from stretto.errors import offer
-from stretto.interfaces import interface_problems
 from stretto.models.files import known_config, shapes_in
 from stretto.models.vision import is_vision_language
+from stretto.nodes import interface_problems
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig

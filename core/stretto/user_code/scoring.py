@@ -15,7 +15,7 @@ from stretto.reward import RewardValue, is_number
 __all__ = ["accepted", "required", "score_group", "scores_groups"]
 
 _PROMPT = re.compile("prompt|question|query|problem|instruction|input|task")
-_COMPLETION = re.compile("response|output|reply|generate|generation|predict")
+_COMPLETION = re.compile("response|output|reply|generation|generated|predict")
 _EXPECTED = re.compile("gold|truth|label|target|expected|reference|correct")
 """What a name of a parameter can mean. A reward without a parameter `completion` gets prompt and completion
 by position."""
@@ -103,8 +103,8 @@ def _name_prompt_and_completion(first: str, second: str) -> bool:
     other = _COMPLETION.search(first) or _PROMPT.search(second)
     if other or _EXPECTED.search(first) or _EXPECTED.search(second):
         return False
-    unnamed = all(len(name) == 1 or name.startswith("_") for name in (first, second))
-    return bool(_PROMPT.search(first) or _COMPLETION.search(second) or unnamed)
+    unused, letters = first.startswith("_"), len(first) == len(second) == 1
+    return bool(_PROMPT.search(first) or _COMPLETION.search(second) or unused or letters)
 
 
 def _place_of(reward: Callable[..., Any]) -> str:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import Component, Context, Problem, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
-from stretto.interfaces import interface_problems
 from stretto.models.version_files import RunFolders
+from stretto.nodes import interface_problems
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
