@@ -436,8 +436,8 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         ((*TORCH, "training.warmup_steps=1000"), "warning training.warmup_steps: is 1000, but the run has 5"),
         ((*TORCH, "training.decay_steps=3"), "warning training.decay_steps: is 3, and has no effect"),
         (
-            (*TORCH, "training={schedule: linear, decay_steps: 3, warmup_steps: 4}"),
-            "error training.decay_steps: is 3, but the warm-up alone takes 4",
+            (*TORCH, "training={schedule: linear, decay_steps: 15, warmup_steps: 20}"),
+            "error training.decay_steps: is 15, but the warm-up alone takes 20",
         ),
         (
             ("workflow={use: agent, function: user.py:solve}",),

@@ -33,6 +33,10 @@ __all__ = ["GroupTrainingConfig", "LoraConfig", "ModelTrainingConfig", "check_tr
 Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
+_WARMUP = 10
+"""Default of `warmup_steps`. A run that is shorter is a try-out, and no reason to warn."""
+
+
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Low-rank adapters, W + alpha / rank · B A (LoRA, Hu et al. 2021, arXiv 2106.09685)."""
 
@@ -73,7 +77,7 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     """Maximum norm of the gradient over all parameters. null: no clipping."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up."""
-    warmup_steps: NonNegativeInt = 10
+    warmup_steps: NonNegativeInt = _WARMUP
     """Number of optimizer steps over which the learning rate rises to `lr`. No KL shortens the first steps,
     and one step at a rate that is far too high destroys a policy."""
     decay_steps: NonNegativeInt | None = None
@@ -180,7 +184,7 @@ def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[
     """Warn of a schedule that does not do what its keys say."""
     per_step = getattr(run.algorithm, "minibatches", 1) * getattr(run.algorithm, "epochs", 1)
     updates, warmup, decay = run.steps * per_step, config.warmup_steps, config.decay_steps
-    if run.steps and warmup >= updates:
+    if run.steps and warmup >= updates and warmup > _WARMUP:
         yield Problem(
             "training.warmup_steps",
             f"is {warmup}, but the run has {updates} optimizer steps: the learning rate only reaches "
@@ -194,7 +198,7 @@ def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[
             "'linear' or 'cosine', or leave it out",
             "warning",
         )
-    if config.schedule != "constant" and decay and decay <= warmup:
+    if config.schedule != "constant" and decay and decay <= warmup and warmup > _WARMUP:
         yield Problem(
             "training.decay_steps",
             f"is {decay}, but the warm-up alone takes {warmup} optimizer steps; expected a larger number",
