@@ -644,6 +644,23 @@ async def test_a_connection_that_sends_no_whole_head_is_closed(monkeypatch: pyte
                 await client.receive()
 
 
+async def test_strangers_at_the_port_take_few_files_and_stop_no_agent(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, "thin ok", "abc", "abc")
+    async with agent_of(session) as (client, _), AsyncExitStack() as clients:
+        assert (await client.chat.completions.create(model="m", messages=[USER])).choices
+        port = client.base_url.port
+        assert port is not None
+        strangers: list[SocketStream] = []
+        for _ in range(200):
+            strangers.append(await clients.enter_async_context(await anyio.connect_tcp("127.0.0.1", port)))
+            await strangers[-1].send(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\n")
+        with anyio.fail_after(20):
+            for stranger in strangers[:100]:
+                with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                    await stranger.receive()
+        assert (await client.chat.completions.create(model="m", messages=[USER])).choices
+
+
 async def test_the_end_of_a_socket_closes_its_connections() -> None:
     async with socket_of_endpoint() as (connect, serving):
         client = await connect()

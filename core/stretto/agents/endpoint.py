@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import structlog
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 from anyio.streams.memory import MemoryObjectSendStream
 from numpy.typing import NDArray
 
@@ -47,6 +48,8 @@ _MAX_BODY_WITH_IMAGES = 64 * 2**20
 """The same for a policy that reads images: a chat comes with all its images again in every request."""
 _MAX_CONNECTIONS = 256
 """Connections that one socket of `Endpoint.serve_socket` may have. Each takes one of this process's files."""
+_MAX_STRANGERS = 64
+"""Connections to the port that have not shown a valid key yet. With more, the oldest of them is closed."""
 _IDLE_S = 30.0
 """Seconds for which a connection may wait for its next request, or for the rest of a head."""
 _FULL_S = 0.05
@@ -104,6 +107,9 @@ class Endpoint:
         self._had_tools = False
         """Whether a call had tools."""
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._strangers: dict[RequestHandler, None] = {}
+        """Connections to the port that have not shown a valid key yet, the oldest first."""
         self._starting = anyio.Lock()
         self.base_url = ""
         """The URL for clients, `/v1` included; empty before the server is started."""
@@ -116,9 +122,27 @@ class Endpoint:
         """
         async with self._starting:
             if not self.base_url:
-                runner = await self._made_runner()
-                await web.TCPSite(runner, "127.0.0.1", port).start()
-                self.base_url = base_url(runner.addresses[0][1])
+                await self._made_runner()
+                loop = asyncio.get_running_loop()
+                self._listener = await loop.create_server(self._take_connection, "127.0.0.1", port)
+                self.base_url = base_url(self._listener.sockets[0].getsockname()[1])
+
+    def _take_connection(self) -> RequestHandler:
+        assert self._runner is not None
+        assert self._runner.server is not None
+        self._strangers = {each: None for each in self._strangers if each.transport is not None}
+        if len(self._strangers) == _MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            assert oldest.transport is not None
+            oldest.transport.abort()
+        stranger = self._runner.server()
+        self._strangers[stranger] = None
+        return stranger
+
+    def admit(self, request: web.Request) -> None:
+        """Keep the connection of a request that has a valid key, however many strangers connect."""
+        self._strangers.pop(request.protocol, None)
 
     async def serve_socket(self, listener: socket.socket) -> None:
         """Serve a listening socket, until the caller is cancelled; then close its connections. If it has
@@ -165,6 +189,9 @@ class Endpoint:
 
     async def stop(self) -> None:
         """Close the server, and every connection."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner, self.base_url = None, ""
@@ -248,6 +275,7 @@ class Endpoint:
         """
         if (agent_run := self._agent_runs.get(key_of(request))) is None:
             raise ApiError("the key belongs to no current agent run", code="invalid_api_key", status=401)
+        self.admit(request)
         return agent_run
 
     async def _answer(self, request: web.Request, agent_run: _AgentRun, call: APICall) -> web.StreamResponse:

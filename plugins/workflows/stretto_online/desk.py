@@ -145,6 +145,7 @@ class SessionDesk:
                 code="invalid_api_key",
                 status=401,
             )
+        self.endpoint.admit(request)
         with anyio.move_on_after(_WAIT_S):
             while not self._waiting:
                 await self._offered.wait()
@@ -196,6 +197,7 @@ class SessionDesk:
         if not _has_key(request, own) and not _has_key(request, self._token):
             message = "the key belongs to no such session, and is not the token of this worker"
             raise ApiError(message, code="invalid_api_key", status=401)
+        self.endpoint.admit(request)
         if session is None:
             ending = ending or "this worker does not know it; the worker may have restarted"
             raise ApiError(f"session {id} is over: {ending}", code="session_over", status=410)
