@@ -433,6 +433,11 @@ def all_found(file: Path, *overrides: str) -> list[str]:
             "error override training.betas.1: expected float < 1.0; found",
         ),
         ((*TORCH, "training.lr=1e-30"), "warning training.lr: is 1e-30: such steps change no weight"),
+        (
+            (*TORCH, f"dataset.path={MODEL.parent}/train.jsonl", "sampling.max_tokens=1"),
+            "warning sampling.max_tokens: is 1, but the answer in the first",
+        ),
+        ((*TORCH, "workflow.timeout_s=0.01"), "warning workflow.timeout_s: "),
         ((*TORCH, "training.warmup_steps=1000"), "warning training.warmup_steps: is 1000, but the run has 5"),
         ((*TORCH, "training.decay_steps=3"), "warning training.decay_steps: is 3, and has no effect"),
         (

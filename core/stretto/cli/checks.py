@@ -76,7 +76,7 @@ _TRACING_MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.prot
 _FILE_SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HIGH_TEMPERATURE = 2.0
 _FEW_TICKETS = 8
-_SHORT_S = 0.01
+_SHORT_S = 0.1
 """Warn of a shorter time limit of a ticket, a call or a score."""
 _TIME_LIMIT = re.compile(
     r"(.*_)?timeout_s|time_s|answer_s|request_s|answer_cpu_s|outage_s|deadline_s|start_s"
@@ -735,6 +735,17 @@ def _dataset_problems(
         )
 
 
+def _answer_problems(config: RunConfig, row: Row, tokenizer: Tokenizer) -> Iterator[Problem]:
+    """Warn if the answer in the first row is longer than a sample can be."""
+    answer, limit = row.get("answer"), config.sampling.max_tokens
+    if isinstance(answer, str) and (length := len(tokenizer.encode_text(answer))) > limit:
+        yield Problem(
+            "sampling.max_tokens",
+            f"is {limit}, but the answer in the first row has {length} tokens: answers like it are cut",
+            "warning",
+        )
+
+
 def _length_problems(
     composed: Composed, path: str, placement: Placement, dataset: Dataset
 ) -> Iterator[Problem]:
@@ -753,6 +764,7 @@ def _length_problems(
     if limit is not None and tokens > limit:
         yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
     elif path == "dataset" and config.steps:
+        yield from _answer_problems(config, dataset[0], tokenizer)
         longest = tokens + config.sampling.max_tokens
         context: int | None = getattr(config.inference, "context_length", None)
         if placement.graph.samples and context is not None and longest > context:
