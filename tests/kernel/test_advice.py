@@ -419,7 +419,7 @@ def test_suggestions_name_only_keys_that_the_run_has() -> None:
     lines = [*steps(30, 0.6), *steps(30, 0.05)]
     advice = only(advised(lines, {"training": {"lr": 3e-4, "clip_norm": None}}), "reward_collapse")
     assert advice.message.endswith(
-        "; set `training.lr` to 0.0001 (now 0.0003), or set `training.clip_norm` to 0.3 (now null)"
+        "; set `training.lr` to 3e-05 (now 0.0003), or set `training.clip_norm` to 0.3 (now null)"
     )
 
 

@@ -293,7 +293,7 @@ def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
     if fall is None:
         return None
     start, best = history.start, history.best
-    never_learnt = start is not None and best is not None and best.mean <= start.mean
+    never_learnt = start and best and best.mean < start.mean + 0.1 * history.spread
     return _finding(
         fall.since,
         fall.message + _state(history),
