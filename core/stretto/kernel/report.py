@@ -549,7 +549,7 @@ def _counts(account: VariantAccount) -> dict[str, int]:
 
 def _figure(value: float) -> float:
     """Round a figure to six significant digits: small figures, such as learning rates, keep their digits."""
-    return float(f"{value:.6g}")
+    return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
 def _finite(value: Any) -> Any:
