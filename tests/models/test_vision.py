@@ -393,6 +393,7 @@ def run_of(model: Path, rows: Path, **sections: Any) -> dict[str, Any]:
         "reward": "exact",
         "dataset": {"use": "jsonl", "path": str(rows)},
         "queue": {"batch_size": 3},
+        "sampling": {"max_tokens": 16},
         "steps": 2,
         **sections,
     }

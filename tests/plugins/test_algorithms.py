@@ -62,6 +62,8 @@ def problems(name: str, temperature: float = 1.0, **options: Any) -> list[str]:
         queue=SimpleNamespace(max_staleness=2),
         sampling=SimpleNamespace(temperature=temperature),
         algorithm=config,
+        model=None,
+        models={},
     )
     assert component.check is not None
     return [problem.path for problem in component.check(config, cast("RunConfig", run))]

@@ -139,7 +139,8 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
             if path in composed.components:
                 find_problems = partial(_dataset_problems, composed, path, placement, read)
                 yield from _plugin_problems(composed, path, find_problems)
-        yield from leaked_rows(read)
+        if config.steps:
+            yield from leaked_rows(read)
         rewards = trials.submit(lambda: list(_reward_problems(composed, placement, read, failed_sections)))
         yield from _plugin_problems(composed, "model", partial(_model_problems, composed, placement))
         yield from _batch_problems(config, placement)
