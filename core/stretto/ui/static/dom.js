@@ -81,7 +81,22 @@ export function debounce(work, wait) {
   return (...values) => { clearTimeout(timer); timer = setTimeout(() => work(...values), wait); };
 }
 
-/** The colour of the n-th series, as the theme has it now. */
+const HUES = 8;
+
+/** How the n-th series is drawn: each hue without dashes, then each with one long dash, then with ever more short ones. */
+export function seriesStyle(series) {
+  const round = Math.floor(series / HUES);
+  return { colour: `c${series % HUES}`, dash: round ? [9, 4, ...Array(round - 1).fill([2, 4]).flat()] : [] };
+}
+
+/** The sign of the n-th series in a legend. */
+export function seriesKey(series) {
+  const style = seriesStyle(series), line = svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, "stroke-width": 3, "stroke-dasharray": style.dash.join(" ") });
+  line.style.setProperty("stroke", `var(--${style.colour})`);
+  return svg("svg", { class: "series", width: 22, height: 10, "aria-hidden": "true" }, line);
+}
+
+/** A colour by its name, as the theme has it now. */
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
