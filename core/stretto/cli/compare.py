@@ -21,6 +21,7 @@ from stretto.cli.tables import add_row, figure_table
 from stretto.errors import ConfigError
 from stretto.records.accuracy import estimate, estimate_difference, estimate_share, row_scores
 from stretto.records.answers import read_answers
+from stretto.records.figures import duration_text
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
@@ -313,7 +314,7 @@ def _figures_table(runs: Sequence[RunFigures]) -> Table:
         ("staleness", [_number(run.staleness) for run in runs]),
         ("seconds a step", [_number(run.step_s) for run in runs]),
         ("trained tokens/s", [_number(run.tokens_per_s) for run in runs]),
-        ("duration in seconds", [_text(run.wall_s and round(run.wall_s)) for run in runs]),
+        ("duration", [duration_text(run.wall_s) for run in runs]),
         ("tickets trained", [str(run.trained) for run in runs]),
         ("tickets not trained", [str(run.not_trained) for run in runs]),
     ]

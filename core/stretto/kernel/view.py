@@ -19,6 +19,7 @@ from rich.text import Text
 from stretto.errors import ConfigError, StrettoError, printable
 from stretto.kernel.keyboard import Keyboard
 from stretto.records.answers import newest_sample
+from stretto.records.figures import duration_text
 from stretto.records.status import Status, WorkerStatus
 
 __all__ = ["View", "final_lines", "terminal"]
@@ -136,9 +137,9 @@ def _bar(status: Status, stopped: bool) -> RenderableType:
     if not status.steps and status.evaluating is not None:
         done, total = status.evaluating.rows, status.evaluating.of
         text = f"row {done}/{total}"
-    text += f"   {_duration(status.wall_s)}"
+    text += f"   {duration_text(status.wall_s)}"
     if status.left_s is not None and not stopped:
-        text += f"   {_duration(status.left_s)} left{_clock(status.written + status.left_s)}"
+        text += f"   {duration_text(status.left_s)} left{_clock(status.written + status.left_s)}"
     name = Text(printable(status.name[:_MOST_CHARACTERS]), style="bold")
     bar.add_row(name, ProgressBar(total=total, completed=min(done, total), width=40), Text(text))
     return bar
@@ -222,7 +223,7 @@ def sparkline(points: Sequence[float]) -> str:
 
 def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """Return the lines that the terminal shows at the end of a run, as printable text."""
-    lines = [f"{summary['status']} at step {summary['steps']} after {summary['wall_s']:.1f} s"]
+    lines = [f"{summary['status']} at step {summary['steps']} after {duration_text(summary['wall_s'])}"]
     if summary["reason"]:
         lines[0] += f": {summary['reason']}"
     evaluation = summary["evaluation"]
@@ -281,16 +282,6 @@ def _short_path(folder: Path) -> str:
     """Return the folder relative to the working folder if it lies inside it, else its full path."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration as text: `45 s`, `12 min`, `3 h 5 min`."""
-    if not 0 <= seconds < 1e9:  # what a foreign process says
-        return "?"
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def _clock(moment: float) -> str:

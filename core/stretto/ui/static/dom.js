@@ -61,12 +61,14 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+/** The rule of `stretto.records.figures.duration_text`. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
-  if (seconds < 60) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
-  if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
-  const minutes = Math.round(seconds / 60);
+  if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
+  const whole = Math.round(seconds), minutes = Math.round(whole / 60);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
   if (minutes < 60) return `${minutes} min`;
   const hours = Math.floor(minutes / 60);
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;

@@ -1,0 +1,19 @@
+"""Durations have one form."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.records.figures import duration_text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((None, "-"), (0.35, "350 ms"), (0.9999, "1.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (59.4, "59 s")),
+        *((59.6, "1 min 0 s"), (297.666, "4 min 58 s"), (599.7, "10 min"), (3599, "1 h 0 min")),
+        *((3725, "1 h 2 min"), (47 * 3600, "47 h 0 min"), (51 * 3600, "2 d 3 h"), (float("nan"), "?")),
+    ],
+)
+def test_a_duration_is_text(seconds: float | None, text: str) -> None:
+    assert duration_text(seconds) == text
