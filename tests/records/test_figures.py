@@ -1,10 +1,10 @@
-"""Durations have one form."""
+"""Durations have one form, and a figure of a run one meaning."""
 
 from __future__ import annotations
 
 import pytest
 
-from stretto.records.figures import duration_text
+from stretto.records.figures import change, duration_text, recent
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,11 @@ from stretto.records.figures import duration_text
 )
 def test_a_duration_is_text(seconds: float | None, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+def test_a_figure_is_the_mean_of_ten_steps_and_its_change_from_the_first_ten() -> None:
+    values = [0.0] * 10 + [4.0] * 5 + [1.0] * 10
+    assert recent(values) == 1.0
+    assert change(values) == 1.0
+    assert recent([1.0, 2.0]) == 1.5
+    assert (recent([]), change([1.0, 2.0])) == (None, None)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -58,12 +59,15 @@ def test_the_token_leaves_the_address(page: Page) -> None:
     assert page.driver.execute_script("return document.cookie") == ""
 
 
-def test_the_overview_shows_the_newest_line(page: Page) -> None:
+def test_the_overview_shows_means_of_ten_steps(page: Page) -> None:
     page.open(f"run/{page.run('one')}/overview")
 
-    last = [line for line in page.lines("one") if "reward" in line][-1]
-    assert page.text("[data-tile=Reward] .value") == f"{last['reward']:.4g}"
-    assert page.text("[data-tile=Loss] .value") == f"{last['loss']:.4g}"
+    rewards = [line["reward"] for line in page.lines("one") if "reward" in line]
+    last, first = fmean(rewards[-10:]), fmean(rewards[:10])
+    assert page.text("[data-tile=Reward] .value") == f"{last:.3f}"
+    assert page.text("[data-tile=Reward] .sub") == f"{last - first:+.3f} from the first 10 steps"
+    assert page.text("[data-tile='No signal'] .value") == "25 %"
+    assert not page.all("[data-tile=Loss]")
     assert page.text("#steps") == "step 40 of 40"
     assert page.text("#state") == "completed"
     assert page.text("[data-account=trained]") == "trained 160"
@@ -332,7 +336,8 @@ def test_a_run_that_goes_on_is_followed(page: Page) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 11, "time_s": 30.0, "reward": 0.125, "loss": 1.5}) + "\n")
 
-    page.until(lambda: page.text("[data-tile=Reward] .value") == "0.125")
+    rewards = [line["reward"] for line in page.lines("going") if "reward" in line]
+    page.until(lambda: page.text("[data-tile=Reward] .value") == f"{fmean(rewards[-10:]):.3f}")
     page.until(lambda: page.text(".chart[data-key=loss] .values") == "1.5")
 
 

@@ -25,7 +25,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """Number of finished steps; None if the run has no status."""
     steps: int | None = None
     reward: float | None = None
-    """Mean reward of the newest step."""
+    """Mean reward of the newest 10 steps."""
     accuracy: float | None = None
     """Held-out accuracy of the newest evaluation."""
     best: float | None = None
@@ -60,7 +60,7 @@ def _row(run: RunRecord) -> RunRow:
             state=run.state,
             step=status.version,
             steps=status.steps,
-            reward=status.newest.get("reward"),
+            reward=status.recent.get("reward"),
             accuracy=newest.accuracy if newest else None,
             best=status.best.accuracy if status.best else None,
             started=run.started,

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from stretto.errors import printable
-from stretto.records.figures import duration_text
+from stretto.records.figures import duration_text, recent
 from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord
 
@@ -104,8 +104,8 @@ class SweepView:
         record.refresh()
         steps, evaluations = record.steps, record.evaluations
         last = steps[-1] if steps else {}
+        reward = recent([value for _, value in record.series("reward")])
         accuracy = evaluations[-1][ACCURACY] if evaluations else None
-        reward = last.get("reward")
         return [
             name,
             record.state,

@@ -29,8 +29,14 @@ _MOST_ROWS = 8
 _MOST_CHARACTERS = 2000
 """The view shows at most this much of one text."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_CURVES = {"reward": ".3f", "loss": ".4f", "entropy": ".4f", "grad_norm": ".4g"}
-"""Figures with a sparkline, and their formats."""
+_CURVES = {
+    "reward": ("reward", ".3f"),
+    "loss": ("loss", ".4f"),
+    "zero_variance_groups": ("no signal", ".0%"),
+    "entropy": ("entropy", ".4f"),
+    "grad_norm": ("grad norm", ".4g"),
+}
+"""Figures with a sparkline: their labels and formats. `no signal`: groups whose rewards are all equal."""
 
 
 class View:
@@ -149,11 +155,12 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     """Yield the rows below the progress bar: label and text."""
     newest = {key: value for key, value in status.newest.items() if value is not None}
     yield "folder", _short_path(Path(status.folder))
-    for name, form in _CURVES.items():
-        if name in newest:
+    for name, (label, form) in _CURVES.items():
+        # The loss of a policy gradient says nothing; without rewards it is all there is.
+        if name in status.recent and (name != "loss" or "reward" not in status.recent):
             curve = sparkline(status.curves.get(name, ()))
-            figure = f"{newest[name]:{form}}"
-            yield name.replace("_", " "), f"{figure:<9} {curve}"  # the curves begin in one column
+            figure = f"{status.recent[name]:{form}}"
+            yield label, f"{figure:<9} {curve}"  # the curves begin in one column
     if newest:
         yield from _rows_of_step(newest)
     if (evaluating := status.evaluating) is not None:

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-__all__ = ["duration_text"]
+from collections.abc import Sequence
+
+__all__ = ["RECENT_STEPS", "change", "duration_text", "recent"]
+
+RECENT_STEPS = 10
+"""A figure of a run, such as its reward, is the mean over this many newest steps: one step is noise."""
+
+
+def recent(values: Sequence[float]) -> float | None:
+    """Return the mean over the newest steps; None without a step."""
+    newest = values[-RECENT_STEPS:]
+    return sum(newest) / len(newest) if newest else None
+
+
+def change(values: Sequence[float]) -> float | None:
+    """Return how far the mean over the newest steps is from that over as many first steps; None if these are
+    the same steps."""
+    first, newest = recent(values[:RECENT_STEPS]), recent(values)
+    return None if first is None or newest is None or len(values) <= RECENT_STEPS else newest - first
 
 
 def duration_text(seconds: float | None) -> str:
