@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import signal
 import subprocess
@@ -11,14 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
+from rich.console import Console
 
+from statuses import make_status
 from stretto.assembly.compose import compose
+from stretto.cli.compare import compare_runs, comparison_tables
+from stretto.cli.report import report_html
+from stretto.cli.runs import runs_below, runs_table
 from stretto.cli.sweep import Machine, Needs, Sweep, needs_of
 from stretto.cli.sweep_grid import grid
-from stretto.cli.sweep_report import CombinationFigures, report_of
+from stretto.cli.sweep_report import CombinationFigures, report_of, report_tables
+from stretto.cli.sweep_view import SweepView
 from stretto.errors import ConfigError
+from stretto.records.run import RunRecord
 
 Start = Callable[..., Any]
 
@@ -188,6 +198,27 @@ def test_the_report_has_mean_and_spread_over_seeds_and_the_best_first(run_file: 
     assert figure(second, "reward") == (0.25, 0.0, 0.0)  # of the last 10 steps
     assert figure(second, "best")[0] == pytest.approx(0.9)
     assert [run.figures is None for run in report.runs] == [False] * 4 + [True] * 2
+
+
+def test_all_views_show_the_duration_of_the_summary(run_file: Path) -> None:
+    sweep = planned(run_file, "queue.max_staleness=0,1")
+    name = next(iter(sweep.planned()))
+    written(sweep.folder / name, 0.5, 0.25)
+    summary = json.loads((sweep.folder / name / "summary.json").read_text())
+    (sweep.folder / name / "summary.json").write_text(json.dumps({**summary, "wall_s": 297.666}))
+    (sweep.folder / name / "status.json").write_bytes(msgspec.json.encode(make_status(wall_s=290.0)))
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
+    for _, table in (
+        *report_tables(report_of(sweep.folder, sweep.planned())),
+        *comparison_tables(compare_runs([RunRecord(sweep.folder / name)])),
+        ("", runs_table(runs_below(sweep.folder), sweep.folder)),
+    ):
+        console.print(table)
+    with contextlib.redirect_stderr(shown):
+        SweepView(sweep.folder, [name]).ended(name, 0)
+    assert shown.getvalue().count("4 min 58 s") == 4
+    assert "4 min 58 s" in report_html([RunRecord(sweep.folder / name)])
 
 
 def figure(combination: CombinationFigures, name: str) -> tuple[float, float | None, float | None]:

@@ -62,7 +62,7 @@ def test_runs_lists_every_run_and_names_the_broken_one(tmp_path: Path) -> None:
     assert "not the status of a run" in rows[str(tmp_path / "deep" / "b")].fault
     assert rows[str(tmp_path / "deep" / "c")].state == "completed"
     assert "60/200" in shown
-    assert "1:02:05" in shown
+    assert "1 h 2 min" in shown
     assert "[red]" in shown
     assert "\x1b" not in shown
     listed = json.loads(CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).output)

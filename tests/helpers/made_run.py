@@ -82,6 +82,7 @@ def _lines(steps: int, groups: int, samples: int, draw: np.random.Generator) -> 
             "train_s": 1.2,
             "reward": round(1 - np.exp(-step / (0.4 * steps)) + 0.05 * draw.normal(), 6),
             "reward_std": round(0.4 + 0.01 * draw.normal(), 6),
+            "zero_variance_groups": 0.25,
             "length": round(12 + drift[0], 6),
             "truncated": 0.0,
             "staleness": 1.5,

@@ -34,6 +34,7 @@ def make_status(**changes: Any) -> Status:
         newest={"step": 60, "reward": 0.5, "loss": -0.0312, "entropy": 1.25, "grad_norm": 0.5, "step_s": 2.0}
         | {"wait/evaluation_s": 1.2, "wait/groups_s": 0.25, "wait/late_ticket_s": 0.05, "wait/swap_s": 0.0}
         | {"train_s": 0.5, "length": 12.0, "staleness": 1.5, "staleness_max": 2, "train_tokens_per_s": 4000},
+        recent={"reward": 0.5, "zero_variance_groups": 0.44, "entropy": 1.25, "grad_norm": 0.5},
         curves={"reward": [0.0, 0.25, 0.5], "loss": [0.1], "entropy": [], "grad_norm": [1.0, 1.0]},
         evaluations=evaluations,
         best=evaluations[1],

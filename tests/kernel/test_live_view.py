@@ -44,7 +44,7 @@ def test_the_view_shows_what_the_status_says() -> None:
         f"(until {ends})",
         "/runs/one",
         "0.500     ▁▅█",
-        "-0.0312   ▁",
+        "no signal  44%",
         "1.2500",
         "mean 1.50   max 2",
         "2.00 s, of which training 0.50 s, evaluation 1.20 s, groups 0.25 s",
@@ -66,6 +66,8 @@ def test_the_view_shows_what_the_status_says() -> None:
     end = draw(make_status(state="completed"), stopped=True, keys=True, sample="1+1= → 2")
     for text in ("left", "now", "workers", "bottleneck", "keys", "1+1"):
         assert text not in end
+    assert "loss" not in end
+    assert "-0.0312   ▁" in draw(make_status(recent={"loss": -0.0312}), stopped=True)
     assert "version 50: accuracy 0.500" in end
 
 
@@ -87,6 +89,7 @@ hostile = st.builds(
     newest=st.dictionaries(
         st.sampled_from(["reward", "loss", "staleness", "step_s", "x"]), st.none() | numbers
     ),
+    recent=st.dictionaries(st.sampled_from(["reward", "loss", "x"]), numbers),
     curves=st.dictionaries(st.sampled_from(["reward", "loss", "x"]), st.lists(numbers)),
     evaluations=st.lists(evaluations),
     best=st.none() | evaluations,

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import made_run
+from statuses import make_status
 from stretto.bus.guard import is_locked
 from stretto.bus.server import lock_run
 from stretto.errors import ConfigError
@@ -184,6 +186,12 @@ def test_the_duration_is_that_of_the_newest_line_until_the_run_has_ended(tmp_pat
     file.append({**evaluation(1, 0.5), "time_s": 4.0})
     run.refresh()
     assert run.wall_s == 4.0
+    (run.folder / "status.json").write_text("{")
+    run.refresh()
+    assert run.wall_s == 4.0
+    (run.folder / "status.json").write_bytes(msgspec.json.encode(make_status(wall_s=4.25)))
+    run.refresh()
+    assert run.wall_s == 4.25
     (run.folder / "summary.json").write_text('{"status": "completed", "wall_s": 4.5}')
     run.refresh()
     assert run.wall_s == 4.5

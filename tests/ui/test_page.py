@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -58,17 +59,37 @@ def test_the_token_leaves_the_address(page: Page) -> None:
     assert page.driver.execute_script("return document.cookie") == ""
 
 
-def test_the_overview_shows_the_newest_line(page: Page) -> None:
+def test_the_overview_shows_means_of_ten_steps(page: Page) -> None:
     page.open(f"run/{page.run('one')}/overview")
 
-    last = [line for line in page.lines("one") if "reward" in line][-1]
-    assert page.text("[data-tile=Reward] .value") == f"{last['reward']:.4g}"
-    assert page.text("[data-tile=Loss] .value") == f"{last['loss']:.4g}"
+    rewards = [line["reward"] for line in page.lines("one") if "reward" in line]
+    last, first = fmean(rewards[-10:]), fmean(rewards[:10])
+    assert page.text("[data-tile=Reward] .value") == f"{last:.3f}"
+    assert page.text("[data-tile=Reward] .sub") == f"{last - first:+.3f} from the first 10 steps"
+    assert page.text("[data-tile='No signal'] .value") == "25 %"
+    assert not page.all("[data-tile=Loss]")
     assert page.text("#steps") == "step 40 of 40"
     assert page.text("#state") == "completed"
     assert page.text("[data-account=trained]") == "trained 160"
     assert page.until(lambda: page.text("[data-staleness='2']")) == "320 · 50.0 %"
     assert page.text("[data-rule=truncation]") == "truncation since step 3\n12 % of the answers are truncated"
+
+
+def test_a_wide_tile_leaves_no_empty_column(page: Page) -> None:
+    page.open(f"run/{page.run('one')}/overview")
+    page.one("#tiles .tile")
+    wide = "Object.assign(document.createElement('div'), {className: 'tile wide'})"
+    page.driver.execute_script(f"document.querySelector('#tiles').append({wide})")
+    columns = (
+        "return getComputedStyle(document.querySelector('#tiles')).gridTemplateColumns.split(' ').length"
+    )
+    try:
+        for width, expected in ((1440, 8), (1000, 4), (390, 2)):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            assert page.driver.execute_script(columns) == expected
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"width": 1280})
 
 
 def test_a_curve_has_every_step(page: Page) -> None:
@@ -134,6 +155,21 @@ def test_runs_are_sorted_selected_and_compared(page: Page) -> None:
     assert page.until(lambda: page.text(".chart[data-key=reward] .values")).count("\n") <= 1
     points = curve_of(page, "reward")
     assert len(points) == 70
+
+
+def test_twenty_runs_are_compared_and_no_two_look_the_same(page: Page, tmp_path: Path) -> None:
+    for number in range(20):
+        make_run(tmp_path / str(number), name=f"swept-{number}", steps=12, groups=1, samples=1, seed=number)
+    with served(tmp_path) as address:
+        many = Page(page.driver, address, tmp_path)
+        many.open(f"compare?runs={','.join(many.run(f'swept-{number}') for number in range(20))}")
+        many.until(lambda: len(many.all("#figures tbody tr")) == 20)
+        signs = "[...document.querySelectorAll('.chart[data-key=reward] .values line')]"
+        looks = "((each) => each.style.stroke + ' ' + each.getAttribute('stroke-dasharray'))"
+        script = f"return {signs}.map({looks})"
+        assert len(set(many.until(lambda: page.driver.execute_script(script)))) == 20
+        assert [url for url in requested(page.driver) if not url.startswith(many.base)] == []
+    page.driver.get(page.base)
 
 
 def test_what_differs_between_configurations(page: Page) -> None:
@@ -300,7 +336,8 @@ def test_a_run_that_goes_on_is_followed(page: Page) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 11, "time_s": 30.0, "reward": 0.125, "loss": 1.5}) + "\n")
 
-    page.until(lambda: page.text("[data-tile=Reward] .value") == "0.125")
+    rewards = [line["reward"] for line in page.lines("going") if "reward" in line]
+    page.until(lambda: page.text("[data-tile=Reward] .value") == f"{fmean(rewards[-10:]):.3f}")
     page.until(lambda: page.text(".chart[data-key=loss] .values") == "1.5")
 
 

@@ -21,6 +21,7 @@ from stretto.cli.tables import add_row, figure_table
 from stretto.errors import ConfigError
 from stretto.records.accuracy import estimate, estimate_difference, estimate_share, row_scores
 from stretto.records.answers import read_answers
+from stretto.records.figures import RECENT_STEPS, duration_text, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
@@ -29,8 +30,6 @@ from stretto.records.values import dotted_values
 
 __all__ = ["Comparison", "RunFigures", "compare_runs", "comparison_tables", "run_figures"]
 
-_LAST = 10
-"""Number of newest steps over which the figures of steps are means."""
 _MOST_STEPS = 10
 """Number of equal steps at which curves are compared."""
 _NO_DIFFERENCE = ("out",)
@@ -162,8 +161,7 @@ def run_figures(run: RunRecord, label: str) -> RunFigures:
 
 
 def _recent(run: RunRecord, key: str) -> float | None:
-    values = [value for _, value in run.series(key)[-_LAST:]]
-    return fmean(values) if values else None
+    return recent([value for _, value in run.series(key)])
 
 
 def _evaluated(run: RunRecord, line: Mapping[str, Any]) -> Evaluated:
@@ -195,7 +193,7 @@ def _curve(runs: Sequence[RunRecord], key: str) -> list[tuple[int, list[float]]]
 
 
 def _mean_until(series: Mapping[int, float], step: int) -> float:
-    return fmean(series[each] for each in range(step - _LAST + 1, step + 1) if each in series)
+    return fmean(series[each] for each in range(step - RECENT_STEPS + 1, step + 1) if each in series)
 
 
 def _accuracies(runs: Sequence[RunRecord]) -> list[tuple[int, list[float | None]]]:
@@ -313,7 +311,7 @@ def _figures_table(runs: Sequence[RunFigures]) -> Table:
         ("staleness", [_number(run.staleness) for run in runs]),
         ("seconds a step", [_number(run.step_s) for run in runs]),
         ("trained tokens/s", [_number(run.tokens_per_s) for run in runs]),
-        ("duration in seconds", [_text(run.wall_s and round(run.wall_s)) for run in runs]),
+        ("duration", [duration_text(run.wall_s) for run in runs]),
         ("tickets trained", [str(run.trained) for run in runs]),
         ("tickets not trained", [str(run.not_trained) for run in runs]),
     ]

@@ -19,6 +19,7 @@ from stretto.cli.plot import labels_of
 from stretto.cli.report_samples import samples_html
 from stretto.cli.svg import Bar, bar_chart, lane_chart, line_chart
 from stretto.errors import ConfigError, printable
+from stretto.records.figures import duration_text
 from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord
 from stretto.records.timeline import FILE as TIMELINE
@@ -132,7 +133,7 @@ def _summary(comparison: Comparison) -> str:
         row("best held-out accuracy", (_text(run.best) for run in runs)),
         row("seconds a step", (_number(run.step_s) for run in runs)),
         row("trained tokens a second", (_number(run.tokens_per_s) for run in runs)),
-        row("duration in seconds", (_text(run.wall_s and round(run.wall_s)) for run in runs)),
+        row("duration", (duration_text(run.wall_s) for run in runs)),
         row("folder", (run.folder for run in runs)),
     ]
     groups = "".join(

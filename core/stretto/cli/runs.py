@@ -10,6 +10,7 @@ import msgspec
 from rich.table import Table
 
 from stretto.errors import ConfigError, printable
+from stretto.records.figures import duration_text
 from stretto.records.run import RunRecord, find_runs
 
 __all__ = ["RunRow", "runs_below", "runs_table"]
@@ -24,7 +25,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """Number of finished steps; None if the run has no status."""
     steps: int | None = None
     reward: float | None = None
-    """Mean reward of the newest step."""
+    """Mean reward of the newest 10 steps."""
     accuracy: float | None = None
     """Held-out accuracy of the newest evaluation."""
     best: float | None = None
@@ -32,7 +33,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     """Unix time of the run's first start."""
     duration_s: float | None = None
-    """Seconds in which a kernel owned the run."""
+    """The run's duration (see `RunRecord.wall_s`)."""
     folder: str
     fault: str = ""
     """Why the run cannot be read; empty if it can."""
@@ -59,11 +60,11 @@ def _row(run: RunRecord) -> RunRow:
             state=run.state,
             step=status.version,
             steps=status.steps,
-            reward=status.newest.get("reward"),
+            reward=status.recent.get("reward"),
             accuracy=newest.accuracy if newest else None,
             best=status.best.accuracy if status.best else None,
             started=run.started,
-            duration_s=status.wall_s,
+            duration_s=run.wall_s,
             folder=folder,
         )
     except ConfigError as error:
@@ -87,14 +88,8 @@ def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
         step = "-" if row.step is None else f"{row.step}/{row.steps}"
         figures = ("-" if each is None else f"{each:.3f}" for each in (row.reward, row.accuracy, row.best))
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
-        duration = "-" if row.duration_s is None else _duration(row.duration_s)
+        duration = duration_text(row.duration_s)
         folder = f"{Path(row.folder).relative_to(root)}{f': {row.fault}' if row.fault else ''}"
         cells = (row.name, row.state, step, *figures, started, duration, folder)
         table.add_row(*map(printable, cells))
     return table
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds, such as `1:02:03`."""
-    minutes, left = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{left:02}"

@@ -13,6 +13,7 @@ from stretto.cli.compare import RunFigures, run_figures
 from stretto.cli.sweep import ManifestRun
 from stretto.cli.tables import add_row, figure_table
 from stretto.private_file import write_private
+from stretto.records.figures import duration_text
 from stretto.records.intervals import Estimate, Moments, mean_of
 from stretto.records.run import RunRecord
 
@@ -138,7 +139,7 @@ def report_tables(report: SweepReport) -> Iterable[tuple[str, Table]]:
 
 
 def _combinations(report: SweepReport) -> Table:
-    table = figure_table("combination", "runs", "accuracy", "sd", "best accuracy", "reward", "sd", "seconds")
+    table = figure_table("combination", "runs", "accuracy", "sd", "best accuracy", "reward", "sd", "duration")
     for each in report.combinations:
         accuracy, best, reward, seconds = (each.figures.get(name) for name in _FIGURES)
         add_row(
@@ -150,17 +151,17 @@ def _combinations(report: SweepReport) -> Table:
             _mean(best),
             _mean(reward),
             _sd(reward),
-            "-" if seconds is None else f"{seconds.estimate.mean:.0f}",
+            duration_text(seconds and seconds.estimate.mean),
         )
     return table
 
 
 def _runs(report: SweepReport) -> Table:
-    table = figure_table("run", "state", "step", "accuracy", "best accuracy", "reward", "seconds")
+    table = figure_table("run", "state", "step", "accuracy", "best accuracy", "reward", "duration")
     for run in report.runs:
         state, step = ("waiting", 0) if run.figures is None else (run.figures.state, run.figures.steps)
         *figures, seconds = run.shown.values()
-        cells = (*map(_number, figures), "-" if seconds is None else f"{seconds:.0f}")
+        cells = (*map(_number, figures), duration_text(seconds))
         add_row(table, run.name, state, str(step), *cells)
     return table
 

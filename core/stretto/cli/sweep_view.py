@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from stretto.errors import printable
+from stretto.records.figures import duration_text, recent
 from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord
 
@@ -90,7 +91,7 @@ class SweepView:
         return f"{(errors or lines or [''])[-1]} (all in {file})"
 
     def _row(self, name: str, otherwise: str) -> list[str]:
-        """Return the cells of a run: name, state, step, reward, accuracy, seconds.
+        """Return the cells of a run: name, state, step, reward, accuracy, duration.
 
         Args:
             otherwise: the state if the run has no folder yet.
@@ -103,15 +104,15 @@ class SweepView:
         record.refresh()
         steps, evaluations = record.steps, record.evaluations
         last = steps[-1] if steps else {}
+        reward = recent([value for _, value in record.series("reward")])
         accuracy = evaluations[-1][ACCURACY] if evaluations else None
-        reward, seconds = last.get("reward"), last.get("time_s")
         return [
             name,
             record.state,
             f"step {last.get('step', 0)}/{record.document.get('steps')}",
             "" if reward is None else f"reward {reward:.3f}",
             "" if accuracy is None else f"accuracy {accuracy:.3f}",
-            "" if seconds is None else f"{seconds:.0f} s",
+            "" if record.wall_s is None else duration_text(record.wall_s),
         ]
 
     def _table(self) -> Table:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+from stretto.records.figures import RECENT_STEPS, recent
+
 __all__ = ["Curve"]
 
 _POINTS = 64
@@ -16,10 +20,12 @@ class Curve:
         """Number of figures in one mean."""
         self._begun: list[float] = []
         """The newest figures, which are not in a mean yet."""
+        self._newest: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def add(self, value: float) -> None:
         """Take in the figure of the next step."""
         self._begun.append(value)
+        self._newest.append(value)
         if len(self._begun) < self._width:
             return
         self._means.append(sum(self._begun) / self._width)
@@ -32,3 +38,7 @@ class Curve:
         """Return the means, in order; at most 64. The last one may be over fewer steps."""
         begun = [sum(self._begun) / len(self._begun)] if self._begun else []
         return [*self._means, *begun]
+
+    def recent(self) -> float | None:
+        """Return the mean over the newest steps; None before the first step."""
+        return recent(list(self._newest))

@@ -76,7 +76,7 @@ class Report:
         self._began = time.monotonic()
         self._metrics = MetricsFile(folder)
         self.adviser = adviser
-        self.curves = {name: Curve() for name in MAIN_FIGURES}
+        self.curves = {name: Curve() for name in (*MAIN_FIGURES, "zero_variance_groups")}
         """The figures of all steps so far, by name."""
         self.begun = resumed is None
         """Whether the kernel has begun to change the run's files. Up to then a resume can be refused without

@@ -97,6 +97,11 @@ class StatusBoard:
             bottleneck=report.bottleneck(),
             sampled=report.sampled,
             newest={key: _number(report.last[key]) for key in _NEWEST if key in report.last},
+            recent={
+                name: _short(mean)
+                for name, curve in report.curves.items()
+                if (mean := curve.recent()) is not None
+            },
             curves={
                 name: [_short(point) for point in curve.points()] for name, curve in report.curves.items()
             },

@@ -19,6 +19,7 @@ from rich.text import Text
 from stretto.errors import ConfigError, StrettoError, printable
 from stretto.kernel.keyboard import Keyboard
 from stretto.records.answers import newest_sample
+from stretto.records.figures import duration_text
 from stretto.records.metrics import describe_waits
 from stretto.records.status import Status, WorkerStatus
 
@@ -29,8 +30,14 @@ _MOST_ROWS = 8
 _MOST_CHARACTERS = 2000
 """The view shows at most this much of one text."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_CURVES = {"reward": ".3f", "loss": ".4f", "entropy": ".4f", "grad_norm": ".4g"}
-"""Figures with a sparkline, and their formats."""
+_CURVES = {
+    "reward": ("reward", ".3f"),
+    "loss": ("loss", ".4f"),
+    "zero_variance_groups": ("no signal", ".0%"),
+    "entropy": ("entropy", ".4f"),
+    "grad_norm": ("grad norm", ".4g"),
+}
+"""Figures with a sparkline: their labels and formats. `no signal`: groups whose rewards are all equal."""
 
 
 class View:
@@ -137,9 +144,9 @@ def _bar(status: Status, stopped: bool) -> RenderableType:
     if not status.steps and status.evaluating is not None:
         done, total = status.evaluating.rows, status.evaluating.of
         text = f"row {done}/{total}"
-    text += f"   {_duration(status.wall_s)}"
+    text += f"   {duration_text(status.wall_s)}"
     if status.left_s is not None and not stopped:
-        text += f"   {_duration(status.left_s)} left{_clock(status.written + status.left_s)}"
+        text += f"   {duration_text(status.left_s)} left{_clock(status.written + status.left_s)}"
     name = Text(printable(status.name[:_MOST_CHARACTERS]), style="bold")
     bar.add_row(name, ProgressBar(total=total, completed=min(done, total), width=40), Text(text))
     return bar
@@ -149,11 +156,12 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     """Yield the rows below the progress bar: label and text."""
     newest = {key: value for key, value in status.newest.items() if value is not None}
     yield "folder", _short_path(Path(status.folder))
-    for name, form in _CURVES.items():
-        if name in newest:
+    for name, (label, form) in _CURVES.items():
+        # The loss of a policy gradient says nothing; without rewards it is all there is.
+        if name in status.recent and (name != "loss" or "reward" not in status.recent):
             curve = sparkline(status.curves.get(name, ()))
-            figure = f"{newest[name]:{form}}"
-            yield name.replace("_", " "), f"{figure:<9} {curve}"  # the curves begin in one column
+            figure = f"{status.recent[name]:{form}}"
+            yield label, f"{figure:<9} {curve}"  # the curves begin in one column
     if newest:
         yield from _rows_of_step(newest)
     if (evaluating := status.evaluating) is not None:
@@ -224,7 +232,7 @@ def sparkline(points: Sequence[float]) -> str:
 
 def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """Return the lines that the terminal shows at the end of a run, as printable text."""
-    lines = [f"{summary['status']} at step {summary['steps']} after {summary['wall_s']:.1f} s"]
+    lines = [f"{summary['status']} at step {summary['steps']} after {duration_text(summary['wall_s'])}"]
     if summary["reason"]:
         lines[0] += f": {summary['reason']}"
     evaluation = summary["evaluation"]
@@ -283,16 +291,6 @@ def _short_path(folder: Path) -> str:
     """Return the folder relative to the working folder if it lies inside it, else its full path."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration as text: `45 s`, `12 min`, `3 h 5 min`."""
-    if not 0 <= seconds < 1e9:  # what a foreign process says
-        return "?"
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def _clock(moment: float) -> str:

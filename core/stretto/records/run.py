@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -119,10 +120,14 @@ class RunRecord:
 
     @property
     def wall_s(self) -> float | None:
-        """The run's duration: the seconds in which a kernel owned it, up to its end, or up to its newest line
-        of metrics if it has not ended. None before the first line."""
-        if self.summary is not None:
+        """The run's duration: the seconds in which a kernel owned it, up to its end. If it has not ended, up
+        to its status, or up to its newest line of metrics if no status can be read. None before the first
+        of these."""
+        if self.summary is not None and self.state != "running":
             return self.summary["wall_s"]
+        with suppress(ConfigError):  # `status` itself says it to whoever shows the status
+            if self.status is not None:
+                return self.status.wall_s
         newest = (*self.steps[-1:], *self.evaluations[-1:])
         return max((line["time_s"] for line in newest if "time_s" in line), default=None)
 

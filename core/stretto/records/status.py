@@ -124,6 +124,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the run trains on sampled trajectories, and not on rows of a dataset."""
     newest: dict[str, float | None] = {}
     """The main figures of the newest step, by their keys in `metrics.jsonl`."""
+    recent: dict[str, float] = {}
+    """The figures that have curves, each as its mean over the newest 10 steps."""
     curves: dict[str, list[float]] = {}
     """A few figures over the whole run, each as at most 64 means over equal numbers of steps."""
     evaluations: list[EvaluationStatus] = []

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import ConfigError
+from stretto.records.figures import change, recent
 from stretto.records.run import RunRecord
 from stretto.records.status import standstill
 
@@ -37,6 +38,7 @@ def overview(record: RunRecord) -> dict[str, Any]:
         "wall_s": record.wall_s,
         "keys": [key for key in record.figures() if key != "time_s" and not key.startswith("evaluation/")],
         "last": last,
+        "headline": {key: _headline(record, key) for key in ("reward", "zero_variance_groups")},
         "evaluations": record.evaluations,
         "not_trained": _not_trained(steps),
         "status": None if status is None else msgspec.to_builtins(status),
@@ -46,6 +48,11 @@ def overview(record: RunRecord) -> dict[str, Any]:
         "summary": summary,
         "fault": fault,
     }
+
+
+def _headline(record: RunRecord, key: str) -> dict[str, float | None]:
+    values = [value for _, value in record.series(key)]
+    return {"recent": recent(values), "change": change(values)}
 
 
 def _not_trained(steps: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:

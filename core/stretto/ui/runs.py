@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import ConfigError
+from stretto.records.figures import recent
 from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord, find_runs, is_run
 from stretto.ui.samples import Samples
@@ -139,7 +140,7 @@ def _row(record: RunRecord) -> dict[str, Any]:
         "state": record.state,
         "step": last.get("step", 0),
         "total": document.get("steps", 0),
-        "reward": rewards[-1] if rewards else None,
+        "reward": recent(rewards),
         "curve": rewards[:: max(1, len(rewards) // _CURVE)],
         "accuracy": accuracies[-1] if accuracies else None,
         "best": max(accuracies, default=None),

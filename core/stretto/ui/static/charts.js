@@ -1,9 +1,7 @@
 // Charts of curves. A board holds charts with one window, one smoothing and one x-axis; it fetches what is visible.
 /* global uPlot */
-import { colour, debounce, duration, fill, h, number } from "./dom.js";
+import { colour, debounce, duration, fill, h, number, seriesKey, seriesStyle } from "./dom.js";
 import { get } from "./api.js";
-
-const SLOTS = 8;
 
 export class Board {
   /**
@@ -114,7 +112,7 @@ class Chart {
       this.keys.forEach((key, place) => {
         const curve = answer.curves[key];
         if (!curve || !curve.x.length) return;
-        const slot = (this.keys.length > 1 && answers.length === 1 ? place : index) % SLOTS;
+        const slot = this.keys.length > 1 && answers.length === 1 ? place : index;
         const name = [answers.length > 1 ? this.board.runs[index].name : "", this.keys.length > 1 ? (this.options.labels?.[place] ?? key) : ""].filter(Boolean).join(" · ");
         this.lines.push({ key, slot, name, curve, points: key.startsWith("evaluation/") });
       });
@@ -137,15 +135,15 @@ class Chart {
     const tables = [], series = [{}];
     this.shown = [];
     for (const line of this.lines) {
-      const stroke = colour(`c${line.slot}`), smooth = line.curve.smooth_x.length > 0;
+      const { colour: hue, dash } = seriesStyle(line.slot), stroke = colour(hue), smooth = line.curve.smooth_x.length > 0;
       tables.push([line.curve.x, line.curve.y]);
       series.push(line.points
-        ? { stroke, width: 1, dash: [3, 3], spanGaps: true, points: { show: true, size: line.curve.x.length > 40 ? 4 : 7, fill: stroke, stroke } }
-        : { stroke: smooth ? `${stroke}55` : stroke, width: smooth ? 1 : 1.5, spanGaps: true, points: { show: line.curve.x.length < 3, size: 5 } });
+        ? { stroke, width: 1, dash, spanGaps: true, points: { show: true, size: line.curve.x.length > 40 ? 4 : 7, fill: stroke, stroke } }
+        : { stroke: smooth ? `${stroke}55` : stroke, width: smooth ? 1 : 1.5, dash, spanGaps: true, points: { show: line.curve.x.length < 3, size: 5 } });
       this.shown.push({ line, place: series.length - 1, smooth: null });
       if (smooth) {
         tables.push([line.curve.smooth_x, line.curve.smooth_y]);
-        series.push({ stroke, width: 2, spanGaps: true, points: { show: false } });
+        series.push({ stroke, width: 2, dash, spanGaps: true, points: { show: false } });
         this.shown.at(-1).smooth = series.length - 1;
       }
     }
@@ -194,7 +192,7 @@ class Chart {
       const soft = smooth === null ? null : nearest(data[smooth], index);
       const value = near === null ? null : data[place][near];
       const where = line.points && near !== null && this.board.x === "step" ? ` at version ${number(data[0][near])}` : "";
-      return h("span", {}, h("span", { class: `key k${line.slot}` }), line.name ? `${line.name} ` : "", h("b", {}, number(soft === null ? value : data[smooth][soft])),
+      return h("span", {}, seriesKey(line.slot), line.name ? `${line.name} ` : "", h("b", {}, number(soft === null ? value : data[smooth][soft])),
         soft === null ? "" : h("span", { class: "faint" }, ` ${number(value)}`), h("span", { class: "faint" }, where));
     }));
     const last = this.shown.map(({ line, place }) => `${line.name || this.title} ${number(data[place][nearest(data[place], null)])}`).join(", ");

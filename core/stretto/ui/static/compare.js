@@ -1,11 +1,11 @@
 // Several runs: their figures side by side, their curves over each other, and what differs in their configuration.
-import { duration, fill, h, number, printable } from "./dom.js";
+import { duration, fill, h, number, printable, seriesKey } from "./dom.js";
 import { get } from "./api.js";
 import { curvesPanel } from "./curves.js";
 import { configTable } from "./config.js";
 
 export async function compareView(query) {
-  const ids = (query.get("runs") ?? "").split(",").filter(Boolean).slice(0, 16);
+  const ids = [...new Set((query.get("runs") ?? "").split(",").filter(Boolean))];
   let all = await Promise.all(ids.map((id) => get(`runs/${id}`)));
   const names = distinct(all);
   const runs = all.map((facts, index) => ({ id: facts.id, name: names[index] }));
@@ -21,7 +21,7 @@ export async function compareView(query) {
       ["staleness", (facts) => number(facts.last.staleness)], ["tokens/s", (facts) => number(facts.last.step_tokens_per_s)],
     ];
     fill(figures, h("table", { id: "figures" }, h("thead", {}, h("tr", {}, h("th", {}, "run"), rows.map(([label]) => h("th", { class: "number" }, label)))),
-      h("tbody", {}, all.map((facts, index) => h("tr", {}, h("td", {}, h("span", { class: `key k${index % 8}` }), h("a", { href: `#/run/${facts.id}/overview` }, printable(names[index]))), rows.map(([, value]) => h("td", { class: "number" }, value(facts))))))));
+      h("tbody", {}, all.map((facts, index) => h("tr", {}, h("td", {}, seriesKey(index), h("a", { href: `#/run/${facts.id}/overview` }, printable(names[index]))), rows.map(([, value]) => h("td", { class: "number" }, value(facts))))))));
   }
 
   async function show(tab) {

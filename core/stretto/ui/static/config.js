@@ -1,5 +1,5 @@
 // The configuration of a run, and the differences between runs.
-import { fill, h, printable } from "./dom.js";
+import { fill, h, printable, seriesKey } from "./dom.js";
 import { get } from "./api.js";
 
 /** A table of dotted keys with a column for each run. */
@@ -29,7 +29,7 @@ export function configTable(runs, { onlyDifferences }) {
   draw();
   return h("div", {},
     h("div", { class: "tools" }, search, runs.length > 1 && h("label", {}, only, "differences only")),
-    h("div", { class: "panel scroll config" }, h("table", { id: "config" }, h("thead", {}, h("tr", {}, h("th", {}, "key"), runs.map((run, index) => h("th", {}, runs.length > 1 && h("span", { class: `key k${index % 8}` }), printable(run.name))))), body)));
+    h("div", { class: "panel scroll config" }, h("table", { id: "config" }, h("thead", {}, h("tr", {}, h("th", {}, "key"), runs.map((run, index) => h("th", {}, runs.length > 1 && seriesKey(index), printable(run.name))))), body)));
 }
 
 export async function configTab({ id }) {

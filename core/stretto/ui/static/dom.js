@@ -61,12 +61,23 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+export function percent(share) {
+  return share === null ? "–" : `${Math.round(100 * share)} %`;
+}
+
+/** A difference with three digits and its sign. */
+export function signed(value) {
+  return `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(3)}`;
+}
+
+/** The rule of `stretto.records.figures.duration_text`. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
-  if (seconds < 60) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
-  if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
-  const minutes = Math.round(seconds / 60);
+  if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
+  const whole = Math.round(seconds), minutes = Math.round(whole / 60);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
   if (minutes < 60) return `${minutes} min`;
   const hours = Math.floor(minutes / 60);
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
@@ -81,7 +92,22 @@ export function debounce(work, wait) {
   return (...values) => { clearTimeout(timer); timer = setTimeout(() => work(...values), wait); };
 }
 
-/** The colour of the n-th series, as the theme has it now. */
+const HUES = 8;
+
+/** How the n-th series is drawn: each hue without dashes, then each with one long dash, then with ever more short ones. */
+export function seriesStyle(series) {
+  const round = Math.floor(series / HUES);
+  return { colour: `c${series % HUES}`, dash: round ? [9, 4, ...Array(round - 1).fill([2, 4]).flat()] : [] };
+}
+
+/** The sign of the n-th series in a legend. */
+export function seriesKey(series) {
+  const style = seriesStyle(series), line = svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, "stroke-width": 3, "stroke-dasharray": style.dash.join(" ") });
+  line.style.setProperty("stroke", `var(--${style.colour})`);
+  return svg("svg", { class: "series", width: 22, height: 10, "aria-hidden": "true" }, line);
+}
+
+/** A colour by its name, as the theme has it now. */
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }

@@ -1,5 +1,5 @@
 // The first view of a run: figures, curves, ledger, workers, staleness, advice.
-import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
+import { ago, duration, fill, h, number, percent, printable, signed, withCode } from "./dom.js";
 import { get } from "./api.js";
 import { Board } from "./charts.js";
 
@@ -18,7 +18,7 @@ export async function overviewTab({ id, name, facts }) {
     ["Reward", ["reward"]], ["Held-out accuracy", ["evaluation/accuracy"], facts().evaluations.length],
     ["Loss", ["loss"]], ["Entropy", ["entropy"]], ["Gradient norm", ["grad_norm"]], ["Staleness", ["staleness", "staleness_max"], has("staleness"), ["mean", "max"]],
   ].filter(([, [key], there]) => there ?? has(key));
-  const element = h("div", {}, notes, tiles, h("p", { class: "faint" }, "Figures of the newest step."), advice,
+  const element = h("div", {}, notes, tiles, h("p", { class: "faint" }, "Reward and no signal are means of the newest 10 steps, the other figures those of the newest step."), advice,
     h("div", { class: "charts", style: { margin: "12px 0" } }, charts.map(([title, wanted, , labels]) => board.add(title, wanted, { labels }))),
     smoothing > 0 && h("p", { class: "faint" }, `The lines are smoothed (${smoothing}); the faint lines behind them are not.`),
     h("div", { class: "grid" }, ledger, staleness, workers, engines));
@@ -53,13 +53,14 @@ function drawNotes(element, { summary, status, standstill, state, fault }) {
   fill(element, notes.map(([kind, text]) => h("p", { class: `note ${kind}` }, printable(text))));
 }
 
-function drawTiles(element, { last, evaluations, status, state, keys }) {
+function drawTiles(element, { last, headline, evaluations, status, state, keys }) {
   const accuracies = evaluations.filter((each) => typeof each["evaluation/accuracy"] === "number"), newest = accuracies.at(-1);
   const best = accuracies.reduce((one, other) => (one && one["evaluation/accuracy"] >= other["evaluation/accuracy"] ? one : other), null);
   const rows = [
-    ["Reward", number(last.reward), last.reward_std === undefined ? "" : `spread ${number(last.reward_std)}`, keys.includes("reward")],
+    ["Reward", headline.reward.recent?.toFixed(3), headline.reward.change === null ? "" : `${signed(headline.reward.change)} from the first 10 steps`, keys.includes("reward")],
     ["Held out", number(newest?.["evaluation/accuracy"]), newest ? `version ${newest.step}; best ${number(best["evaluation/accuracy"])} at ${best.step}` : "", newest],
-    ["Loss", number(last.loss), "", last.loss !== undefined],
+    ["No signal", percent(headline.zero_variance_groups.recent), "groups whose rewards are all equal", keys.includes("zero_variance_groups")],
+    ["Loss", number(last.loss), "", last.loss !== undefined && !keys.includes("reward")],
     ["Entropy", number(last.entropy), last.behaviour_kl === undefined ? "" : `KL to behaviour ${number(last.behaviour_kl)}`, last.entropy !== undefined],
     ["Staleness", number(last.staleness, 3), `max ${number(last.staleness_max)}${last.staleness_limit === undefined ? "" : `, limit ${last.staleness_limit}`}`, last.staleness !== undefined],
     ["Length", number(last.length), last.truncated === undefined ? "" : `${number(100 * last.truncated, 3)} % truncated`, last.length !== undefined],

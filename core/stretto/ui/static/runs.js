@@ -45,7 +45,7 @@ export async function runsView(query) {
       h("td", {}, h("a", { href: `#/run/${run.id}/overview` }, printable(run.name)), h("div", { class: "faint wrap" }, printable(run.path))),
       h("td", {}, h("span", { class: `pill ${run.state}` }, run.state)),
       h("td", { class: "number" }, `${number(run.step)} / ${number(run.total)}`),
-      h("td", { class: "number" }, number(run.reward)), h("td", {}, spark(run.curve)),
+      h("td", { class: "number" }, run.reward?.toFixed(3) ?? "–"), h("td", {}, spark(run.curve)),
       h("td", { class: "number" }, number(run.accuracy)), h("td", { class: "number" }, number(run.best)),
       h("td", {}, printable(run.algorithm ?? "–")), h("td", { class: "clip", title: printable(run.model ?? "") }, printable((run.model ?? "–").split("/").slice(-2).join("/"))),
       h("td", { class: "number" }, duration(run.wall_s)), h("td", { class: "number" }, ago(run.changed)))));
