@@ -20,7 +20,7 @@ from rich.console import Console
 
 from statuses import make_status
 from stretto.assembly.compose import compose
-from stretto.cli.compare import compare_runs, comparison_tables
+from stretto.cli.compare import comparison_tables
 from stretto.cli.report import report_html
 from stretto.cli.runs import runs_below, runs_table
 from stretto.cli.sweep import Machine, Needs, Sweep, needs_of
@@ -28,6 +28,7 @@ from stretto.cli.sweep_grid import grid
 from stretto.cli.sweep_report import CombinationFigures, report_of, report_tables
 from stretto.cli.sweep_view import SweepView
 from stretto.errors import ConfigError
+from stretto.records.comparison import compare_runs
 from stretto.records.run import RunRecord
 
 Start = Callable[..., Any]

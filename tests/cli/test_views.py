@@ -20,13 +20,13 @@ from kept_runs import HOSTILE, keep_run
 from made_run import make_run
 from statuses import make_status
 from stretto.bus.server import lock_run
-from stretto.cli.compare import compare_runs
 from stretto.cli.main import app
 from stretto.cli.plot import draw_file, draw_text, panels_of
 from stretto.cli.report import report_html
 from stretto.cli.runs import runs_below
 from stretto.cli.svg import line_chart
 from stretto.errors import ConfigError
+from stretto.records.comparison import compare_runs
 from stretto.records.curves import smooth, thin_points
 from stretto.records.run import RunRecord
 from stretto.records.samples import SampleFilter, SampleStore
@@ -128,7 +128,6 @@ def test_a_comparison_has_the_figures_of_the_files(runs: list[RunRecord]) -> Non
         assert figures.reward == pytest.approx(fmean(rewards[-10:]))
         assert (figures.steps, figures.trained, figures.not_trained) == (40, 160, 2)
     assert comparison.differences == {
-        "name": ['"kept"', '"kept"', '"better"'],
         "seed": ["1", "2", "1"],
         "training.lr": ["0.0001", "0.0001", "0.0003"],
     }

@@ -11,13 +11,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import CookieJar
 from aiohttp.test_utils import TestClient, TestServer
 from PIL import Image
 
+from kept_runs import keep_run
 from made_run import make_run
 from stretto.models.images import ImageFile, file_of
+from stretto.records.comparison import compare_runs
+from stretto.records.run import RunRecord
 from stretto.records.sample_images import SampleImages
 from stretto.ui import runs as ui_runs
 from stretto.ui.access import Access
@@ -97,6 +101,18 @@ async def test_the_overview_has_the_newest_figures(ask: Ask, folder: Path) -> No
     assert facts["not_trained"] == [["all rewards are equal", 4]]
     assert {"reward", "loss", "reward/part_0"} <= set(facts["keys"])
     assert not {"step", "time_s", "calls", "ledger"} & set(facts["keys"])
+
+
+async def test_a_comparison_is_that_of_the_command(tmp_path: Path) -> None:
+    runs = [RunRecord(keep_run(tmp_path / name, shift=shift)) for name, shift in (("one", 0.0), ("two", 0.5))]
+    async for ask in _asking(tmp_path):
+        ids = {run["path"]: run["id"] for run in (await ask(""))["runs"]}
+        answer = await ask("/../compare", runs=f"{ids['one']},{ids['two']}")
+        assert answer == msgspec.json.decode(msgspec.json.encode(compare_runs(runs)))
+        assert [each["run"] for each in answer["paired"]] == ["two"]
+        assert answer["differences"] == {}
+        refused = await ask("/../compare", runs=f"{ids['one']},none", status=400)
+        assert "no run 'none'" in refused["error"]
 
 
 async def test_curves_are_the_lines(ask: Ask, folder: Path) -> None:

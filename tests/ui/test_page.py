@@ -18,6 +18,9 @@ from browser import complaints, open_browser, requested
 from made_run import make_run
 from pages import Page, curve_of, served
 from stretto.models.images import ImageFile, file_of
+from stretto.records.comparison import compare_runs
+from stretto.records.figures import duration_text
+from stretto.records.run import RunRecord
 from stretto.records.sample_images import SampleImages
 
 pytestmark = pytest.mark.slow
@@ -89,7 +92,7 @@ def test_a_wide_tile_leaves_no_empty_column(page: Page) -> None:
             page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             assert page.driver.execute_script(columns) == expected
     finally:
-        page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"width": 1280})
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_a_curve_has_every_step(page: Page) -> None:
@@ -149,9 +152,13 @@ def test_runs_are_sorted_selected_and_compared(page: Page) -> None:
         page.one(f"[aria-label='Select {name}']").click()
     page.one("#compare").click()
 
-    lines = {name: [line for line in page.lines(name) if "reward" in line][-1] for name in ("one", "two")}
     figures = {row[0]: row for row in page.until(lambda: page.cells("#figures"))}
-    assert [figures[name][4] for name in lines] == [f"{line['reward']:.4g}" for line in lines.values()]
+    for run in compare_runs([RunRecord(page.folder / name) for name in ("one", "two")]).runs:
+        duration, reward, last = figures[run.label][3:6]
+        assert (duration, reward) == (duration_text(run.wall_s), f"{run.reward:.3f}")
+        assert run.last is not None
+        assert last == f"{run.last.accuracy} v{run.last.version}"
+    assert page.cells("#differing") == [["one", "40", "1", "0.0003"], ["two", "30", "2", "0.0006"]]
     assert page.until(lambda: page.text(".chart[data-key=reward] .values")).count("\n") <= 1
     points = curve_of(page, "reward")
     assert len(points) == 70
@@ -164,6 +171,8 @@ def test_twenty_runs_are_compared_and_no_two_look_the_same(page: Page, tmp_path:
         many = Page(page.driver, address, tmp_path)
         many.open(f"compare?runs={','.join(many.run(f'swept-{number}') for number in range(20))}")
         many.until(lambda: len(many.all("#figures tbody tr")) == 20)
+        chart = many.one(".chart[data-key=reward]")
+        page.driver.execute_script("arguments[0].scrollIntoView()", chart)
         signs = "[...document.querySelectorAll('.chart[data-key=reward] .values line')]"
         looks = "((each) => each.style.stroke + ' ' + each.getAttribute('stroke-dasharray'))"
         script = f"return {signs}.map({looks})"
@@ -177,7 +186,6 @@ def test_what_differs_between_configurations(page: Page) -> None:
 
     rows = [row for row in page.until(lambda: page.cells("#config")) if len(row) == 3]
     assert rows == [
-        ["name", '"one"', '"two"'],
         ["steps", "40", "30"],
         ["seed", "1", "2"],
         ["lr", "0.0003", "0.0006"],

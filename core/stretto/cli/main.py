@@ -603,7 +603,8 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Compare runs: figures, values that differ, curves at equal steps, accuracies with 95 % intervals."""
-    from stretto.cli.compare import compare_runs, comparison_tables
+    from stretto.cli.compare import comparison_tables
+    from stretto.records.comparison import compare_runs
 
     comparison = compare_runs(_runs_in(folders))
     if as_json:

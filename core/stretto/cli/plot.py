@@ -14,11 +14,12 @@ from types import ModuleType
 from typing import Any
 
 from stretto.errors import ConfigError, offer, printable
+from stretto.records.comparison import labels_of
 from stretto.records.curves import Points, smooth, thin_points
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto.records.run import RunRecord
 
-__all__ = ["Panel", "RunCurve", "draw_file", "draw_text", "labels_of", "panels_of"]
+__all__ = ["Panel", "RunCurve", "draw_file", "draw_text", "panels_of"]
 
 _SUFFIXES = (".png", ".svg")
 _MOST_POINTS = 4000
@@ -50,21 +51,6 @@ class Panel:
 
     key: str
     curves: tuple[RunCurve, ...]
-
-
-def labels_of(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a label for each run: its name, or its folder where several runs have the same name."""
-    names = [run.name for run in runs]
-    return [
-        name if names.count(name) == 1 else str(run.folder.relative_to(_common(runs)))
-        for name, run in zip(names, runs, strict=True)
-    ]
-
-
-def _common(runs: Sequence[RunRecord]) -> Path:
-    """Return the innermost folder that has all runs, each below it."""
-    first, *others = (run.folder for run in runs)
-    return next(path for path in first.parents if all(path in other.parents for other in others))
 
 
 def panels_of(runs: Sequence[RunRecord], keys: Sequence[str], window: int) -> list[Panel]:

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.cli.compare import Comparison, compare_runs
 from stretto.cli.html import safe
-from stretto.cli.plot import labels_of
 from stretto.cli.report_samples import samples_html
 from stretto.cli.svg import Bar, bar_chart, lane_chart, line_chart
 from stretto.errors import ConfigError, printable
+from stretto.records.comparison import Comparison, compare_runs, labels_of
 from stretto.records.figures import duration_text
 from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord

@@ -9,10 +9,10 @@ from statistics import stdev
 import msgspec
 from rich.table import Table
 
-from stretto.cli.compare import RunFigures, run_figures
 from stretto.cli.sweep import ManifestRun
 from stretto.cli.tables import add_row, figure_table
 from stretto.private_file import write_private
+from stretto.records.comparison import RunFigures, run_figures
 from stretto.records.figures import duration_text
 from stretto.records.intervals import Estimate, Moments, mean_of
 from stretto.records.run import RunRecord

@@ -10,6 +10,7 @@ import ssl
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +22,7 @@ from aiohttp import web
 
 from stretto.bus.listening import is_loopback
 from stretto.errors import ConfigError
+from stretto.records.comparison import compare_runs
 from stretto.records.values import dotted_values
 from stretto.ui.access import Access
 from stretto.ui.curves import ShownCurve, curve
@@ -66,6 +68,23 @@ class _Page:
                 problems.append(_fault(error, run.path))
         folder, single = str(self._runs.folder), self._runs.single
         return {"folder": folder, "single": single, "runs": rows, "problems": problems}
+
+    def comparison(self, query: Query) -> Any:
+        """Several runs compared, as `stretto compare` does it."""
+        ids = query.get("runs", "").split(",")
+        try:
+            runs = [self._runs.get(each) for each in ids]
+        except KeyError as error:
+            text = f"there is no run {str(error.args[0])[:40]!r} below this folder, or no longer"
+            raise ConfigError(text) from error
+        with ExitStack() as lent:
+            # In one order, so that two requests never wait for each other.
+            ordered = sorted(set(runs), key=lambda run: run.id)
+            records = {run.id: lent.enter_context(run.read()) for run in ordered}
+            compared = compare_runs([records[run.id] for run in runs])
+        for each in ids:  # closes those that are too many
+            self._runs.get(each)
+        return compared
 
     def overview(self, run: ListedRun, query: Query) -> Any:
         """The first view of a run."""
@@ -152,6 +171,7 @@ def application(folder: Path, access: Access) -> web.Application:
     for name in _static_files():
         app.router.add_get(f"/static/{name}", _file(name))
     app.router.add_get("/api/runs", _answer(page.index))
+    app.router.add_get("/api/compare", _answer(page.comparison))
     for name, handler in {
         "": page.overview,
         "/series": page.series,

@@ -1,4 +1,4 @@
-// Several runs: their figures side by side, their curves over each other, and what differs in their configuration.
+// Several runs: what differs in their run files, their figures as `stretto compare` has them, and their curves over each other.
 import { duration, fill, h, number, printable, seriesKey } from "./dom.js";
 import { get } from "./api.js";
 import { curvesPanel } from "./curves.js";
@@ -6,22 +6,32 @@ import { configTable } from "./config.js";
 
 export async function compareView(query) {
   const ids = [...new Set((query.get("runs") ?? "").split(",").filter(Boolean))];
-  let all = await Promise.all(ids.map((id) => get(`runs/${id}`)));
-  const names = distinct(all);
+  const asked = () => Promise.all([get("compare", { runs: ids.join(",") }), ...ids.map((id) => get(`runs/${id}`))]);
+  let [comparison, ...all] = await asked();
+  const names = comparison.runs.map((run) => run.label);
   const runs = all.map((facts, index) => ({ id: facts.id, name: names[index] }));
-  const place = h("div"), nav = h("nav", { class: "tabs", "aria-label": "Views of the comparison" }), figures = h("div", { class: "panel scroll" });
+  const place = h("div"), nav = h("nav", { class: "tabs", "aria-label": "Views of the comparison" }), figures = h("div", { class: "panel scroll" }), differing = h("div", { class: "panel scroll" }), groups = h("div");
   const keys = [...new Set(all.flatMap((facts) => facts.keys))];
   let panel = null;
 
+  function table(id, columns) {
+    return h("table", { id }, h("thead", {}, h("tr", {}, h("th", {}, "run"), columns.map(([label]) => h("th", { class: "number" }, printable(label))))),
+      h("tbody", {}, names.map((name, index) => h("tr", {}, h("td", { class: "whole" }, seriesKey(index), h("a", { href: `#/run/${ids[index]}/overview` }, printable(name))), columns.map(([, value]) => h("td", { class: "number" }, printable(value(index))))))));
+  }
+
   function drawFigures() {
-    const rows = [
-      ["state", (facts) => facts.state], ["steps", (facts) => `${number(facts.step)} of ${number(facts.total)}`], ["duration", (facts) => duration(facts.wall_s)],
-      ["reward", (facts) => number(facts.last.reward)], ["held out", (facts) => number(accuracies(facts).at(-1))],
-      ["best", (facts) => number(accuracies(facts).length ? Math.max(...accuracies(facts)) : null)],
-      ["staleness", (facts) => number(facts.last.staleness)], ["tokens/s", (facts) => number(facts.last.step_tokens_per_s)],
-    ];
-    fill(figures, h("table", { id: "figures" }, h("thead", {}, h("tr", {}, h("th", {}, "run"), rows.map(([label]) => h("th", { class: "number" }, label)))),
-      h("tbody", {}, all.map((facts, index) => h("tr", {}, h("td", {}, seriesKey(index), h("a", { href: `#/run/${facts.id}/overview` }, printable(names[index]))), rows.map(([, value]) => h("td", { class: "number" }, value(facts))))))));
+    const of = (show) => (index) => show(comparison.runs[index]);
+    const differences = new Map(comparison.paired.map((each) => [each.run, each]));
+    const keys = Object.entries(comparison.differences);
+    fill(differing, keys.length ? table("differing", keys.map(([key, values]) => [key, (index) => values[index] ?? "–"])) : h("p", { class: "muted" }, "No value of the run files, besides name and out."));
+    fill(figures, table("figures", [
+      ["state", of((run) => run.state)], ["steps", (index) => `${number(all[index].step)} of ${number(all[index].total)}`], ["duration", of((run) => duration(run.wall_s))],
+      ["reward", of((run) => run.reward?.toFixed(3) ?? "–")], ["held out", of((run) => evaluated(run.last))],
+      differences.size && [`minus ${names[0]}`, of((run) => paired(differences.get(run.label)))], ["best", of((run) => evaluated(run.best))],
+      ["staleness", of((run) => number(run.staleness))], ["tokens/s", of((run) => number(run.tokens_per_s))],
+    ].filter(Boolean)));
+    fill(groups, h("p", { class: "faint" }, "Figures of steps are means of the newest 10. ± is a 95 % interval, v the version that was evaluated; a difference is paired by row, in the last evaluation that both have."),
+      comparison.groups.map((group) => h("p", {}, printable(`${group.runs.length} runs that differ in their seed: ${group.runs.join(", ")}: held out ${number(group.accuracy)}, standard deviation ${number(group.accuracy_sd)}`))));
   }
 
   async function show(tab) {
@@ -30,7 +40,7 @@ export async function compareView(query) {
     fill(nav, [["curves", "Curves"], ["config", "Configuration"]].map(([each, label]) => h("a", { href: `#/compare?runs=${ids.join(",")}&tab=${each}`, "aria-current": each === tab ? "page" : null }, label)));
     if (tab === "config") {
       const values = await Promise.all(runs.map((run) => get(`runs/${run.id}/config`)));
-      fill(place, configTable(values.map((each, index) => ({ ...each, name: runs[index].name })), { onlyDifferences: true }));
+      fill(place, configTable(values.map((each, index) => ({ ...each, name: names[index] })), Object.keys(comparison.differences)));
     } else {
       panel = curvesPanel(runs, keys, { evaluations: all.some((facts) => facts.evaluations.length) });
       fill(place, panel.element);
@@ -40,7 +50,7 @@ export async function compareView(query) {
   drawFigures();
   await show(query.get("tab") ?? "curves");
   return {
-    element: h("div", {}, h("div", { class: "head" }, h("h1", {}, "Comparison"), h("a", { class: "muted", href: `#/?runs=${ids.join(",")}` }, "change the selection")), h("div", { style: { height: "12px" } }), figures, h("p", { class: "faint" }, "Reward, staleness and tokens/s are those of the newest step."), nav, place),
+    element: h("div", {}, h("div", { class: "head" }, h("h1", {}, "Comparison"), h("a", { class: "muted", href: `#/?runs=${ids.join(",")}` }, "change the selection")), h("div", { class: "section" }, h("h2", {}, "What differs")), differing, h("div", { class: "section" }, h("h2", {}, "Figures")), figures, groups, nav, place),
     title: "Comparison", path: [`${runs.length} runs`],
     live: () => all.some((facts) => facts.state === "running"),
     accepts(parts, parameters) {
@@ -51,7 +61,7 @@ export async function compareView(query) {
     async update() {
       if (!all.some((facts) => facts.state === "running")) return;
       const before = JSON.stringify(all.map((facts) => facts.revision));
-      all = await Promise.all(ids.map((id) => get(`runs/${id}`)));
+      [comparison, ...all] = await asked();
       drawFigures();
       if (JSON.stringify(all.map((facts) => facts.revision)) !== before) panel?.board.refresh();
     },
@@ -60,12 +70,14 @@ export async function compareView(query) {
   };
 }
 
-function accuracies(facts) {
-  return facts.evaluations.map((each) => each["evaluation/accuracy"]).filter((value) => typeof value === "number");
+function estimate({ mean, ci95 }) {
+  return `${mean.toFixed(4)}${ci95 === null ? "" : ` ± ${ci95.toFixed(4)}`}`;
 }
 
-/** Names that differ: runs of one name get their folders. */
-function distinct(all) {
-  const names = all.map((facts) => facts.name);
-  return all.map((facts) => (names.filter((name) => name === facts.name).length > 1 ? facts.path : facts.name));
+function evaluated(evaluation) {
+  return evaluation === null ? "–" : `${estimate(evaluation.accuracy)} v${evaluation.version}`;
+}
+
+function paired(each) {
+  return each ? `${each.difference.mean < 0 ? "" : "+"}${estimate(each.difference)} v${each.version}` : "–";
 }

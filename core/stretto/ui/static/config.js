@@ -2,19 +2,19 @@
 import { fill, h, printable, seriesKey } from "./dom.js";
 import { get } from "./api.js";
 
-/** A table of dotted keys with a column for each run. */
-export function configTable(runs, { onlyDifferences }) {
+/** A table of dotted keys with a column for each run; the keys in `differing` are those that differ. */
+export function configTable(runs, differing) {
   const keys = [...new Set(runs.flatMap((run) => run.values.map(([key]) => key)))];
   const columns = runs.map((run) => new Map(run.values));
   const body = h("tbody");
   const search = h("input", { type: "search", placeholder: "Filter keys and values …", "aria-label": "Filter the configuration", "data-search": true, oninput: draw });
-  const only = h("input", { type: "checkbox", checked: onlyDifferences, id: "differences", onchange: draw });
+  const only = h("input", { type: "checkbox", checked: runs.length > 1, id: "differences", onchange: draw });
 
   function draw() {
     const text = search.value.trim().toLowerCase();
     let part = null;
     fill(body, keys.map((key) => {
-      const values = columns.map((column) => column.get(key)), differs = new Set(values).size > 1;
+      const values = columns.map((column) => column.get(key)), differs = differing.includes(key);
       if (only.checked && !differs) return null;
       if (text && !`${key} ${values.join(" ")}`.toLowerCase().includes(text)) return null;
       const section = key.includes(".") ? key.split(".")[0] : "";
@@ -33,5 +33,5 @@ export function configTable(runs, { onlyDifferences }) {
 }
 
 export async function configTab({ id }) {
-  return { element: configTable([await get(`runs/${id}/config`)], { onlyDifferences: false }) };
+  return { element: configTable([await get(`runs/${id}/config`)], []) };
 }

@@ -1,0 +1,272 @@
+"""Several runs compared: their figures side by side, differences of their values, and intervals.
+
+Runs that differ only in their seed are a group, with mean and spread over the seeds. The interval of an
+accuracy is over rows if the run keeps the answers of its evaluations (`evaluation.keep_answers`), and
+otherwise that of independent answers. Where two runs have kept the answers to the same rows, the difference
+of their last common evaluation is paired by row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import msgspec
+
+from stretto.errors import ConfigError
+from stretto.records.accuracy import estimate, estimate_difference, estimate_share, row_scores
+from stretto.records.answers import read_answers
+from stretto.records.figures import RECENT_STEPS, recent
+from stretto.records.files import read_record
+from stretto.records.intervals import Estimate
+from stretto.records.metrics import ACCURACY, MAIN_FIGURES
+from stretto.records.run import RunRecord
+from stretto.records.values import dotted_values
+
+__all__ = ["Comparison", "RunFigures", "compare_runs", "labels_of", "run_figures"]
+
+_MOST_STEPS = 10
+"""Number of equal steps at which curves are compared."""
+_NO_DIFFERENCE = frozenset({"name", "out"})
+"""Keys that say which run it is, and not how it trains."""
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation of a run."""
+
+    version: int
+    accuracy: Estimate
+    by_row: bool
+    """Whether the interval is over rows. Otherwise the answers count as independent."""
+
+    def __str__(self) -> str:
+        return f"{self.accuracy} (version {self.version})"
+
+
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one run."""
+
+    label: str
+    folder: str
+    state: str
+    seed: int | None
+    steps: int
+    reward: float | None
+    """Mean reward of the last 10 steps; so are the other figures of steps."""
+    length: float | None
+    staleness: float | None
+    step_s: float | None
+    tokens_per_s: float | None
+    """Trained tokens a second."""
+    wall_s: float | None
+    """The run's duration (see `RunRecord.wall_s`)."""
+    last: Evaluated | None
+    """The last evaluation."""
+    best: Evaluated | None
+    """The evaluation with the highest accuracy."""
+    trained: int
+    not_trained: int
+    """Tickets that were filtered, expired or failed."""
+
+
+class Paired(msgspec.Struct, frozen=True, kw_only=True):
+    """The difference between two runs in one evaluation, over the rows that both have answered."""
+
+    run: str
+    minus: str
+    version: int
+    rows: int
+    difference: Estimate
+
+
+class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs that differ only in their seed."""
+
+    runs: list[str]
+    accuracy: float | None
+    """Mean of the last accuracies over the runs."""
+    accuracy_sd: float | None
+    """Standard deviation between the runs; None for a single run."""
+    reward: float | None
+    reward_sd: float | None
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `stretto compare` and the page show."""
+
+    runs: list[RunFigures]
+    differences: dict[str, list[str | None]]
+    """Dotted key -> the value in each run, as JSON; None where a run does not have the key."""
+    curves: dict[str, list[tuple[int, list[float]]]]
+    """Key of `metrics.jsonl` -> equal steps, each with the mean of the last 10 steps in each run."""
+    accuracies: list[tuple[int, list[float | None]]]
+    """Versions that some run has evaluated, with the accuracy in each run."""
+    paired: list[Paired]
+    groups: list[SeedGroup]
+    """Groups of several runs; empty if no two runs differ only in their seed."""
+
+
+def labels_of(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a label for each run: its name, or its folder where several runs have the same name."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else str(run.folder.relative_to(_common(runs)))
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def _common(runs: Sequence[RunRecord]) -> Path:
+    """Return the innermost folder that has all runs, each below it."""
+    first, *others = (run.folder for run in runs)
+    return next(path for path in first.parents if all(path in other.parents for other in others))
+
+
+def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
+    """Compare runs.
+
+    Raises:
+        ConfigError: if the files of a run are damaged.
+    """
+    figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
+    return Comparison(
+        runs=figures,
+        differences=_differences([run.document for run in runs]),
+        curves={key: curve for key in MAIN_FIGURES if (curve := _curve(runs, key))},
+        accuracies=_accuracies(runs),
+        paired=list(_paired(runs, figures)),
+        groups=_groups(runs, figures),
+    )
+
+
+def run_figures(run: RunRecord, label: str) -> RunFigures:
+    """Return the figures of one run.
+
+    Args:
+        label: its name for people.
+
+    Raises:
+        ConfigError: if the run's files are damaged.
+    """
+    last = run.steps[-1] if run.steps else {}
+    ledger: Mapping[str, int] = last.get("ledger", {})
+    evaluated = [line for line in run.evaluations if line[ACCURACY] is not None]
+    best = max(evaluated, key=lambda line: line[ACCURACY], default=None)
+    return RunFigures(
+        label=label,
+        folder=str(run.folder),
+        state=run.state,
+        seed=run.document.get("seed"),
+        steps=last.get("step", 0),
+        reward=_recent(run, "reward"),
+        length=_recent(run, "length"),
+        staleness=_recent(run, "staleness"),
+        step_s=_recent(run, "step_s"),
+        tokens_per_s=_recent(run, "step_tokens_per_s"),
+        wall_s=run.wall_s,
+        last=_evaluated(run, evaluated[-1]) if evaluated else None,
+        best=_evaluated(run, best) if best else None,
+        trained=ledger.get("trained", 0),
+        not_trained=sum(ledger.get(name, 0) for name in ("filtered", "expired", "failed")),
+    )
+
+
+def _recent(run: RunRecord, key: str) -> float | None:
+    return recent([value for _, value in run.series(key)])
+
+
+def _evaluated(run: RunRecord, line: Mapping[str, Any]) -> Evaluated:
+    rows = row_scores(read_answers(run.folder, line["step"]))
+    accuracy = estimate(list(rows.values())) if rows else None
+    independent = estimate_share(line[ACCURACY], line["evaluation/samples"])
+    return Evaluated(version=line["step"], accuracy=accuracy or independent, by_row=accuracy is not None)
+
+
+def _differences(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
+    values = [dict(dotted_values(document)) for document in documents]
+    keys = dict.fromkeys(key for each in values for key in each)
+    return {
+        key: row
+        for key in keys
+        if key not in _NO_DIFFERENCE and len(set(row := [each.get(key) for each in values])) > 1
+    }
+
+
+def _curve(runs: Sequence[RunRecord], key: str) -> list[tuple[int, list[float]]]:
+    """Return a few steps that all runs have, spread over the shortest run, with the means that end there."""
+    series = [dict(run.series(key)) for run in runs]
+    common = sorted(set.intersection(*(set(each) for each in series)))
+    if not common:
+        return []
+    parts = min(_MOST_STEPS, len(common))
+    steps = [common[len(common) * part // parts - 1] for part in range(1, parts + 1)]
+    return [(step, [_mean_until(each, step) for each in series]) for step in steps]
+
+
+def _mean_until(series: Mapping[int, float], step: int) -> float:
+    return fmean(series[each] for each in range(step - RECENT_STEPS + 1, step + 1) if each in series)
+
+
+def _accuracies(runs: Sequence[RunRecord]) -> list[tuple[int, list[float | None]]]:
+    series = [dict(run.series(ACCURACY)) for run in runs]
+    versions = sorted({version for each in series for version in each})
+    return [(version, [each.get(version) for each in series]) for version in versions]
+
+
+def _paired(runs: Sequence[RunRecord], figures: Sequence[RunFigures]) -> Iterable[Paired]:
+    """Yield the paired difference of each run to the first one, in their last common evaluation."""
+    first, *others = runs
+    for number, run in enumerate(others, 1):
+        versions = {version for version, _ in first.series(ACCURACY)}
+        common = [version for version, _ in run.series(ACCURACY) if version in versions]
+        if not common or not _same_rows(first, run):
+            continue
+        one, other = (row_scores(read_answers(each.folder, common[-1])) for each in (first, run))
+        difference = estimate_difference(one, other)
+        if difference is not None:
+            yield Paired(
+                run=figures[number].label,
+                minus=figures[0].label,
+                version=common[-1],
+                rows=len(one.keys() & other.keys()),
+                difference=difference,
+            )
+
+
+def _same_rows(one: RunRecord, other: RunRecord) -> bool:
+    """Whether both runs evaluate the same rows: the datasets have the same fingerprint."""
+    fingerprints = [_fingerprint(run) for run in (one, other)]
+    return fingerprints[0] == fingerprints[1] is not None
+
+
+def _fingerprint(run: RunRecord) -> str | None:
+    file = run.folder / "fingerprints.json"
+    try:
+        return msgspec.json.decode(read_record(file), type=dict[str, str]).get("evaluation.dataset")
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{file} does not hold the fingerprints of datasets: {error}") from error
+
+
+def _groups(runs: Sequence[RunRecord], figures: Sequence[RunFigures]) -> list[SeedGroup]:
+    groups: dict[str, list[RunFigures]] = {}
+    for run, each in zip(runs, figures, strict=True):
+        apart = {"seed", *_NO_DIFFERENCE}
+        values = sorted((key, value) for key, value in dotted_values(run.document) if key not in apart)
+        groups.setdefault(json.dumps(values), []).append(each)
+    return [_group(members) for members in groups.values() if len(members) > 1]
+
+
+def _group(members: Sequence[RunFigures]) -> SeedGroup:
+    accuracies = [each.last.accuracy.mean for each in members if each.last is not None]
+    rewards = [each.reward for each in members if each.reward is not None]
+    return SeedGroup(
+        runs=[each.label for each in members],
+        accuracy=fmean(accuracies) if accuracies else None,
+        accuracy_sd=stdev(accuracies) if len(accuracies) > 1 else None,
+        reward=fmean(rewards) if rewards else None,
+        reward_sd=stdev(rewards) if len(rewards) > 1 else None,
+    )
