@@ -10,8 +10,9 @@ long-tailed task, η 2 against 0. `collapse`: rates that are 15 and 50 times too
 says so; and the advice at the right rate and at 3 times it. Without a stage, all of them.
 
 Every finished run is a line of `benchmarks/staleness.jsonl`, and is not run again: delete the file to begin
-from nothing. `--quick` takes a few short runs of each stage, to see that they work, and keeps nothing.
-Tables, `docs/staleness.svg`, and as the last line one JSON object.
+from nothing. Lines that begin with `former rule/` were measured before the factor of `target_kl` persisted
+and `warmup_steps` was 10. `--quick` takes a few short runs of each stage, to see that they work, and keeps
+nothing. Tables, `docs/staleness.svg`, and as the last line one JSON object.
 """
 
 from __future__ import annotations
