@@ -127,6 +127,7 @@ def test_bad_rows_fail_and_nothing_else_is_lost(start: Start, vision_models: Mod
         "inference={use: mock, vocab_size: 90}",
         "algorithm.group_size=2",
         "queue.max_failures=100",
+        "sampling.max_tokens=32",
         "steps=6",
     )
     summary = run.assert_completed(6)

@@ -425,6 +425,7 @@ def test_a_whole_run_of_grpo(start: Start, vision_models: Models, rows: Path, tm
         "queue.max_staleness=0",
         "algorithm.correction.use=none",
         "algorithm.kl.coef=0.1",  # with a reference model, which reads the images too
+        "sampling.max_tokens=32",
         "rollout.threads=2",  # a process of its own: with one thread, it would be forked from one with torch
         "steps=2",
     )

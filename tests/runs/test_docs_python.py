@@ -35,8 +35,7 @@ def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     lines = done.stdout.splitlines()
     assert lines[0].startswith("completed [")
     assert "'trained': 16" in lines[1]
-    assert lines[2].startswith(
-        "override training.learning_rate: unknown key 'learning_rate'; accepted here: "
-    )
+    unknown = "override training.learning_rate: unknown key 'learning_rate'; did you mean 'training.lr'?"
+    assert lines[2].startswith(unknown)
     assert lines[3] == "training.learning_rate"
     assert [line.split()[0] for line in lines[4:]] == ["1", "2"]
