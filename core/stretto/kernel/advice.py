@@ -166,7 +166,8 @@ class _History:
             if (value := _number(line, name)) is not None:
                 self._figures.setdefault(name, deque(maxlen=_KEPT)).append((line["step"], value))
         self.lr = max(self.lr, _number(line, "lr") or 0.0)
-        self.limit = max(self.limit, _number(line, "reward_max") or -math.inf)
+        if (largest := _number(line, "reward_max")) is not None:  # 0 is a limit too
+            self.limit = max(self.limit, largest)
         self.varied = self.varied or bool(_number(line, "reward_std"))
         for name in ("reward", "entropy"):
             if name not in self.first and (window := self.window(name, 10)):
@@ -289,10 +290,14 @@ def _finding(since: int, what: str, *suggestions: str) -> _Finding:
 
 
 def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
-    fall = _fall_from_best(history) or _fall_from_start(history) or _fall_held_out(history)
+    start, best = history.start, history.best
+    fall = (
+        _fall(history, best, 8, spreads=0.5, errors=5)
+        or _fall(history, start, 10, spreads=0.2, errors=3.5)
+        or _fall_held_out(history)
+    )
     if fall is None:
         return None
-    start, best = history.start, history.best
     never_learnt = start and best and best.mean < start.mean + 0.1 * history.spread
     return _finding(
         fall.since,
@@ -307,23 +312,17 @@ def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _fall_from_start(history: _History) -> _Finding | None:
-    start, now = history.start, history.window("reward", 10)
-    if start is None or now is None or now.since <= start.until:
+def _fall(
+    history: _History, before: _Window | None, count: int, *, spreads: float, errors: float
+) -> _Finding | None:
+    """Find that the mean reward of the newest `count` steps is below that of an earlier window, by this part
+    of the spread and this number of standard errors."""
+    now = history.window("reward", count)
+    if before is None or now is None or now.since <= before.until:
         return None
-    rise, error = now.rise(start)
-    return _fall(start, now) if -rise > max(0.2 * history.spread, 3.5 * error) else None
-
-
-def _fall_from_best(history: _History) -> _Finding | None:
-    best, now = history.best, history.window("reward", 8)
-    if best is None or now is None or now.since <= best.until:
+    rise, error = now.rise(before)
+    if -rise <= max(spreads * history.spread, errors * error):
         return None
-    rise, error = now.rise(best)
-    return _fall(best, now) if -rise > max(0.5 * history.spread, 5 * error) else None
-
-
-def _fall(before: _Window, now: _Window) -> _Finding:
     return _Finding(
         now.since,
         f"mean reward fell from {before.mean:.3g} (steps {before.since}-{before.until}) to {now.mean:.3g} "
