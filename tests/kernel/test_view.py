@@ -74,7 +74,7 @@ async def test_what_a_reward_raises_is_plain_text_in_a_terminal(
     for text in (
         f"2 x failed: reward raised ValueError: {SHOWN} (",
         f"now  {SHOWN}",
-        f" s: {SHOWN}",
+        f"s: {SHOWN}",  # after the duration, in s or ms
         SHOWN.replace("\\", "\\\\"),  # in the log, in quotes
         "\\x1b[2J",
     ):

@@ -192,8 +192,8 @@ class ForkServer:
     async def fork(
         self, command: Sequence[str], log_file: Path, imports: Sequence[str]
     ) -> ForkedProcess | None:
-        """Start `python -m MODULE ARGUMENT ...` in its own session. Return None, with a line in the log, if
-        the server has ended or refuses; then it starts no process any more.
+        """Start `python -m MODULE ARGUMENT ...` in its own session. Return None if the server starts no process
+        any more. When it ends or refuses, a line in the log says so.
 
         Args:
             log_file: file to which stdout and stderr are appended.
@@ -202,6 +202,8 @@ class ForkServer:
         Raises:
             OSError: if the log file cannot be opened.
         """
+        if not self.is_open:
+            return None  # a server that was killed takes requests until it has ended, and nobody reads answers
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # each kernel of a run has its own
             self._loop = loop
