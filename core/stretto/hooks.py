@@ -9,10 +9,9 @@ A plugin is an importable module with functions marked `@hookimpl`. stretto find
 
 - or by path: `plugins: [./my_reward.py]` in the run file.
 
-Each kind of component has one hook, which returns components. A few more hooks follow the life of a run.
-stretto calls the hook of a kind when it first needs a component of that plugin: in the kernel to check a
-run, and in each worker that uses the component. These hooks must be quick and must not import large
-libraries: import those in the factory.
+Each kind of component has one hook, which returns components. stretto calls it when it first needs a
+component of that plugin: in the kernel to check a run, and in each worker that uses the component. Hooks must
+be quick and must not import large libraries: import those in the factory. To follow a run, write a tracker.
 
     from stretto import Component, RewardConfig, hookimpl
 
@@ -26,24 +25,19 @@ libraries: import those in the factory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from stretto.component import Component, Context
-    from stretto.config import RunConfig
+    from stretto.component import Component
 
 __all__ = ["hookimpl", "hookspec"]
 
 hookspec = pluggy.HookspecMarker("stretto")
 hookimpl = pluggy.HookimplMarker("stretto")
 
-# ------------------------------------------------------------------ components, one hook for each kind
-#
 # stretto calls each hook at most once per process, without arguments. The hook returns all components of its
 # kind that the plugin offers, in any order. An exception makes the plugin unusable: `stretto plugins` shows
 # the reason, and stretto refuses a run that names one of its components.
@@ -102,44 +96,3 @@ def stretto_weights() -> Iterable[Component[Any]]:
 def stretto_tracker() -> Iterable[Component[Any]]:
     """Return trackers (`stretto.tracker.Tracker`). A child process of the kernel makes each."""
     ...
-
-
-# ------------------------------------------------------------------------------------ a run's life
-#
-# The kernel calls these hooks on its event loop for every plugin that the run uses, in this order:
-# configured, started, (step_finished | checkpoint_saved)*, then finished or failed, once. They must not
-# block. The kernel calls all implementations. An exception in `configured` refuses the run. The kernel logs
-# an exception in any other hook with the plugin's name, and the run goes on.
-
-
-@hookspec
-def stretto_run_configured(config: RunConfig) -> None:
-    """The run file is composed and valid, and no process has started. Raise `ConfigError` to refuse the run.
-    `stretto check` calls this hook too."""
-
-
-@hookspec
-def stretto_run_started(config: RunConfig, context: Context) -> None:
-    """Bus and workers are running; the kernel is about to issue the first ticket."""
-
-
-@hookspec
-def stretto_step_finished(context: Context, metrics: Mapping[str, Any]) -> None:
-    """A train step is complete; `metrics` is its line of `metrics.jsonl`."""
-
-
-@hookspec
-def stretto_checkpoint_saved(context: Context, folder: Path) -> None:
-    """A checkpoint is complete under its final name. With `checkpoint.store`, `folder` has `store.json` with
-    the URL of its files, its manifest and `kernel.json`."""
-
-
-@hookspec
-def stretto_run_finished(context: Context, summary: Mapping[str, Any]) -> None:
-    """The run has ended as planned or by request. `summary` is the content of `summary.json`."""
-
-
-@hookspec
-def stretto_run_failed(context: Context, summary: Mapping[str, Any], error: BaseException) -> None:
-    """The run has ended with `error`, and its workers have stopped. `summary` is the content of
-    `summary.json`."""

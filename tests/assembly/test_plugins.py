@@ -181,26 +181,6 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
         Plugins().get("reward", "zzz")
 
 
-def test_life_hooks_are_called_for_loaded_plugins_and_their_failures_are_told(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    write(
-        tmp_path / "watcher.py",
-        "from stretto import hookimpl\n"
-        "@hookimpl\n"
-        "def stretto_step_finished(metrics):\n"
-        f"    with open({str(log)!r}, 'a') as file:\n"
-        "        file.write(str(metrics['step']))\n"
-        "    assert metrics['step'] < 2\n",
-    )
-    loaded = Plugins()
-    loaded.add_path(tmp_path / "watcher.py")
-    assert list(loaded.life("stretto_step_finished", context=None, metrics={"step": 1})) == []
-    [(name, error)] = loaded.life("stretto_step_finished", context=None, metrics={"step": 2})
-    assert name == "stretto_path_watcher"
-    assert isinstance(error, AssertionError)
-    assert log.read_text() == "12"
-
-
 LIGHT = """
 import sys
 import {module}

@@ -285,19 +285,13 @@ def test_a_hook_that_does_not_exist_is_answered_with_the_nearest(run_file: Path)
     )
 
 
-@pytest.mark.parametrize(
-    ("hook", "complaint"),
-    [
-        ("stretto_reward(config)", "has no argument 'config' ({}:3); stretto calls it without arguments"),
-        ("stretto_step_finished(metrisc)", "has no argument 'metrisc' ({}:3); accepted: context, metrics"),
-    ],
-)
-def test_an_argument_that_a_hook_has_not_is_named(run_file: Path, hook: str, complaint: str) -> None:
+def test_an_argument_that_a_hook_has_not_is_named(run_file: Path) -> None:
     file = run_file.parent / "mine.py"
-    file.write_text(f"from stretto import hookimpl\n\n@hookimpl\ndef {hook}:\n    yield\n")
+    file.write_text("from stretto import hookimpl\n\n@hookimpl\ndef stretto_reward(config):\n    yield\n")
     with pytest.raises(PluginError) as caught:
         compose(run_file, [f"plugins=[{file}]"])
-    assert complaint.format(file) in str(caught.value)
+    complaint = f"has no argument 'config' ({file}:3); stretto calls it without arguments"
+    assert complaint in str(caught.value)
 
 
 def test_a_hook_that_returns_its_component_is_told_to_yield_it(run_file: Path) -> None:

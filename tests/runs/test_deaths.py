@@ -469,7 +469,7 @@ def test_a_worker_that_loads_for_long_on_its_event_loop_is_not_lost(start: Start
                 while time.monotonic() < end: pass
 
             @hookimpl
-            def stretto_run_started(config): pass
+            def stretto_reward(): return []
             """
         )
     )

@@ -42,7 +42,7 @@ from stretto.config import BusConfig, RunConfig
 from stretto.cores import available_cores
 from stretto.dataset import Dataset, Row
 from stretto.engine import Sampling
-from stretto.errors import BusError, ConfigError, StrettoError, place_of
+from stretto.errors import BusError, ConfigError, StrettoError
 from stretto.kernel.setup import curriculum_of
 from stretto.launcher import Job, Launcher
 from stretto.models.files import known_config, text_config
@@ -170,8 +170,6 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         yield from components.result()
         yield from tools.result()
     yield from _variant_problems(composed, placement, read)
-    for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
-        yield Problem("plugins", f"{plugin}: {error if isinstance(error, StrettoError) else place_of(error)}")
 
 
 def _server_problems(config: RunConfig) -> Iterator[Problem]:

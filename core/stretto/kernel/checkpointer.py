@@ -134,7 +134,6 @@ class Checkpointer:
         self._saved, self._newest = (state.version, state.incarnation), name
         self._setup.report.checkpoints.append(name)
         log.info("checkpoint", folder=name)
-        self._setup.notify_plugins("stretto_checkpoint_saved", folder=self._root / name)
         await self.prune()
 
     def _name(self, version: int) -> str:

@@ -192,8 +192,8 @@ class ForkServer:
     async def fork(
         self, command: Sequence[str], log_file: Path, imports: Sequence[str]
     ) -> ForkedProcess | None:
-        """Start `python -m MODULE ARGUMENT ...` in its own session. Return None if the server starts no process
-        any more. When it ends or refuses, a line in the log says so.
+        """Start `python -m MODULE ARGUMENT ...` in its own session. Return None if the server starts no
+        process any more. When it ends or refuses, a line in the log says so.
 
         Args:
             log_file: file to which stdout and stderr are appended.
@@ -203,7 +203,7 @@ class ForkServer:
             OSError: if the log file cannot be opened.
         """
         if not self.is_open:
-            return None  # a server that was killed takes requests until it has ended, and nobody reads answers
+            return None  # a killed server takes requests until it has ended, but nobody reads its answers
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # each kernel of a run has its own
             self._loop = loop

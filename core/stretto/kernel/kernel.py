@@ -312,7 +312,6 @@ class Kernel:
         await self._samples.until_followed()
         self._board.note = ""
         self._started = self._board.started = True
-        self._setup.notify_plugins("stretto_run_started", config=self._config)
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._report.first_ticket()
         self._scheduler.start()
@@ -749,7 +748,6 @@ class Kernel:
             self._engines.announce(note)
         self._wake_carry_out()
         self._notify()
-        self._setup.notify_plugins("stretto_step_finished", metrics=metrics)
         self._drain_if_failing(version)
         self._divide_cores(metrics)
         if due:

@@ -204,7 +204,7 @@ def live(
 async def _live_and_sum_up(
     setup: RunSetup, interruptions: Interruptions
 ) -> tuple[dict[str, Any], int | None]:
-    """Run one kernel with its server, write the summary, and call the plugins' hooks for the end of a run.
+    """Run one kernel with its server, and write the summary.
 
     Raises:
         StrettoError: if a resumed run failed before the kernel began to change the run's files.
@@ -228,10 +228,6 @@ async def _live_and_sum_up(
         before = len(interruptions.received)
         await setup.trackers.finish(lambda: ending.hurried or len(interruptions.received) > before)
     setup.report.add_late_problems(summary)
-    if status == "failed":
-        setup.notify_plugins("stretto_run_failed", summary=summary, error=error or RunError(ending.reason))
-    elif status != "repeated":
-        setup.notify_plugins("stretto_run_finished", summary=summary)
     return summary, ending.next_values
 
 

@@ -6,7 +6,6 @@ import re
 import secrets
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import structlog
@@ -191,12 +190,6 @@ class RunSetup:
                 )
             log.warning("dataset changed", dataset=path, former=former, present=present)
             self.report.problems.append(f"{path}: continued with changed rows ({former}, now {present})")
-
-    def notify_plugins(self, hook: str, **facts: Any) -> None:
-        """Call a run-life hook of every plugin. If it raises, report the problem; the run continues."""
-        for plugin, error in self.composed.plugins.life(hook, context=self.context, **facts):
-            log.error("plugin failed", plugin=plugin, hook=hook, exc_info=error)
-            self.report.problems.append(f"{plugin}: {hook}: {type(error).__name__}: {error}")
 
 
 def curriculum_of(composed: Composed, dataset: Dataset) -> Curriculum | None:
