@@ -30,7 +30,7 @@ import numpy as np
 
 from scale_launcher import Orders
 from stretto.array import Array
-from stretto.bus.client import connect, decoder
+from stretto.bus.client import connect
 from stretto.bus.joining import own_version
 from stretto.bus.messages import (
     AskPublished,
@@ -62,6 +62,7 @@ from stretto.bus.messages import (
     Welcome,
     WireTrajectory,
 )
+from stretto.bus.payloads import decoder
 from stretto.bus.server import Bootstrap
 from stretto.engine import Load, SwapReport
 from stretto.weights import WeightsNote

@@ -25,7 +25,7 @@ from nats.aio.msg import Msg
 
 from bus_testing import NO_LOCK, raw_client, server_pid, until
 from stretto.array import Array
-from stretto.bus.client import Bus, decoder
+from stretto.bus.client import Bus
 from stretto.bus.messages import (
     Confirm,
     Generate,
@@ -44,6 +44,7 @@ from stretto.bus.messages import (
     Welcome,
     WireTrajectory,
 )
+from stretto.bus.payloads import decoder
 from stretto.bus.server import NatsServer, foreign_bootstrap, lock_run
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError, Malformed, NoAnswer, Refused
@@ -269,7 +270,7 @@ async def test_malformed_messages_are_counted_and_do_no_harm(
         assert "malformed Join" in msgspec.msgpack.decode(answer.data, type=Refusal).reason
         await raw.publish(heartbeat, msgspec.msgpack.encode(Heartbeat("rollout-0", "n", True)))
         await until(lambda: len(got) == 1)
-        assert kernel.refused == 8
+        assert kernel.refusals.count == 8
         await raw.close()
 
 
@@ -289,20 +290,20 @@ async def test_the_log_is_read_by_sequence_and_stores_each_id_once(
     open_bus: OpenBus, names: Subjects
 ) -> None:
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout, open_bus("trainer") as trainer:
-        await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
-        small = await rollout.append(names.trajectories, bundle(10), id="a")
-        again = await rollout.append(names.trajectories, bundle(10), id="a")
-        large = await rollout.append(names.trajectories, bundle(200_000), id="b")  # 2.6 MB
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
+        small = await rollout.store.append(names.trajectories, bundle(10), id="a")
+        again = await rollout.store.append(names.trajectories, bundle(10), id="a")
+        large = await rollout.store.append(names.trajectories, bundle(200_000), id="b")  # 2.6 MB
         assert small == again
-        read = await trainer.read(names.log_stream, small, TrajectoryBundle)
+        read = await trainer.store.read(names.log_stream, small, TrajectoryBundle)
         assert read.trajectories[0].tokens.numpy().tolist() == list(range(10))
-        read = await trainer.read(names.log_stream, large, TrajectoryBundle)
+        read = await trainer.store.read(names.log_stream, large, TrajectoryBundle)
         np.testing.assert_array_equal(read.trajectories[0].versions.numpy(), np.arange(200_000))
         with pytest.raises(Malformed, match="expected GroupDone"):
-            await trainer.read(names.log_stream, small, GroupDone)
-        await kernel.purge(names.log_stream, below=large)
+            await trainer.store.read(names.log_stream, small, GroupDone)
+        await kernel.store.purge(names.log_stream, below=large)
         with pytest.raises(BusError, match="is gone"):
-            await trainer.read(names.log_stream, small, TrajectoryBundle)
+            await trainer.store.read(names.log_stream, small, TrajectoryBundle)
 
 
 async def test_following_a_log_begins_anywhere_and_goes_on(open_bus: OpenBus, names: Subjects) -> None:
@@ -310,15 +311,15 @@ async def test_following_a_log_begins_anywhere_and_goes_on(open_bus: OpenBus, na
         return GroupFailed("train", ticket, 1, "w", "x" * (2_000_000 if ticket == 3 else 1))
 
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
-        await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
-        sequences = [await rollout.append(names.groups, failure(i), id=f"{i}") for i in range(4)]
-        await rollout.append(names.trajectories, bundle(1), id="beside")
-        assert await kernel.last_sequence(names.log_stream, names.groups) == sequences[-1]
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
+        sequences = [await rollout.store.append(names.groups, failure(i), id=f"{i}") for i in range(4)]
+        await rollout.store.append(names.trajectories, bundle(1), id="beside")
+        assert await kernel.store.last_sequence(names.log_stream, names.groups) == sequences[-1]
         got: list[int] = []
         async with anyio.create_task_group() as tasks:
 
             async def follow() -> None:
-                async for sequence, message in kernel.follow(
+                async for sequence, message in kernel.store.follow(
                     names.log_stream, names.groups, GroupDone | GroupFailed, start=sequences[1]
                 ):
                     got.append(message.ticket)
@@ -326,7 +327,7 @@ async def test_following_a_log_begins_anywhere_and_goes_on(open_bus: OpenBus, na
 
             tasks.start_soon(follow)
             await until(lambda: got == [1, 2, 3])
-            await rollout.append(names.groups, failure(9), id="9")
+            await rollout.store.append(names.groups, failure(9), id="9")
             await until(lambda: got == [1, 2, 3, 9])
             tasks.cancel_scope.cancel()
 
@@ -335,35 +336,33 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
     open_bus: OpenBus, names: Subjects
 ) -> None:
     async with open_bus("kernel") as kernel, open_bus("rollout") as one, open_bus("rollout") as two:
-        await kernel.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=1)
+        await kernel.store.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=1)
         first = Ticket(1, 1, "train", 0, 0, 8)
         second = Ticket(2, 1, "train", 0, 0, 8)
         for ticket in (first, second, first):
-            await kernel.append(names.ticket("train"), ticket, id=ticket.name)
+            await kernel.store.append(names.ticket("train"), ticket, id=ticket.name)
         with anyio.fail_after(10):
             at_one = await anext(
-                one.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+                one.store.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
             )
             at_two = await anext(
-                two.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+                two.store.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
             )
             assert {at_one.message.id, at_two.message.id} == {1, 2}
             await at_two.acknowledge()
             # `at_one` is forgotten: it comes again, and only it.
             again = await anext(
-                two.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+                two.store.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
             )
         assert again.message == at_one.message
 
 
-async def test_state_keeps_the_last_value_and_its_revision_grows(open_bus: OpenBus, names: Subjects) -> None:
+async def test_the_revision_of_a_value_grows(open_bus: OpenBus, names: Subjects) -> None:
     async with open_bus("kernel") as kernel:
-        await kernel.make_state(names.state_bucket)
-        first = await kernel.put_state(names.state_bucket, "kernel", KernelLease("here"))
-        second = await kernel.put_state(names.state_bucket, "kernel", KernelLease("there"))
+        await kernel.store.make_state(names.state_bucket)
+        first = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
+        second = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("there"))
         assert second > first
-        assert await kernel.get_state(names.state_bucket, "kernel", KernelLease) == KernelLease("there")
-        assert await kernel.get_state(names.state_bucket, "nobody", KernelLease) is None
 
 
 # ------------------------------------------------------------------------- the server and its end
@@ -375,26 +374,26 @@ async def test_everything_goes_on_after_the_server_was_killed(
     leaving = names.kernel("rollout", "leaving")
     got: list[str] = []
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
-        await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
         await kernel.subscribe(leaving, Leaving, lambda message: got.append(message.reason))
-        sequence = await rollout.append(names.trajectories, bundle(5), id="a")
+        sequence = await rollout.store.append(names.trajectories, bundle(5), id="a")
         async with anyio.create_task_group() as tasks:
             outcomes: list[int] = []
 
             async def follow() -> None:
-                async for _, message in kernel.follow(
+                async for _, message in kernel.store.follow(
                     names.log_stream, names.groups, GroupDone | GroupFailed, start=1
                 ):
                     outcomes.append(message.ticket)
 
             tasks.start_soon(follow)
-            await rollout.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
+            await rollout.store.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
             await until(lambda: outcomes == [1])
             os.kill(server_pid(tmp_path), signal.SIGKILL)
             await until(lambda: not kernel.connected)
             with anyio.fail_after(40):
-                await rollout.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
-                assert (await kernel.read(names.log_stream, sequence, TrajectoryBundle)).ticket == 1
+                await rollout.store.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
+                assert (await kernel.store.read(names.log_stream, sequence, TrajectoryBundle)).ticket == 1
                 await rollout.publish(leaving, Leaving("rollout-0", "n", "bye"))
             await until(lambda: outcomes == [1, 2] and got == ["bye"], 40)
             tasks.cancel_scope.cancel()
@@ -413,7 +412,7 @@ async def test_a_viewer_hears_the_status_and_can_do_nothing_else(
         heard.append(message.data)
 
     async with open_bus("kernel") as kernel:
-        await kernel.make_log(names.log_stream, [names.trajectories])
+        await kernel.store.make_log(names.log_stream, [names.trajectories])
         raw = await raw_client(tmp_path, "viewer", error_cb=note)
         forbidden = (
             *(names.status, names.beacon, names.journal, names.trajectories, names.ticket("train")),
@@ -459,7 +458,7 @@ async def test_each_role_may_do_its_own_work_only(
         errors.append(str(error).lower())
 
     async with open_bus("kernel") as kernel:
-        await kernel.make_log(names.journal_stream, [names.journal])
+        await kernel.store.make_log(names.journal_stream, [names.journal])
         raw = await raw_client(tmp_path, "verifier", error_cb=note)
         forbidden = (
             *(names.beacon, names.journal, names.trajectories, names.ticket("train")),

@@ -19,7 +19,7 @@ from nats.aio.client import Client
 
 from bus_testing import NO_LOCK, raw_client, until
 from stretto.array import Array
-from stretto.bus.client import Bus, decoder
+from stretto.bus.client import Bus
 from stretto.bus.joining import check_operator, is_token_of, operator_bootstrap, write_bootstrap
 from stretto.bus.messages import (
     Beacon,
@@ -42,6 +42,7 @@ from stretto.bus.messages import (
     TrajectoryBundle,
     Welcome,
 )
+from stretto.bus.payloads import decoder
 from stretto.bus.server import Bootstrap, NatsServer
 from stretto.engine import GenerateRequest, Sampling
 from stretto.errors import BusError, ConfigError, NoAnswer
@@ -145,9 +146,9 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
         return Welcome(b"", "r", "", 1, 1.0, {}, 1.0, NO_LOCK)
 
     async with open_bus("kernel") as kernel:
-        await kernel.make_log(names.journal_stream, [names.journal])
-        await kernel.make_state(names.state_bucket)
-        lease = await kernel.put_state(names.state_bucket, "kernel", KernelLease("here"))
+        await kernel.store.make_log(names.journal_stream, [names.journal])
+        await kernel.store.make_state(names.state_bucket)
+        lease = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
         await kernel.serve(names.kernel("rollout", "join"), Join, welcome)
         attacker = await raw("rollout")
         join = msgspec.msgpack.encode(Join("rollout-0", "rollout", "p", "n", "t"))
@@ -159,10 +160,10 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
         )
         for subject in foreign:
             await attacker.publish(names.kernel("rollout", "join"), join, reply=subject)
-        await until(lambda: kernel.refused == len(foreign))
+        await until(lambda: kernel.refusals.count == len(foreign))
         assert not joins
-        assert await kernel.last_sequence(names.journal_stream, names.journal) == 0
-        assert await kernel.put_state(names.state_bucket, "kernel", KernelLease("here")) == lease + 1
+        assert await kernel.store.last_sequence(names.journal_stream, names.journal) == 0
+        assert await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here")) == lease + 1
 
 
 async def test_only_the_operator_can_give_a_run_commands(
@@ -214,12 +215,12 @@ async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
 ) -> None:
     """The server answers on any subject that a request names. The attacker names those of the kernel."""
     async with open_bus("kernel") as kernel, open_bus("rollout") as honest:
-        await kernel.make_log(names.journal_stream, [names.journal])
-        await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
-        await kernel.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=60)
-        await kernel.make_state(names.state_bucket)
-        lease = await kernel.put_state(names.state_bucket, "kernel", KernelLease("here"))
-        await honest.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
+        await kernel.store.make_log(names.journal_stream, [names.journal])
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
+        await kernel.store.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=60)
+        await kernel.store.make_state(names.state_bucket)
+        lease = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
+        await honest.store.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
         attacker, trainer = await raw("rollout"), await raw("trainer")
         targets = (
             names.journal,
@@ -229,7 +230,7 @@ async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
         )
         for index, target in enumerate(targets):
             ticket = Ticket(index, 1, "train", 0, 0, 1)
-            await kernel.append(names.ticket("train"), ticket, id=ticket.name)
+            await kernel.store.append(names.ticket("train"), ticket, id=ticket.name)
             consumer = names.ticket("train").replace(".", "_")
             take = f"$JS.API.CONSUMER.MSG.NEXT.{names.tickets_stream}.{consumer}"
             await attacker.publish(take, b"1", reply=target)
@@ -238,21 +239,21 @@ async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
         await attacker.flush()
         await trainer.flush()
         # The store answers in order: an append after the attacks is after their effects.
-        await honest.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
-        assert await kernel.last_sequence(names.journal_stream, names.journal) == 0
-        assert await kernel.put_state(names.state_bucket, "kernel", KernelLease("here")) == lease + 1
+        await honest.store.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
+        assert await kernel.store.last_sequence(names.journal_stream, names.journal) == 0
+        assert await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here")) == lease + 1
         seen: list[tuple[int, Any]] = []
         async with anyio.create_task_group() as tasks:
 
             async def follow() -> None:
-                async for item in kernel.follow(names.log_stream, names.groups, GroupFailed, start=1):
+                async for item in kernel.store.follow(names.log_stream, names.groups, GroupFailed, start=1):
                     seen.append(item)
 
             tasks.start_soon(follow)
             await until(lambda: len(seen) == 2)
             tasks.cancel_scope.cancel()
         assert [message.ticket for _, message in seen] == [1, 2]
-        assert kernel.refused == 0
+        assert kernel.refusals.count == 0
 
 
 async def test_no_other_role_can_answer_a_request(open_bus: OpenBus, names: Subjects, raw: Any) -> None:
@@ -311,7 +312,7 @@ async def test_a_message_of_the_log_whose_parts_are_not_there_is_passed_over(
     open_bus: OpenBus, names: Subjects, raw: Any
 ) -> None:
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
-        await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
         attacker = await raw("rollout")
         stream = attacker.jetstream()
         part = (await stream.publish(f"{names.groups}.part", bytes(2**19))).seq
@@ -319,11 +320,13 @@ async def test_a_message_of_the_log_whose_parts_are_not_there_is_passed_over(
         for sequences in ([99_999_999], [0], [-1], [plain], [part] * 4096, [part] * 5000, ["x"], 7):
             await stream.publish(names.groups, b"\xc1" + msgspec.msgpack.encode(sequences))
         await stream.publish(names.groups, b"\xc1")
-        await rollout.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
+        await rollout.store.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
         with anyio.fail_after(20):
-            _, message = await anext(kernel.follow(names.log_stream, names.groups, GroupFailed, start=1))
+            _, message = await anext(
+                kernel.store.follow(names.log_stream, names.groups, GroupFailed, start=1)
+            )
         assert message.ticket == 1
-        assert kernel.refused == 9
+        assert kernel.refusals.count == 9
 
 
 async def test_announced_parts_take_no_memory(open_bus: OpenBus, names: Subjects, raw: Any) -> None:
@@ -336,7 +339,7 @@ async def test_announced_parts_take_no_memory(open_bus: OpenBus, names: Subjects
         for index in range(300):
             head = PART.pack(0xC1, os.urandom(16), index % 2, 2**32 - 1)
             await attacker.publish(names.kernel("rollout", "heartbeat"), head)
-        await until(lambda: kernel.refused == 300)
+        await until(lambda: kernel.refusals.count == 300)
         for index in range(400):
             head = PART.pack(0xC1, os.urandom(16), 0, 2 + index)
             await attacker.publish(names.kernel("rollout", "heartbeat"), head + bytes(2**19))

@@ -21,9 +21,9 @@ from anyio.from_thread import start_blocking_portal
 
 from bus_testing import server_pid, until, welcome
 from stretto.assembly.plan import Worker
-from stretto.bus import client
+from stretto.bus import connection, store
 from stretto.bus import server as server_module
-from stretto.bus.client import Bus
+from stretto.bus.client import Bus, connect
 from stretto.bus.joining import write_bootstrap
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
@@ -72,8 +72,8 @@ def standing_still(pid: int) -> Generator[None]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients give up a connection after a second without an answer to their pings."""
-    monkeypatch.setattr(client, "_PING_S", 0.2)
-    monkeypatch.setattr(client, "_UNANSWERED_PINGS", 5)
+    monkeypatch.setattr(connection, "_PING_S", 0.2)
+    monkeypatch.setattr(connection, "_UNANSWERED_PINGS", 5)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -90,7 +90,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
         return LoadReport(Load(0, 0, 0, 1, 0, 0.0, 0, 0.0, 0.0))
 
     async with open_bus("kernel") as kernel, open_bus("inference") as inference:
-        await kernel.make_state(names.state_bucket)
+        await kernel.store.make_state(names.state_bucket)
         await inference.serve(subject, AskLoad, answer)
         async with anyio.create_task_group() as tasks:
             answers: list[LoadReport] = []
@@ -101,7 +101,9 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
                 answers.append(report)
 
             async def store() -> None:
-                revisions.append(await kernel.put_state(names.state_bucket, "kernel", KernelLease("here")))
+                revisions.append(
+                    await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
+                )
 
             tasks.start_soon(ask)
             await asked.wait()
@@ -126,14 +128,14 @@ async def test_a_killed_guard_is_started_again_with_the_same_server(
 ) -> None:
     pid_file = tmp_path / "bus" / "guard.pid"
     async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
-        await kernel.make_state(names.state_bucket)
-        before = await kernel.put_state(names.state_bucket, "kernel", KernelLease("before"))
+        await kernel.store.make_state(names.state_bucket)
+        before = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("before"))
         tasks.start_soon(server.look_after_guard)
         former = psutil.Process(int(pid_file.read_text()))
         former.kill()
         await until(lambda: not kernel.connected)
         await until(lambda: kernel.connected)
-        after = await kernel.put_state(names.state_bucket, "kernel", KernelLease("after"))
+        after = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("after"))
         assert after > before  # the same store, and the same credentials
         assert int(pid_file.read_text()) == server.process.pid != former.pid
         tasks.cancel_scope.cancel()
@@ -143,25 +145,25 @@ async def test_a_store_that_a_full_disk_has_broken_is_named_and_works_after_a_re
     open_bus: OpenBus, names: Subjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit of file sizes fails the server's writes as a full disk does."""
-    monkeypatch.setattr(client, "_STORE_ANSWER_S", 1.0)
+    monkeypatch.setattr(store, "_ANSWER_S", 1.0)
 
     def message(number: int) -> Refusal:
         return Refusal(f"{number}" * 100_000)
 
     async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
-        await kernel.make_log(names.journal_stream, [names.journal])
-        await kernel.append(names.journal, message(0), id="0")
-        assert kernel.longest_wait() is None
+        await kernel.store.make_log(names.journal_stream, [names.journal])
+        await kernel.store.append(names.journal, message(0), id="0")
+        assert kernel.unanswered.longest() is None
         server = psutil.Process(server_pid(tmp_path))
         server.rlimit(psutil.RLIMIT_FSIZE, (50_000, psutil.RLIM_INFINITY))
         sequences: list[int] = []
 
         async def append() -> None:
-            sequences.append(await kernel.append(names.journal, message(1), id="1"))
+            sequences.append(await kernel.store.append(names.journal, message(1), id="1"))
 
         tasks.start_soon(append)
-        await until(lambda: (wait := kernel.longest_wait()) is not None and wait.seconds > 1.5)
-        wait = kernel.longest_wait()
+        await until(lambda: (wait := kernel.unanswered.longest()) is not None and wait.seconds > 1.5)
+        wait = kernel.unanswered.longest()
         assert wait is not None
         assert (wait.who, wait.verb) == (SERVER, f"append to {names.journal}")
         server.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
@@ -169,7 +171,7 @@ async def test_a_store_that_a_full_disk_has_broken_is_named_and_works_after_a_re
         assert not sequences, "the server stores again by itself: no restart is needed"
         restart_server(tmp_path / "bus")
         await until(lambda: sequences == [2])
-        assert kernel.longest_wait() is None
+        assert kernel.unanswered.longest() is None
 
 
 async def test_a_guard_ends_a_server_that_outlived_the_former_guard(
@@ -268,7 +270,7 @@ async def test_servers_that_stand_still_keep_a_client_only_shortly_from_the_othe
         still = [f"nats://127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]
         url = ",".join((*still, bootstrap.url))
         began = time.monotonic()
-        async with client.connect(msgspec.structs.replace(bootstrap, url=url)) as bus:
+        async with connect(msgspec.structs.replace(bootstrap, url=url)) as bus:
             assert time.monotonic() - began < 8
             assert bus.server == bootstrap.url
             assert bus.reconnect_s == 12

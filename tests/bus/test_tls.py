@@ -15,9 +15,10 @@ import msgspec
 import pytest
 
 from nats_cluster import LOGIN, Server, free_ports, outer_address
-from stretto.bus import client as bus_client
+from stretto.bus import connection
 from stretto.bus.certificates import Authority
-from stretto.bus.client import connect, open_once
+from stretto.bus.client import connect
+from stretto.bus.connection import open_once
 from stretto.bus.joining import write_bootstrap
 from stretto.bus.listening import is_loopback, listening
 from stretto.bus.messages import KernelLease, Subjects
@@ -72,9 +73,8 @@ async def test_a_client_with_a_certificate_of_the_authority_is_accepted(
 ) -> None:
     names = Subjects("r")
     async with connect(bootstrap(f"tls://{tls_server.address}", identity(certs))) as bus:
-        await bus.make_state(names.state_bucket)
-        await bus.put_state(names.state_bucket, "kernel", KernelLease("here"))
-        assert await bus.get_state(names.state_bucket, "kernel", KernelLease) == KernelLease("here")
+        await bus.store.make_state(names.state_bucket)
+        await bus.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
 
 
 @pytest.mark.parametrize("client", ["none", "stranger"])
@@ -88,7 +88,7 @@ async def test_a_client_without_a_certificate_of_the_authority_is_refused(
     url = f"tls://{tls_server.address}"
     with pytest.raises(BusError, match="may want a client's certificate"):
         await open_once(bootstrap(url, shown), url, 10)
-    monkeypatch.setattr(bus_client, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(connection, "_CONNECT_S", 1.0)
     with pytest.raises(NoAnswer, match="may want a client's certificate"):
         async with connect(bootstrap(url, shown)):
             pytest.fail("it was let in")
@@ -252,8 +252,8 @@ async def test_a_server_for_other_machines_admits_bootstrap_files_of_its_run_alo
             for file in (*folder.glob("*.key"), *folder.glob("*.json"), folder / "nats.conf"):
                 assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
             async with connect(kernel) as bus, connect(worker) as other:
-                await bus.make_state(names.state_bucket)
-                assert await bus.put_state(names.state_bucket, "kernel", KernelLease("here"))
+                await bus.store.make_state(names.state_bucket)
+                assert await bus.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
                 assert other.connected
             bare = msgspec.structs.replace(worker, tls=TlsIdentity(ca=worker.tls.ca))
             with pytest.raises(BusError, match="may want a client's certificate"):

@@ -117,8 +117,8 @@ class Books:
         server = await NatsServer.start(folder / "bus", "books", BusConfig(max_payload_mb=1), folder)
         bootstrap = Bootstrap.read(folder / "bus" / "kernel.json")
         async with connect(bootstrap) as bus:
-            await bus.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
-            await bus.make_log(names.journal_stream, [names.journal])
+            await bus.store.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
+            await bus.store.make_log(names.journal_stream, [names.journal])
             await self._append(bus, names)
         await server.stop()
         lock.close()
@@ -126,11 +126,11 @@ class Books:
     async def _append(self, bus: Bus, names: Subjects) -> None:
         for number, message in enumerate(self.log):
             subject = names.trajectories if isinstance(message, TrajectoryBundle) else names.groups
-            await bus.append(subject, message, id=f"log-{number}")
+            await bus.store.append(subject, message, id=f"log-{number}")
         for number, entry in enumerate(self.journal):
-            await bus.append(names.journal, entry, id=f"journal-{number}")
+            await bus.store.append(names.journal, entry, id=f"journal-{number}")
         if self.purge_below:
-            await bus.purge(names.log_stream, below=self.purge_below)
+            await bus.store.purge(names.log_stream, below=self.purge_below)
 
 
 def trajectory(ticket: int, index: int, oldest: int) -> WireTrajectory:

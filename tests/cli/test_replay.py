@@ -87,11 +87,11 @@ async def test_added_images_are_those_of_the_samples_or_else_of_the_log(
     SampleImages(tmp_path).write(small)
     rows = {(7, 1): [RowRef(f"7/1/{index}", 1, index, 7, 4) for index in (0, 1)]}
     async with open_bus("kernel") as bus:
-        await bus.make_log(names.log_stream, names.of_log)
+        await bus.store.make_log(names.log_stream, names.of_log)
 
         @asynccontextmanager
         async def opened(folder: Path) -> AsyncGenerator[StoredRun]:
-            jetstream = bus._jetstream  # pyright: ignore[reportPrivateUsage]
+            jetstream = bus.store._jetstream  # pyright: ignore[reportPrivateUsage]
             yield StoredRun(jetstream, names.root.removeprefix("st."))
 
         monkeypatch.setattr("stretto.cli.recording.open_store", opened)
@@ -99,7 +99,7 @@ async def test_added_images_are_those_of_the_samples_or_else_of_the_log(
         for file in (b"another", large.file):
             with pytest.raises(RunError, match=f"image {large.digest} of ticket 7, attempt 1 is neither"):
                 [group async for group in groups(rows)]
-            await bus.append(names.image(large.digest), StoredImage(file), id=f"{len(file)}")
+            await bus.store.append(names.image(large.digest), StoredImage(file), id=f"{len(file)}")
         [group] = [group async for group in groups(rows)]
     assert group.images == {image.digest: image.file for image in (small, large)}
     assert [each.images for each in group.trajectories] == [(0, small.digest, large.digest)] * 2

@@ -132,10 +132,10 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
     """A real rollout worker's credentials write it; two kernels, one after the other, read it."""
     purposes: list[Purpose] = ["train", "eval"]
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
-        await kernel.make_queue(
+        await kernel.store.make_queue(
             names.tickets_stream, [names.ticket(purpose) for purpose in purposes], redeliver_s=60
         )
-        await kernel.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
         scheduler = Scheduler(SchedulerSettings(2, 2, 0, 8))
         scheduler.start()
         queue = TicketQueue(kernel, names, samples=True)
@@ -143,10 +143,10 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
             assert isinstance(command, Issue)
             await queue.issue(command.ticket)
         bundle = TrajectoryBundle(1, 1, 0, ())
-        sequence = await rollout.append(names.trajectories, bundle, id="1/1/0")
+        sequence = await rollout.store.append(names.trajectories, bundle, id="1/1/0")
         sound = msgspec.structs.replace(GOOD, id="1/1/0", sequence=sequence)
-        await rollout.append(names.groups, group(ticket=0), id="0/1/end")
-        await rollout.append(names.groups, group(sound, ticket=1), id="1/1/end")
+        await rollout.store.append(names.groups, group(ticket=0), id="0/1/end")
+        await rollout.store.append(names.groups, group(sound, ticket=1), id="1/1/end")
 
         seen: list[Outcome] = []
         with anyio.move_on_after(20) as until_both:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
@@ -31,10 +32,8 @@ class QuietBus:
     """A bus without a connection, on which the kernel waits for an answer."""
 
     connected = False
-    refused = 3
-
-    def longest_wait(self) -> Wait:
-        return Wait("trainer-0", "call", 12.5)
+    refusals = SimpleNamespace(count=3)
+    unanswered = SimpleNamespace(longest=lambda: Wait("trainer-0", "call", 12.5))
 
 
 @pytest.fixture

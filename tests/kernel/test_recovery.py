@@ -64,18 +64,20 @@ class History:
 
     async def make_streams(self) -> None:
         names = self.names
-        await self.bus.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
-        await self.bus.make_log(names.journal_stream, [names.journal])
+        await self.bus.store.make_log(
+            names.log_stream, [names.trajectories, names.groups, names.kept_answers]
+        )
+        await self.bus.store.make_log(names.journal_stream, [names.journal])
 
     async def finish(self, ticket: int, images: tuple[int, ...] = ()) -> None:
         """Append the outcome of a ticket."""
         oldest = max(0, ticket // 2 - 1)
         bundle = TrajectoryBundle(ticket, 1, ticket, ())
-        sequence = await self.bus.append(self.names.trajectories, bundle, id=f"{ticket}/1/0")
+        sequence = await self.bus.store.append(self.names.trajectories, bundle, id=f"{ticket}/1/0")
         self.bundles[ticket] = sequence
         member = Member(f"{ticket}/1/0", sequence, 0, 9, 5, oldest, oldest, 1.0, {}, "stop")
         group = GroupDone("train", ticket, 1, "rollout-0", (member,), 1.0, images=images)
-        self.log_sequence = await self.bus.append(self.names.groups, group, id=f"{ticket}/1/end")
+        self.log_sequence = await self.bus.store.append(self.names.groups, group, id=f"{ticket}/1/end")
         self.scheduler.group_done(group)
 
     async def train(self, *, complete: bool = True) -> None:
@@ -91,7 +93,7 @@ class History:
             self.scheduler.step_finished()
 
     async def write(self, entry: JournalEntry) -> None:
-        await self.bus.append(self.names.journal, entry, id=str(entry))
+        await self.bus.store.append(self.names.journal, entry, id=str(entry))
 
     async def run_to(self, version: int) -> None:
         """Train up to a version."""
@@ -176,7 +178,7 @@ def assert_fits(scheduler: Scheduler) -> None:
 
 async def delete(history: History, *sequences: int) -> None:
     for sequence in sequences:
-        await history.bus.delete(history.names.log_stream, sequence)
+        await history.bus.store.delete(history.names.log_stream, sequence)
 
 
 @asynccontextmanager
@@ -199,11 +201,11 @@ async def test_tickets_of_a_former_kernel_are_gone_before_a_worker_can_take_them
     setup.resumed = None, KernelState.initial()
     async with open_bus("kernel") as bus:
         subject = names.ticket("eval")
-        await bus.make_queue(names.tickets_stream, [names.ticket("train"), subject], redeliver_s=60)
-        await bus.append(subject, Ticket(0, 1, "eval", 0, min_version=0, samples=1), id="eval-0/1")
+        await bus.store.make_queue(names.tickets_stream, [names.ticket("train"), subject], redeliver_s=60)
+        await bus.store.append(subject, Ticket(0, 1, "eval", 0, min_version=0, samples=1), id="eval-0/1")
 
         async def launch(workers: object, tasks: object) -> None:
-            newest.append(await bus.last_sequence(names.tickets_stream, subject))
+            newest.append(await bus.store.last_sequence(names.tickets_stream, subject))
             ending.end("interrupted", "")
 
         monkeypatch.setattr(setup.fleet, "launch", launch)
@@ -232,7 +234,7 @@ async def test_a_lost_log_costs_the_steps_since_the_checkpoint(
         checkpoint = history.checkpoint(tmp_path)
         await history.run_to(4)
         await history.write(JournalEvaluation(0, Evaluation(4, 0.5, 4, 0)))
-        await history.bus.purge(history.names.log_stream)
+        await history.bus.store.purge(history.names.log_stream)
         stored, result, scheduler = await recovered(history, checkpoint, reached=4)
         assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 2)
         assert (result.repeated, result.incarnation) == (0, 1)
@@ -248,14 +250,18 @@ async def test_a_new_log_in_the_place_of_a_lost_one_is_not_taken_for_it(
         await history.run_to(2)
         await history.finish(4)
         checkpoint = history.checkpoint(tmp_path)
-        await history.bus._jetstream.delete_stream(names.log_stream)  # pyright: ignore[reportPrivateUsage]
+        await history.bus.store._jetstream.delete_stream(names.log_stream)  # pyright: ignore[reportPrivateUsage]
         await history.make_streams()
         lost = (await recovered(history, checkpoint, reached=2))[0]
         assert (lost.log_is_short, lost.lost) == (True, LostData(groups=1))
-        await history.bus.purge(names.log_stream, below=checkpoint[1].log_sequence + 1)  # as the kernel does
-        extent = await history.bus.extent(names.log_stream)
+        await history.bus.store.purge(
+            names.log_stream, below=checkpoint[1].log_sequence + 1
+        )  # as the kernel does
+        extent = await history.bus.store.extent(names.log_stream)
         assert extent.last == checkpoint[1].log_sequence
-        sequence = await history.bus.append(names.trajectories, TrajectoryBundle(4, 1001, 4, ()), id="new")
+        sequence = await history.bus.store.append(
+            names.trajectories, TrajectoryBundle(4, 1001, 4, ()), id="new"
+        )
         assert sequence == checkpoint[1].log_sequence + 1
         again = (await recovered(history, checkpoint, reached=2))[0]
         assert (again.log_is_short, again.lost) == (False, LostData(groups=1))
@@ -281,13 +287,13 @@ async def test_groups_whose_data_is_gone_are_issued_again(
 async def test_a_bundle_of_which_a_part_is_gone_is_gone(open_bus: OpenBus, names: Subjects) -> None:
     async with open_history(open_bus, names) as history:
         bus = history.bus
-        first = await bus.append(names.trajectories, TrajectoryBundle(0, 1, 0, ()), id="small")
-        whole = await bus.append(names.kept_answers, Answers(b"x" * 3_000_000), id="parts")
+        first = await bus.store.append(names.trajectories, TrajectoryBundle(0, 1, 0, ()), id="small")
+        whole = await bus.store.append(names.kept_answers, Answers(b"x" * 3_000_000), id="parts")
         assert whole > first + 2
-        assert await bus.holds(names.log_stream, whole)
-        await bus.delete(names.log_stream, first + 1)
-        assert not await bus.holds(names.log_stream, whole)
-        assert (await bus.extent(names.log_stream)).missing == {first + 1}
+        assert await bus.store.holds(names.log_stream, whole)
+        await bus.store.delete(names.log_stream, first + 1)
+        assert not await bus.store.holds(names.log_stream, whole)
+        assert (await bus.store.extent(names.log_stream)).missing == {first + 1}
 
 
 async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(
@@ -297,11 +303,11 @@ async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(
         await history.run_to(2)
         checkpoint = history.checkpoint(tmp_path)
         part = history.log_sequence + 1
-        whole = await history.bus.append(names.trajectories, Answers(b"x" * 3_000_000), id="parts")
+        whole = await history.bus.store.append(names.trajectories, Answers(b"x" * 3_000_000), id="parts")
         await history.finish(4)
         member = Member("5/1/0", whole, 0, 9, 5, 1, 1, 1.0, {}, "stop")
         group = GroupDone("train", 5, 1, "rollout-0", (member,), 1.0)
-        await history.bus.append(names.groups, group, id="5/1/end")
+        await history.bus.store.append(names.groups, group, id="5/1/end")
         await delete(history, part)
         stored, _, scheduler = await recovered(history, checkpoint, reached=2)
         assert stored.lost == LostData(groups=1, messages=1)
@@ -312,13 +318,15 @@ async def test_a_group_of_which_an_image_is_gone_is_issued_again(
     open_bus: OpenBus, names: Subjects, tmp_path: Path
 ) -> None:
     async with open_history(open_bus, names) as history:
-        await history.bus.make_log(names.log_stream, names.of_log)
+        await history.bus.store.make_log(names.log_stream, names.of_log)
         await history.run_to(2)
         checkpoint = history.checkpoint(tmp_path)
         for ticket in (4, 5):
             subject = names.image(f"{ticket:064}")
-            whole = await history.bus.append(subject, StoredImage(b"x" * 3_000_000), id=f"image {ticket}")
-            newest = await history.bus.read_newest(names.log_stream, subject, StoredImage)
+            whole = await history.bus.store.append(
+                subject, StoredImage(b"x" * 3_000_000), id=f"image {ticket}"
+            )
+            newest = await history.bus.store.read_newest(names.log_stream, subject, StoredImage)
             assert len(newest.file) == 3_000_000
             await history.finish(ticket, images=(whole,))
             if ticket == 4:
@@ -335,11 +343,11 @@ async def test_a_journal_that_ends_early_costs_its_steps_and_what_they_sampled(
         await history.run_to(2)
         checkpoint = history.checkpoint(tmp_path)
         await history.run_to(3)
-        journal = await history.bus.last_sequence(history.names.journal_stream, history.names.journal)
+        journal = await history.bus.store.last_sequence(history.names.journal_stream, history.names.journal)
         await history.run_to(5)
         await history.finish(10)  # tokens of version 4, which is lost
         for sequence in range(journal + 1, journal + 5):
-            await history.bus.delete(history.names.journal_stream, sequence)
+            await history.bus.store.delete(history.names.journal_stream, sequence)
         stored, result, scheduler = await recovered(history, checkpoint, reached=5)
         assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 3)
         assert (result.repeated, result.incarnation) == (1, 1)
@@ -357,8 +365,8 @@ async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(
         checkpoint = history.checkpoint(tmp_path)
         await history.run_to(6)
         failure = GroupFailed("train", 11, 2, "rollout-0", "why")
-        await history.bus.append(history.names.groups, failure, id="failed")
-        await history.bus.purge(history.names.journal_stream)
+        await history.bus.store.append(history.names.groups, failure, id="failed")
+        await history.bus.store.purge(history.names.journal_stream)
         stored, _, scheduler = await recovered(history, checkpoint, reached=6)
         assert stored.lost.steps == 4
         assert scheduler.ledger.issued == 8
@@ -373,7 +381,7 @@ async def test_an_incarnation_number_is_never_used_twice(
         checkpoint = history.checkpoint(tmp_path)
         await history.run_to(4)
         await history.write(JournalStep(7, 3, "of another incarnation"))
-        await history.bus.purge(history.names.log_stream)
+        await history.bus.store.purge(history.names.log_stream)
         assert (await recovered(history, checkpoint, reached=4))[1].incarnation == 8
 
 
@@ -400,7 +408,7 @@ async def test_without_a_checkpoint_the_first_steps_must_be_there(
         await history.run_to(3)
         stored, result, _ = await recovered(history, beginning, reached=3)
         assert (stored.lost, result.repeated) == (LostData(), 3)
-        await history.bus.purge(history.names.log_stream, below=history.bundles[3])
+        await history.bus.store.purge(history.names.log_stream, below=history.bundles[3])
         with pytest.raises(ConfigError, match=r"was at version 3, but it has no intact checkpoint.*put back"):
             await recovered(history, beginning, reached=3)
 

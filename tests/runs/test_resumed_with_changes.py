@@ -37,8 +37,9 @@ async def main():
     server = await NatsServer.start(folder, boot.run, BusConfig(), folder)
     names = Subjects(boot.run)
     async with connect(Bootstrap.read(folder / "kernel.json")) as bus:
-        last = await bus.last_sequence(names.journal_stream, names.journal)
-        async for sequence, entry in bus.follow(names.journal_stream, names.journal, JournalEntry, start=1):
+        last = await bus.store.last_sequence(names.journal_stream, names.journal)
+        journal = bus.store.follow(names.journal_stream, names.journal, JournalEntry, start=1)
+        async for sequence, entry in journal:
             whole = {"kind": type(entry).__name__, **msgspec.structs.asdict(entry)}
             print(msgspec.json.encode(whole).decode())
             if sequence >= last:

@@ -33,15 +33,17 @@ class Log:
         self.follows = 0
 
     async def open(self) -> None:
-        await self.bus.make_log(self.names.log_stream, self.names.of_log)
+        await self.bus.store.make_log(self.names.log_stream, self.names.of_log)
         await self.bus.serve(self.names.kernel("samples", "follow"), Follow, self._follow)
         await self.bus.subscribe(self.names.kernel("samples", "kept"), Kept, self._take_in)
 
     async def _follow(self, message: Follow) -> Following:
         self.follows += 1
-        last = (await self.bus.extent(self.names.log_stream)).last
+        last = (await self.bus.store.extent(self.names.log_stream)).last
         start = message.start if message.start <= last + 1 else 1
-        consumer = await self.bus.make_consumer(self.names.log_stream, self.names.of_samples, start=start)
+        consumer = await self.bus.store.make_consumer(
+            self.names.log_stream, self.names.of_samples, start=start
+        )
         return Following(consumer, start, last)
 
     def _take_in(self, message: Kept) -> None:
@@ -51,11 +53,13 @@ class Log:
         """Append a finished group with its images, and return the sequence number of its outcome."""
         bundle = trajectories(ticket, version=version, images=None if images is None else (0, *images))
         kept = record(ticket)
-        sequence = await self.bus.append(self.names.trajectories, bundle, id=f"{ticket}/0")
+        sequence = await self.bus.store.append(self.names.trajectories, bundle, id=f"{ticket}/0")
         for name, file in (images or {}).items():
-            await self.bus.append(self.names.image(name), StoredImage(file), id=f"{ticket}/{name}")
-        await self.bus.append(self.names.records, kept, id=f"{ticket}/record")
-        return await self.bus.append(self.names.groups, done(bundle, kept, sequence), id=f"{ticket}/end")
+            await self.bus.store.append(self.names.image(name), StoredImage(file), id=f"{ticket}/{name}")
+        await self.bus.store.append(self.names.records, kept, id=f"{ticket}/record")
+        return await self.bus.store.append(
+            self.names.groups, done(bundle, kept, sequence), id=f"{ticket}/end"
+        )
 
 
 @asynccontextmanager
@@ -115,8 +119,8 @@ async def test_a_killed_writer_goes_on_and_doubles_nothing(
         async with writer(tmp_path) as process:
             await until(lambda: log.follows == 2, 60)
             last = await log.group(5)
-            await log.bus.append(log.names.trained, trained(["5/1/0"], 0), id="t")
-            await log.bus.append(log.names.retired, retired(4, "expired", "late"), id="r")
+            await log.bus.store.append(log.names.trained, trained(["5/1/0"], 0), id="t")
+            await log.bus.store.append(log.names.retired, retired(4, "expired", "late"), id="r")
             process.send_signal(signal.SIGTERM)
             assert await ended(process) == 0
         assert rows_of(tmp_path) == [f"{ticket}/1/{index}" for ticket in range(6) for index in (0, 1)]
@@ -157,7 +161,7 @@ async def test_a_group_without_its_outcome_keeps_its_place_in_the_log(
 ) -> None:
     async with log_of(open_bus, names) as log:
         first = await log.group(0)
-        await log.bus.append(log.names.trajectories, trajectories(1), id="1/0")
+        await log.bus.store.append(log.names.trajectories, trajectories(1), id="1/0")
         last = await log.group(2)
         async with writer(tmp_path):
             await until(lambda: log.kept_below == first + 1, 60)
@@ -218,7 +222,7 @@ async def test_the_writer_may_read_the_log_and_nothing_else(
             await until(lambda: bool(errors))
             assert "permissions violation" in errors.pop()
             await client.close()
-        assert await log.bus.last_sequence(names.log_stream, names.retired) == 0
+        assert await log.bus.store.last_sequence(names.log_stream, names.retired) == 0
         with pytest.raises(nats.errors.Error):
             await client.publish(names.records, b"x")
 
@@ -229,7 +233,7 @@ async def test_only_the_last_steps_are_kept(open_bus: OpenBus, names: Subjects, 
             for step in range(1, 9):
                 await log.group(step, version=step - 1, images=named(b"in all", b"%d" % step))
                 ids = [f"{step}/1/{index}" for index in (0, 1)]
-                last = await log.bus.append(log.names.trained, trained(ids, step - 1), id=f"t{step}")
+                last = await log.bus.store.append(log.names.trained, trained(ids, step - 1), id=f"t{step}")
                 with anyio.fail_after(60):
                     while log.kept_below <= last:
                         await anyio.sleep(0.05)

@@ -359,7 +359,7 @@ async def test_a_replica_killed_in_the_middle_of_answers_costs_no_token_and_doub
     async with connect(login) as bus, anyio.create_task_group() as tasks:
 
         async def compare() -> None:
-            log = bus.follow(names.log_stream, names.trajectories, TrajectoryBundle, start=1)
+            log = bus.store.follow(names.log_stream, names.trajectories, TrajectoryBundle, start=1)
             async for _, bundle in log:
                 for wire in bundle.trajectories:
                     index = int(wire.id.rsplit("/", 1)[1])

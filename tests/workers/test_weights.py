@@ -913,9 +913,9 @@ async def newest_in_the_log(run: Any) -> int:
     lock = lock_run(folder)
     server = await NatsServer.start(folder, run.summary()["run"], BusConfig(), run.folder / "logs")
     async with connect(Bootstrap.read(folder / "kernel.json")) as bus:
-        last = await bus.last_sequence(names.log_stream, names.groups)
+        last = await bus.store.last_sequence(names.log_stream, names.groups)
         newest = -1
-        async for sequence, group in bus.follow(
+        async for sequence, group in bus.store.follow(
             names.log_stream, names.groups, GroupDone | GroupFailed, start=1
         ):
             if isinstance(group, GroupDone):

@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 from nats.js.api import StorageType
 from nats.js.errors import APIError, ServiceUnavailableError
 
-from stretto.bus.client import open_once, without_logins
+from stretto.bus.connection import open_once, without_logins
 from stretto.bus.messages import Subjects
 from stretto.bus.server import Bootstrap, login_of
 from stretto.bus.tls import TlsIdentity

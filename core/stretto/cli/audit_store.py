@@ -29,9 +29,10 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import APIError, NotFoundError
 
-from stretto.bus.client import decoder, open_once, without_logins
+from stretto.bus.connection import open_once, without_logins
 from stretto.bus.guard import is_locked
 from stretto.bus.messages import Message, Subjects
+from stretto.bus.payloads import decoder
 from stretto.bus.server import STORE, Bootstrap, binary
 from stretto.children.protocol import die_with_parent
 from stretto.cli.trust import require_own_server

@@ -119,7 +119,7 @@ class Checkpointer:
             spared = {*scheduler.needed_versions, *([best.version] if best else [])}
         below = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
         if below := self._samples.purgeable(below):
-            await self._bus.purge(self._setup.names.log_stream, below=below)
+            await self._bus.store.purge(self._setup.names.log_stream, below=below)
 
     def _unsaved(self) -> WeightsNote | None:
         """Return the note of the present version; None if it has its checkpoint."""

@@ -20,7 +20,7 @@ from anyio.abc import TaskGroup
 
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.plan import Worker
-from stretto.bus.client import sleep_and_measure_delay
+from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
 from stretto.bus.messages import Heartbeat, Join, Leaving, Wait
 from stretto.component import Problem

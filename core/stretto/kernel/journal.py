@@ -29,4 +29,4 @@ class JournalWriter:
             BusError: if the server cannot store it.
         """
         id = f"{self.incarnation}/{version}/{what}/{self._lease_epoch}"
-        await self._bus.append(self._names.journal, entry, id=id)
+        await self._bus.store.append(self._names.journal, entry, id=id)

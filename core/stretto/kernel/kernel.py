@@ -124,12 +124,12 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
             answer it.
     """
     names = setup.names
-    await bus.make_state(names.state_bucket)
-    lease_epoch = await bus.put_state(names.state_bucket, "kernel", KernelLease(str(setup.folder)))
+    await bus.store.make_state(names.state_bucket)
+    lease_epoch = await bus.store.put_state(names.state_bucket, "kernel", KernelLease(str(setup.folder)))
     tickets = [names.ticket("train"), names.ticket("eval")]
-    await bus.make_queue(names.tickets_stream, tickets, redeliver_s=60)
-    await bus.make_log(names.log_stream, names.of_log)
-    await bus.make_log(names.journal_stream, [names.journal])
+    await bus.store.make_queue(names.tickets_stream, tickets, redeliver_s=60)
+    await bus.store.make_log(names.log_stream, names.of_log)
+    await bus.store.make_log(names.journal_stream, [names.journal])
     records = RecordServer(setup.folder)
     await records.serve(bus, names)
     async with anyio.create_task_group() as tasks:
@@ -232,7 +232,7 @@ class Kernel:
             with anyio.CancelScope(shield=True):
                 await self._dismiss()
             self._timeline.end(self._ending.status)
-            self._report.refused = self._bus.refused
+            self._report.refused = self._bus.refusals.count
 
     # ------------------------------------------------------------------------------------ beginning
 
@@ -279,7 +279,7 @@ class Kernel:
             self._report.add_loss(stored.lost, stored.lost_from)
         if stored.log_is_short:
             # The checkpoint names messages by number: new ones must not get the numbers of lost ones.
-            await self._bus.purge(self._names.log_stream, below=state.log_sequence + 1)
+            await self._bus.store.purge(self._names.log_stream, below=state.log_sequence + 1)
         self._journal.incarnation = stored.incarnation_at(state.version, state.incarnation)
         self._scheduler.restore(
             stored.snapshot,
@@ -520,7 +520,7 @@ class Kernel:
         )
 
     def _waited_for_store_s(self) -> float:
-        waits = [self._bus.longest_wait(), *(member.wait for member in self._fleet.members.values())]
+        waits = [self._bus.unanswered.longest(), *(member.wait for member in self._fleet.members.values())]
         return max((wait.seconds for wait in waits if wait is not None and wait.who == SERVER), default=0.0)
 
     # ----------------------------------------------------------------------------------- operation
@@ -858,7 +858,7 @@ class Kernel:
             with aside.open("wb") as file:
                 for group in groups:
                     sequence = group.members[0].sequence
-                    file.write((await self._bus.read(self._names.log_stream, sequence, Answers)).lines)
+                    file.write((await self._bus.store.read(self._names.log_stream, sequence, Answers)).lines)
             aside.rename(final)
         except (OSError, BusError) as error:
             log.error("answers not written", version=version, error=str(error))

@@ -29,7 +29,7 @@ async def follow_outcomes(
     Args:
         samples: see `admit`.
     """
-    async for sequence, outcome in bus.follow(names.log_stream, names.groups, Outcome, start=start):
+    async for sequence, outcome in bus.store.follow(names.log_stream, names.groups, Outcome, start=start):
         yield sequence, admit(outcome, sequence, samples=samples)
 
 

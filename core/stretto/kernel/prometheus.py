@@ -260,9 +260,9 @@ class RunCollector(Collector):
 
     def _bus_state(self) -> Iterable[Metric]:
         bus, fleet = self._bus, self._setup.fleet
-        waits = [bus.longest_wait(), *(member.wait for member in fleet.members.values())]
+        waits = [bus.unanswered.longest(), *(member.wait for member in fleet.members.values())]
         longest = max((wait.seconds for wait in waits if wait is not None), default=0.0)
-        refused = bus.refused + fleet.refused()
+        refused = bus.refusals.count + fleet.refused()
         yield self._gauge(
             "bus_connected", "Whether the kernel has a connection to nats-server", bus.connected
         )

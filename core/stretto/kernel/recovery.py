@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from stretto.bus.client import Bus, Extent
+from stretto.bus.client import Bus
 from stretto.bus.messages import (
     Evaluation,
     GroupDone,
@@ -32,6 +32,7 @@ from stretto.bus.messages import (
     RowRef,
     Subjects,
 )
+from stretto.bus.store import Extent
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.checkpoint import KernelState, LostData
 from stretto.kernel.draws import RecordedDraw
@@ -150,7 +151,7 @@ async def read_store(
     """
     folder, state = checkpoint
     journal = await _read_journal(bus, names, state, values)
-    extent = await bus.extent(names.log_stream)
+    extent = await bus.store.extent(names.log_stream)
     short = extent.last < state.log_sequence
     outcomes = [] if short else await _outcomes(bus, names, state.log_sequence, samples=samples)
     groups = [ticket.done for ticket in state.snapshot.open if ticket.done]
@@ -253,7 +254,7 @@ async def repeat_journal(
         on_repeated(start, result, divergence)
         notes.append(note)
         if record is None:
-            await bus.append(
+            await bus.store.append(
                 names.journal,
                 JournalStep(incarnation, note.version, note.digest),
                 id=f"{incarnation}/{note.version}/step/again",
@@ -290,7 +291,7 @@ def _take_in(scheduler: Scheduler, outcomes: Iterable[Outcome]) -> None:
 
 async def _outcomes(bus: Bus, names: Subjects, after: int, *, samples: bool) -> list[tuple[int, Outcome]]:
     """Return the outcomes of tickets in the log after a sequence number, in order."""
-    last = await bus.last_sequence(names.log_stream, names.groups)
+    last = await bus.store.last_sequence(names.log_stream, names.groups)
     outcomes: list[tuple[int, Outcome]] = []
     if last > after:
         async for sequence, outcome in follow_outcomes(bus, names, start=after + 1, samples=samples):
@@ -305,7 +306,7 @@ async def _gone(bus: Bus, names: Subjects, extent: Extent, sequences: set[int]) 
     gone = {sequence for sequence in sequences if sequence not in extent}
     if extent.missing:  # a message without a gap before it has all its parts
         for sequence in sequences - gone:
-            if not await bus.holds(names.log_stream, sequence):
+            if not await bus.store.holds(names.log_stream, sequence):
                 gone.add(sequence)
     return gone
 
@@ -313,10 +314,12 @@ async def _gone(bus: Bus, names: Subjects, extent: Extent, sequences: set[int]) 
 async def _read_journal(bus: Bus, names: Subjects, state: KernelState, values: int) -> Journal:
     """Read the journal's entries with which a kernel with these values continues from a checkpoint."""
     journal, batches = Journal(newest_incarnation=state.incarnation), dict[int, JournalBatch]()
-    last = await bus.last_sequence(names.journal_stream, names.journal)
+    last = await bus.store.last_sequence(names.journal_stream, names.journal)
     if last:
         issued = state.snapshot.ledger.issued
-        async for sequence, entry in bus.follow(names.journal_stream, names.journal, JournalEntry, start=1):
+        async for sequence, entry in bus.store.follow(
+            names.journal_stream, names.journal, JournalEntry, start=1
+        ):
             journal.newest_incarnation = max(journal.newest_incarnation, entry.incarnation)
             if isinstance(entry, JournalDraws):  # a new incarnation keeps the draws of the former one
                 journal.draws |= {

@@ -197,8 +197,8 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource) ->
     names = setup.names
     rows = rows_of(segment.batches)
     async with served(setup), connect(Bootstrap.read(setup.folder / "bus" / "kernel.json")) as bus:
-        await bus.make_log(names.log_stream, names.of_log)
-        await bus.make_log(names.journal_stream, [names.journal])
+        await bus.store.make_log(names.log_stream, names.of_log)
+        await bus.store.make_log(names.journal_stream, [names.journal])
         placed: dict[str, RowRef] = {}
         draws = dict(segment.draws)
         if setup.graph.samples:
@@ -210,10 +210,10 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource) ->
                 placed |= {row.id: row for row in batch.rows}
                 for group in _dataset_groups(batch):
                     draws[group.ticket] = group.members[0].sequence
-                    await bus.append(names.groups, group, id=f"{group.ticket}/{group.attempt}/end")
+                    await bus.store.append(names.groups, group, id=f"{group.ticket}/{group.attempt}/end")
         first = segment.batches[0].version
         entry = JournalDraws(0, first, tuple(sorted(draws.items())))
-        await bus.append(names.journal, entry, id=f"draws/{first}")
+        await bus.store.append(names.journal, entry, id=f"draws/{first}")
         for batch in segment.batches:
             entry = msgspec.structs.replace(
                 batch,
@@ -222,7 +222,7 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource) ->
                 layout=setup.layout,
                 seed=setup.config.seed,
             )
-            await bus.append(names.journal, entry, id=f"batch/{batch.version}")
+            await bus.store.append(names.journal, entry, id=f"batch/{batch.version}")
     log.info("store filled", groups=len(rows), batches=len(segment.batches))
 
 
@@ -234,12 +234,12 @@ async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> dict
     former = -1
     for number, bundle in enumerate(_bundles_of(group.trajectories)):
         message = TrajectoryBundle(group.ticket, group.attempt, group.row, tuple(bundle))
-        sequence = await bus.append(names.trajectories, message, id=f"{name}/bundle/{number}")
+        sequence = await bus.store.append(names.trajectories, message, id=f"{name}/bundle/{number}")
         for index, trajectory in enumerate(bundle):
             members.append(_member_of(trajectory, sequence, index, part=trajectory.sample == former))
             former = trajectory.sample
     images = [
-        await bus.append(names.image(digest), StoredImage(file), id=f"{name}/{digest}")
+        await bus.store.append(names.image(digest), StoredImage(file), id=f"{name}/{digest}")
         for digest, file in group.images.items()
     ]
     done = GroupDone(
@@ -253,7 +253,7 @@ async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> dict
         group.score_s,
         images=tuple(images),
     )
-    await bus.append(names.groups, done, id=f"{name}/end")
+    await bus.store.append(names.groups, done, id=f"{name}/end")
     return {
         member.id: RowRef(member.id, member.sequence, member.index, group.ticket, member.length)
         for member in members

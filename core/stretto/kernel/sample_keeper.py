@@ -191,10 +191,12 @@ class SampleKeeper:
 
     async def _follow(self, message: Follow) -> Following:
         names = self._names
-        extent = await self._bus.extent(names.log_stream)
+        extent = await self._bus.store.extent(names.log_stream)
         start = message.start if message.start <= extent.last + 1 else 1
-        consumer = await self._bus.make_consumer(names.log_stream, names.of_samples, start=start)
-        ends = [await self._bus.last_sequence(names.log_stream, subject) for subject in names.of_samples]
+        consumer = await self._bus.store.make_consumer(names.log_stream, names.of_samples, start=start)
+        ends = [
+            await self._bus.store.last_sequence(names.log_stream, subject) for subject in names.of_samples
+        ]
         self._followed.set()
         return Following(consumer, start, max(ends))
 
@@ -209,7 +211,7 @@ class SampleKeeper:
             self._retired_batches += 1
             id = f"retired/{self._lease_epoch}/{self._retired_batches}"
             try:
-                await self._bus.append(self._names.retired, RetiredTickets(tickets), id=id)
+                await self._bus.store.append(self._names.retired, RetiredTickets(tickets), id=id)
             except BusError as error:
                 log.warning("retired tickets are not in the log", tickets=len(tickets), error=str(error))
 

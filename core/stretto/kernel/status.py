@@ -191,7 +191,7 @@ class StatusBoard:
 
     def _waits(self) -> list[Stall]:
         waits = [_stall(member.worker, member.wait) for member in self._fleet.members.values() if member.wait]
-        if self.bus is not None and (own := self.bus.longest_wait()):
+        if self.bus is not None and (own := self.bus.unanswered.longest()):
             waits.append(_stall("kernel", own))
         return sorted(waits, key=lambda each: -each.seconds)
 

@@ -44,26 +44,26 @@ class TicketQueue:
         """Put a ticket into the work queue. If the trainers read the sequences from the dataset, append the
         outcome of a training ticket to the log instead."""
         if ticket.purpose == "train" and not self._samples:
-            await self._bus.append(self._names.groups, _dataset_group(ticket), id=f"{ticket.name}/end")
+            await self._bus.store.append(self._names.groups, _dataset_group(ticket), id=f"{ticket.name}/end")
             return
         if ticket.purpose == "train":
             self._log_at_issue.setdefault(ticket.id, self.log_sequence)
         elif self._log_at_evaluation is None:
             self._log_at_evaluation = self.log_sequence
-        sequence = await self._bus.append(self._names.ticket(ticket.purpose), ticket, id=ticket.name)
+        sequence = await self._bus.store.append(self._names.ticket(ticket.purpose), ticket, id=ticket.name)
         self._queued[ticket.purpose, ticket.id, ticket.attempt] = sequence
 
     async def withdraw(self, purpose: Purpose, ticket: int, attempt: int) -> None:
         """Remove an attempt from the queue, and tell the worker that works on it to stop."""
         sequence = self._queued.pop((purpose, ticket, attempt), None)
         if sequence is not None:
-            await self._bus.delete(self._names.tickets_stream, sequence)
+            await self._bus.store.delete(self._names.tickets_stream, sequence)
         await self._bus.publish(self._names.abort_ticket, AbortTicket(purpose, ticket, attempt))
 
     async def clear(self) -> None:
         """Remove the tickets that a former kernel left in the queue. No worker of this kernel may take them:
         no engine is ever lent to an evaluation of the former kernel, so its tickets would never end."""
-        await self._bus.purge(self._names.tickets_stream)
+        await self._bus.store.purge(self._names.tickets_stream)
 
     async def follow(self, take_in: Callable[[Outcome], None]) -> None:
         """Call `take_in` with every later outcome of a ticket, in the order of the log. It never ends."""

@@ -186,7 +186,7 @@ class _SampleWriter:
             self._names.trained: TrainedRows,
             self._names.retired: RetiredTickets,
         }
-        messages = self._bus.follow_consumer(
+        messages = self._bus.store.follow_consumer(
             self._names.log_stream, kinds, consumer_at, start=self._joiner.following
         )
         async for sequence, message in messages:
@@ -227,7 +227,7 @@ class _SampleWriter:
             return
         names = self._names
         try:
-            stored = await self._bus.read_newest(names.log_stream, names.image(name), StoredImage)
+            stored = await self._bus.store.read_newest(names.log_stream, names.image(name), StoredImage)
         except (MessageGone, Malformed) as error:
             log.warning("an image of a sample is not in the log", image=name, reason=str(error))
             return

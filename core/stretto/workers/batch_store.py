@@ -370,7 +370,7 @@ class BatchStore:
             async with limit:
                 names = self._context.names
                 subject = names.image(digest)
-                image = await self._context.bus.read_newest(names.log_stream, subject, StoredImage)
+                image = await self._context.bus.store.read_newest(names.log_stream, subject, StoredImage)
             if ImageFile(image.file).digest != digest:
                 raise BusError(f"{subject} of {names.log_stream} is another image than its name says")
             files[digest] = image.file
@@ -388,7 +388,7 @@ class BatchStore:
         async def read(sequence: int) -> None:
             async with limit:
                 stream = self._context.names.log_stream
-                bundle = await self._context.bus.read(stream, sequence, TrajectoryBundle)
+                bundle = await self._context.bus.store.read(stream, sequence, TrajectoryBundle)
                 self._bundles[sequence] = _Bundle.of(bundle)
 
         async with anyio.create_task_group() as tasks:

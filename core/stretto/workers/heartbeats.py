@@ -16,7 +16,8 @@ import msgspec
 import structlog
 from anyio.from_thread import start_blocking_portal
 
-from stretto.bus.client import connect, sleep_and_measure_delay
+from stretto.bus.client import connect
+from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.messages import Heartbeat, Subjects
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError

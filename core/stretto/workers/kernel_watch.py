@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from stretto.bus.client import sleep_and_measure_delay
+from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.lock import KernelLock
 
 __all__ = ["KernelWatch"]

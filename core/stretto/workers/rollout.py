@@ -18,7 +18,6 @@ from anyio.abc import TaskGroup
 from stretto import tracing
 from stretto.assembly.logs import bound
 from stretto.assembly.variants import runs_of
-from stretto.bus.client import Delivery
 from stretto.bus.messages import (
     AbortTicket,
     GroupDone,
@@ -30,6 +29,7 @@ from stretto.bus.messages import (
     Ticket,
     TicketStarted,
 )
+from stretto.bus.store import Delivery
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.models.files import fetch_config
@@ -140,7 +140,7 @@ class RolloutWorker:
         """Take a ticket from the queue whenever a slot is free, until the worker drains."""
         names = self._context.names
         stop, slots = self._draining, self._slots[purpose]
-        tickets = self._bus.take(names.tickets_stream, names.ticket(purpose), Ticket, until=stop)
+        tickets = self._bus.store.take(names.tickets_stream, names.ticket(purpose), Ticket, until=stop)
         while True:
             await slots.acquire()
             delivery = await anext(tickets, None)
@@ -169,7 +169,7 @@ class RolloutWorker:
                 with tracing.within(tracing.span("rollout", ticket.traceparent, ticket=ticket.name)) as span:
                     outcome = await runner.outcome(ticket)
                     _trace(outcome, span)
-                await self._bus.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
+                await self._bus.store.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
             finally:
                 _, newest = self._running.pop(key)
                 self._slots[ticket.purpose].release()

@@ -168,7 +168,7 @@ class StepRecorder:
                 continue
             id, message = self._waiting[0]
             try:
-                await self._bus.append(self._names.trained, message, id=id)
+                await self._bus.store.append(self._names.trained, message, id=id)
             except BusError as error:
                 log.warning("the figures of a step are not in the log", error=str(error))
             if self._waiting and self._waiting[0][0] == id:

@@ -191,7 +191,7 @@ class TicketRunner:
             return []
         added = dict.fromkeys(each for wire in wires for each in wire.added_images if each in images)
         return [
-            await self._context.bus.append(
+            await self._context.bus.store.append(
                 names.image(digest), StoredImage(file), id=f"{attempt.ticket.name}/{digest}"
             )
             for digest, file in zip(added, images.files(list(added)), strict=True)
@@ -205,7 +205,7 @@ class TicketRunner:
         for number, bundle in enumerate(bundles_of(wires)):
             message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))
             id = f"{ticket.name}/{subject.rpartition('.')[2]}/{number}"
-            stored.append((await self._context.bus.append(subject, message, id=id), bundle))
+            stored.append((await self._context.bus.store.append(subject, message, id=id), bundle))
         return stored
 
     async def _keep(self, attempt: _RunningTicket, *, failed: bool = False) -> tuple[int, str]:
@@ -237,7 +237,7 @@ class TicketRunner:
 
         tokens = sum(len(wire.tokens) for wire in wires)
         record, digest = await work_on_text(make_record, _CHARACTERS_PER_TOKEN * tokens)
-        return await self._context.bus.append(names.records, record, id=f"{ticket.name}/record"), digest
+        return await self._context.bus.store.append(names.records, record, id=f"{ticket.name}/record"), digest
 
     async def _keep_answers(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> int:
         """Write the answers of an evaluation ticket to the log, if the config keeps them. Return their
@@ -248,7 +248,7 @@ class TicketRunner:
         answers = answers_of(
             ticket, self._datasets["eval"][ticket.row], trajectories, self._services.tokenizer
         )
-        return await self._context.bus.append(
+        return await self._context.bus.store.append(
             self._context.names.kept_answers, answers, id=f"{ticket.name}/answers"
         )
 

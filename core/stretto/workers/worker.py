@@ -297,8 +297,8 @@ def _heartbeat(context: WorkerContext, work: RoleWorker, *, ready: bool) -> Hear
         context.worker,
         context.nonce,
         ready=ready,
-        refused=context.bus.refused,
-        wait=context.bus.longest_wait(),
+        refused=context.bus.refusals.count,
+        wait=context.bus.unanswered.longest(),
         leaving=context.drain.is_set(),
     )
     return work.heartbeat(plain)

@@ -1,0 +1,184 @@
+"""Connections to nats-servers: how a client logs in, trusts a certificate, and reconnects."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import nats.errors
+from nats.aio.client import Client
+
+from stretto.bus.messages import Subjects
+from stretto.bus.server import Bootstrap
+from stretto.bus.tls import client_context
+from stretto.errors import BusError, NoAnswer
+
+__all__ = [
+    "NatsClient",
+    "close_client",
+    "inbox_of",
+    "login_of",
+    "open_client",
+    "open_once",
+    "payload_limit",
+    "seconds_to_reconnect",
+    "without_logins",
+]
+
+_CONNECT_S = 20.0
+_RECONNECT_S = 0.2
+"""Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""
+_PING_S = 1
+"""Seconds between two pings of the server."""
+_UNANSWERED_PINGS = 5
+"""After more pings than this without an answer, the client gives up the connection and reconnects."""
+_TRY_S = 5
+"""Seconds in which a server must answer a client that connects."""
+_TRY_OF_SEVERAL_S = 2
+"""The same with several servers: one that stands still must not keep a client from the others for long."""
+
+_NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus.tls)"
+
+
+class NatsClient(Client):
+    """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS."""
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        server = self._current_server
+        if initial_connection and server and server.uri.scheme == "tls" and not info.get("tls_required"):
+            raise nats.errors.Error(f"{server.uri.hostname} offers no TLS")
+        await super()._process_info(info, initial_connection)
+
+
+async def open_once(
+    bootstrap: Bootstrap,
+    address: str,
+    timeout_s: float,
+    on_error: Callable[[Exception], Awaitable[None]] | None = None,
+) -> Client:
+    """Open a plain client of one server, which does not reconnect. The caller closes it.
+
+    Args:
+        on_error: called with each error that the server reports.
+
+    Raises:
+        BusError: if the server does not accept the client within `timeout_s` seconds.
+        ConfigError: if the certificate of the bootstrap is damaged.
+    """
+    client = NatsClient()
+
+    async def ignore(error: Exception) -> None:
+        """Leave the error to the exception."""
+
+    tls = {"tls": client_context(bootstrap.tls)} if address.startswith("tls://") else {}
+    try:
+        with anyio.fail_after(timeout_s):
+            await client.connect(
+                [address],
+                inbox_prefix=inbox_of(bootstrap).encode(),
+                allow_reconnect=False,
+                error_cb=on_error or ignore,
+                **tls,
+                **login_of(bootstrap),
+            )
+    except (TimeoutError, OSError, nats.errors.Error) as error:
+        reason = client.last_error if isinstance(error, TimeoutError) else error
+        await close_client(client)
+        raise BusError(_reason_text(reason or error, address)) from error
+    return client
+
+
+def login_of(bootstrap: Bootstrap) -> dict[str, Any]:
+    """Return the client's options for the credentials of a bootstrap."""
+    if bootstrap.credentials_file:
+        return {"user_credentials": bootstrap.credentials_file}
+    return {"user": bootstrap.user, "password": bootstrap.password} if bootstrap.user else {}
+
+
+def without_logins(url: str) -> str:
+    """Return addresses of servers without the users and passwords that they may contain."""
+    return re.sub(r"//[^/@,]*@", "//", url)
+
+
+def _reason_text(error: Exception, url: str) -> str:
+    """Return why a connection was not made, in words for a user."""
+    text = str(error).removeprefix("nats: ").strip("'") or type(error).__name__
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message or text}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed: {error.reason or text}; {_NO_CERTIFICATE}"
+    if isinstance(error, ConnectionResetError | BrokenPipeError) and "tls://" in url:
+        return f"it ended the connection; {_NO_CERTIFICATE}"
+    return text
+
+
+async def open_client(
+    client: Client,
+    bootstrap: Bootstrap,
+    on_error: Callable[[Exception], Awaitable[None]],
+    on_disconnected: Callable[[], Awaitable[None]],
+    on_reconnected: Callable[[], Awaitable[None]],
+    login: dict[str, Any],
+) -> None:
+    """Open a client that reconnects until it is closed.
+
+    Raises:
+        NoAnswer: if no server accepts it in time; with the last reason.
+    """
+    options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S}  # typed as int there
+    if "tls://" in bootstrap.url:
+        options["tls"] = client_context(bootstrap.tls)
+    try:
+        with anyio.fail_after(_CONNECT_S):
+            await client.connect(
+                bootstrap.url.split(","),
+                name=bootstrap.worker or bootstrap.role,
+                inbox_prefix=inbox_of(bootstrap).encode(),
+                allow_reconnect=True,
+                max_reconnect_attempts=-1,
+                connect_timeout=_TRY_S if "," not in bootstrap.url else _TRY_OF_SEVERAL_S,
+                ping_interval=_PING_S,
+                max_outstanding_pings=_UNANSWERED_PINGS,
+                error_cb=on_error,
+                disconnected_cb=on_disconnected,
+                reconnected_cb=on_reconnected,
+                **options,
+                **login,
+            )
+    except (TimeoutError, OSError, nats.errors.Error) as error:
+        reason = client.last_error if isinstance(error, TimeoutError) else error
+        why = f" ({_reason_text(reason, bootstrap.url)})" if reason is not None else ""
+        raise NoAnswer(
+            f"nats-server at {without_logins(bootstrap.url)}{why}", "connect", _CONNECT_S
+        ) from error
+
+
+async def close_client(client: Client) -> None:
+    """Send what waits, and close a client. A server that is gone is no error."""
+    if client.is_connected:
+        with anyio.move_on_after(1), suppress(nats.errors.Error, OSError):
+            await client.flush(1)
+    with anyio.move_on_after(1), suppress(nats.errors.Error, OSError):
+        await client.close()
+
+
+def inbox_of(bootstrap: Bootstrap) -> str:
+    """Return the prefix of the subjects at which a process of this role receives answers."""
+    role: Any = bootstrap.role
+    return Subjects(bootstrap.run).inbox(role)
+
+
+def seconds_to_reconnect(client: Client) -> float:
+    """Return the seconds in which a client that has lost its server finds another one of the cluster, even if
+    all others but one stand still; 0 with one server."""
+    servers = len(client.servers)
+    return (_UNANSWERED_PINGS + 1) * _PING_S + servers * _TRY_OF_SEVERAL_S if servers > 1 else 0.0
+
+
+def payload_limit(client: Client) -> int:
+    """Return the maximum size, in bytes, of a payload that is sent in one piece."""
+    return client.max_payload - 1024  # room for headers

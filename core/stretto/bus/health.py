@@ -1,0 +1,81 @@
+"""What the bus knows of its own health: requests without an answer, refused messages, and late wake-ups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import anyio
+import structlog
+
+from stretto.bus.messages import Wait
+
+__all__ = ["Refusals", "Unanswered", "sleep_and_measure_delay"]
+
+log = structlog.get_logger()
+
+_LOGGED_REFUSALS = 100
+
+
+class Unanswered:
+    """Requests of this process that are not answered yet, and operations on the store."""
+
+    def __init__(self) -> None:
+        self._ids = count()
+        self._waits: dict[int, tuple[str, str, float]] = {}
+        """Process, verb and time of each."""
+
+    @contextmanager
+    def waiting(self, who: str, verb: str, *, waited_s: float = 0.0) -> Generator[None]:
+        """Count a wait for the duration of the block.
+
+        Args:
+            who: the process that has to answer.
+            waited_s: seconds that it has waited before.
+        """
+        id = next(self._ids)
+        self._waits[id] = (who, verb, anyio.current_time() - waited_s)
+        try:
+            yield
+        finally:
+            del self._waits[id]
+
+    def longest(self) -> Wait | None:
+        """Return the oldest wait, if it is older than a second."""
+        if not self._waits:
+            return None
+        who, verb, since = min(self._waits.values(), key=lambda wait: wait[2])
+        seconds = anyio.current_time() - since
+        return Wait(who, verb, seconds) if seconds > 1 else None
+
+
+class Refusals:
+    """Malformed messages, which no handler sees."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def refuse(self, subject: str, kind: Any, error: Exception) -> None:
+        """Count a message that is not of the expected kind. Log the first ones."""
+        self.count += 1
+        if self.count <= _LOGGED_REFUSALS:
+            expected = getattr(kind, "__name__", str(kind))
+            log.warning(
+                "message refused", subject=subject, expected=expected, reason=str(error), refused=self.count
+            )
+
+
+async def sleep_and_measure_delay(seconds: float) -> float:
+    """Sleep, and return the number of seconds by which this process woke up too late.
+
+    During that time the process was stopped, swapped out or blocked, and it read no message. So the silence
+    of its peers in that time says nothing about them. A delay of at most `seconds` returns 0, because a busy
+    machine can cause it.
+    """
+    start = time.monotonic()
+    await anyio.sleep(seconds)
+    late = time.monotonic() - start - seconds
+    return late if late > seconds else 0.0

@@ -1,0 +1,546 @@
+"""What nats-server keeps on disk for a run: streams that are read by number, work queues, and named values.
+
+The store promises:
+
+- A message is stored before `append` returns, once for each id.
+- With several servers of a cluster, what is stored survives the loss of a server if it has replicas; while
+  the others elect a leader, the client repeats what it asked the store.
+- A stream that stores large messages keeps them in parts, and joins the parts before a reader sees them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import anyio
+import msgspec
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    RawStreamMsg,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+from nats.js.errors import APIError, KeyNotFoundError, NotFoundError
+from nats.js.kv import KeyValue
+
+from stretto.bus.connection import payload_limit
+from stretto.bus.health import Refusals, Unanswered
+from stretto.bus.messages import SERVER, Message
+from stretto.bus.payloads import MAX_PARTS, MAX_PAYLOAD, PART, content_of, decoder, encode, is_split, split
+from stretto.bus.server import Bootstrap
+from stretto.errors import BusError, Malformed, MessageGone, NoAnswer
+
+__all__ = ["Delivery", "Extent", "Store"]
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+_ANSWER_S = 10.0
+"""Seconds for one attempt of an operation."""
+_CLUSTER_ANSWER_S = 4.0
+"""The same for a store with replicas. A killed server answers nothing, and another one may answer soon."""
+_HEARTBEAT_S = 2
+"""Seconds between two signs of life from the server of a stream that this process follows."""
+_SILENT_S = 7.0
+"""After this many seconds without one, the process creates another consumer."""
+_PART_SUFFIX = ".part"
+"""Ends the subject under which a stream stores the parts of its messages."""
+_PartNumbers = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(max_length=MAX_PARTS)]
+
+_NO_MESSAGE = (10037, 10043, 10057)
+"""Error codes of the server for a message that does not exist, or no longer exists."""
+_OTHER_CONFIGURATION = 10058
+"""Error code for a stream that exists with another configuration."""
+_ELECTING = (10005, 10009, 10118, 10119, 10158)
+"""Error codes of a cluster that has lost a server a moment ago: too few servers for the replicas, no leader
+here, a stream or a consumer whose server is away, and a message whose first copy is still being stored."""
+_COPYING = (10023,)
+"""Error codes for a consumer with more replicas than its stream has now: a stream that gets more replicas is
+copied first."""
+
+
+@dataclass
+class Delivery(Generic[M]):
+    """A message taken from a work queue. Without a call of `acknowledge` or `in_progress`, the server
+    delivers it again after the queue's `redeliver_s`."""
+
+    message: M
+    _msg: Msg
+
+    async def acknowledge(self) -> None:
+        """Acknowledge the message, which removes it from the queue."""
+        await self._msg.ack()
+
+    async def give_back(self) -> None:
+        """Let the server deliver the message to another process at once."""
+        await self._msg.nak()
+
+    async def in_progress(self) -> None:
+        """Restart the time until the server delivers the message again."""
+        await self._msg.in_progress()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The sequence numbers of a stream's messages at one moment."""
+
+    first: int
+    last: int
+    """Highest sequence number that the stream has ever given; `first - 1` if the stream is empty."""
+    missing: frozenset[int] = frozenset()
+    """Sequence numbers between `first` and `last` without a message, such as those of damaged messages."""
+
+    def __contains__(self, sequence: int) -> bool:
+        return self.first <= sequence <= self.last and sequence not in self.missing
+
+
+class Store:
+    """The store of a run. The process's `Bus` has it.
+
+    Args:
+        client: the connection to the streams and the values.
+        inbox: prefix of the subjects at which this process alone receives messages.
+        unanswered: counts the operations that the server has not answered.
+        refusals: counts the stored messages that are malformed.
+    """
+
+    def __init__(
+        self, client: Client, bootstrap: Bootstrap, inbox: str, unanswered: Unanswered, refusals: Refusals
+    ) -> None:
+        self._client = client
+        self._outage_s = bootstrap.outage_s
+        self._replicas = bootstrap.replicas
+        self._answer_s = _ANSWER_S if self._replicas == 1 else _CLUSTER_ANSWER_S
+        self._jetstream: JetStreamContext = client.jetstream(timeout=self._answer_s)
+        self._inbox = inbox
+        self._unanswered = unanswered
+        self._refuse = refusals.refuse
+        self._up = asyncio.Event()
+        self._pulling: set[asyncio.Queue[Msg | None]] = set()
+        """Queues of the streams that this process follows. None in a queue means that the client has lost the
+        connection and reconnected."""
+
+    async def on_disconnected(self) -> None:
+        """Hold back all operations. The client calls it when the connection is lost, and at the end."""
+        self._up.clear()
+
+    async def on_reconnected(self) -> None:
+        """Go on, and restart the streams that this process follows. The client calls it."""
+        self._up.set()
+        for queue in self._pulling:
+            queue.put_nowait(None)
+
+    # ---------------------------------------------------------------------------------- streams
+
+    async def make_log(self, stream: str, subjects: list[str]) -> None:
+        """Create a stream that processes read by sequence number and purge from its beginning. Idempotent."""
+        subjects = [*subjects, *(f"{subject}{_PART_SUFFIX}" for subject in subjects)]
+        await self._make_stream(StreamConfig(name=stream, subjects=subjects, allow_direct=True))
+
+    async def make_queue(self, stream: str, subjects: list[str], *, redeliver_s: float) -> None:
+        """Create a work queue with one consumer for each subject. The consumer's name is made from the
+        subject. Idempotent.
+
+        Args:
+            redeliver_s: seconds after which the server delivers a message again that nobody acknowledged.
+        """
+        await self._make_stream(
+            StreamConfig(name=stream, subjects=subjects, retention=RetentionPolicy.WORK_QUEUE)
+        )
+        for subject in subjects:
+            consumer = ConsumerConfig(
+                durable_name=_consumer(subject),
+                filter_subject=subject,
+                ack_policy=AckPolicy.EXPLICIT,
+                ack_wait=redeliver_s,
+                max_ack_pending=-1,
+            )
+            await self._storing(lambda c=consumer: self._jetstream.add_consumer(stream, c), stream)
+
+    async def append(self, subject: str, message: Message, *, id: str) -> int:
+        """Store a message in the stream of its subject, once for each `id`, and return its sequence number.
+
+        Raises:
+            NoAnswer: if the server does not confirm in time.
+            BusError: if the server cannot store the message, for example because the disk is full.
+        """
+        data = encode(message)
+        if len(data) > payload_limit(self._client):
+            # The parts go to a subject of their own, and the message holds their sequence numbers.
+            parts = split(data, payload_limit(self._client))
+            sequences = [
+                await self._store(f"{subject}{_PART_SUFFIX}", part, f"{id}.{index}")
+                for index, part in enumerate(parts)
+            ]
+            data = bytes([PART]) + msgspec.msgpack.encode(sequences)
+        return await self._store(subject, data, id)
+
+    async def read(self, stream: str, sequence: int, kind: type[M]) -> M:
+        """Return the message at a sequence number.
+
+        Raises:
+            NoAnswer: if the server does not answer in time.
+            MessageGone: if the message, or a part of it, is not in the stream.
+            Malformed: if the message is not of this kind.
+        """
+        return await self._decode_stored(stream, await self._read_message(stream, sequence), kind)
+
+    async def read_newest(self, stream: str, subject: str, kind: type[M]) -> M:
+        """Return the newest message of a subject.
+
+        Raises:
+            NoAnswer, MessageGone, Malformed: as `read`.
+        """
+        return await self._decode_stored(stream, await self._read_message(stream, 0, subject), kind)
+
+    async def _decode_stored(self, stream: str, message: RawStreamMsg, kind: type[M]) -> M:
+        try:
+            return decoder(kind)(await self._join_stored_parts(stream, message.data or b""))
+        except (msgspec.DecodeError, ValueError) as error:
+            name = f"{stream} {message.seq}"
+            self._refuse(name, kind, error)
+            raise Malformed(name, kind.__name__, str(error)) from error
+
+    async def follow(
+        self, stream: str, subject: str, kind: Any, *, start: int
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """Yield (sequence, message) of a stream from `start` on, in order, each message once. It never ends.
+
+        Args:
+            kind: a message type or a union of message types. The bus refuses and skips malformed messages.
+        """
+
+        async def consumer_at(following: int) -> str:
+            return await self.make_consumer(stream, [subject], start=following)
+
+        async for item in self.follow_consumer(stream, {subject: kind}, consumer_at, start=start):
+            yield item
+
+    async def make_consumer(self, stream: str, subjects: list[str], *, start: int) -> str:
+        """Create a consumer of a stream's messages from `start` on, and return its name. The server removes
+        it when nobody has pulled from it for two minutes."""
+        one = len(subjects) == 1
+        consumer = ConsumerConfig(
+            filter_subject=subjects[0] if one else None,
+            filter_subjects=None if one else subjects,
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=max(1, start),
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=120,
+            num_replicas=self._replicas,
+        )
+        info = await self._storing(
+            lambda: self._jetstream.add_consumer(stream, consumer), stream, passing=_COPYING
+        )
+        return info.name
+
+    async def follow_consumer(
+        self,
+        stream: str,
+        kinds: Mapping[str, Any],
+        consumer_at: Callable[[int], Awaitable[str]],
+        *,
+        start: int,
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """Yield (sequence, message) as `follow` does, of several subjects, with consumers that someone else
+        may have created.
+
+        Args:
+            kinds: subject -> a message type or a union of message types.
+            consumer_at: returns the name of a new consumer from a sequence number on. It is called again when
+                the server has lost the consumer.
+        """
+        decoders = {subject: decoder(kind) for subject, kind in kinds.items()}
+        following = start
+        while True:
+            try:
+                consumer = await consumer_at(following)
+                async for sequence, subject, data in self._pull(stream, consumer):
+                    if sequence < following:
+                        continue
+                    message = None
+                    try:
+                        message = decoders[subject](await self._join_stored_parts(stream, data))
+                    except (msgspec.DecodeError, ValueError, MessageGone, KeyError) as error:
+                        self._refuse(subject, kinds.get(subject), error)
+                    following = sequence + 1
+                    if message is not None:
+                        yield sequence, message
+            except (NoAnswer, NotFoundError):
+                # The server has lost the consumer, for example at a restart: create another one.
+                log.warning("stream interrupted", stream=stream, following=following)
+                await anyio.sleep(0.5)
+
+    async def last_sequence(self, stream: str, subject: str) -> int:
+        """Return the sequence number of the newest message of a subject in its stream; 0 if there is none."""
+        try:
+            message = await self._storing(lambda: self._jetstream.get_last_msg(stream, subject), stream)
+        except NotFoundError:
+            return 0
+        return message.seq or 0
+
+    async def extent(self, stream: str) -> Extent:
+        """Return the sequence numbers of the messages in a stream. The server has checked them at its start:
+        a damaged message counts as missing."""
+        subject = f"$JS.API.STREAM.INFO.{stream}"
+
+        async def ask() -> dict[str, Any]:
+            question = b'{"deleted_details": true}'
+            answer = await self._client.request(subject, question, timeout=self._answer_s)
+            content = json.loads(answer.data)
+            if "error" in content:
+                raise APIError.from_error(content["error"])
+            return content["state"]
+
+        state = await self._storing(ask, subject)
+        return Extent(state["first_seq"], state["last_seq"], frozenset(state.get("deleted") or ()))
+
+    async def holds(self, stream: str, sequence: int) -> bool:
+        """Whether a stream holds a message with all its parts. It reads the message."""
+        try:
+            message = await self._read_message(stream, sequence)
+            await self._join_stored_parts(stream, message.data or b"")
+        except (msgspec.DecodeError, ValueError, MessageGone):
+            return False
+        return True
+
+    async def purge(self, stream: str, *, below: int | None = None) -> None:
+        """Remove the messages with a sequence number lower than `below`, or all messages if it is None.
+
+        If the stream has not reached `below`, its next message gets that sequence number.
+        """
+        await self._storing(lambda: self._jetstream.purge_stream(stream, seq=below), stream)
+
+    async def delete(self, stream: str, sequence: int) -> None:
+        """Remove one message. If it is not there, do nothing."""
+        try:
+            await self._storing(lambda: self._jetstream.delete_msg(stream, sequence), stream)
+        except BusError as error:
+            if not (isinstance(error.__cause__, APIError) and error.__cause__.err_code in _NO_MESSAGE):
+                raise
+
+    async def take(
+        self, stream: str, subject: str, kind: type[M], *, until: anyio.Event
+    ) -> AsyncIterator[Delivery[M]]:
+        """Yield messages of a work queue, each to one process at a time. The bus pulls a message only when
+        the caller asks for the next one.
+
+        Args:
+            until: when it is set, the bus pulls no more. A message that was already asked for is still
+                yielded, because the server counts it as delivered; this takes at most 10 s.
+        """
+        subscription = await self._jetstream.pull_subscribe_bind(
+            consumer=_consumer(subject), stream=stream, pending_msgs_limit=16
+        )
+        decode = decoder(kind)
+        while not until.is_set():
+            try:
+                [msg] = await subscription.fetch(1, timeout=self._answer_s)
+            except (TimeoutError, nats.errors.TimeoutError):
+                continue
+            except (nats.errors.Error, APIError) as error:
+                log.warning("work queue interrupted", stream=stream, error=str(error))
+                await anyio.sleep(0.5)
+                continue
+            try:
+                yield Delivery(decode(msg.data), msg)
+            except msgspec.DecodeError as error:
+                self._refuse(subject, kind, error)
+                await msg.term()
+
+    # ----------------------------------------------------------------------------------- values
+
+    async def make_state(self, bucket: str) -> None:
+        """Create a bucket of named values. Idempotent."""
+        create = self._jetstream.create_key_value
+
+        async def make() -> None:
+            try:
+                await create(bucket=bucket, history=1, replicas=self._replicas)
+            except APIError as error:
+                if error.err_code != _OTHER_CONFIGURATION:
+                    raise
+                present = (await self._jetstream.stream_info(f"KV_{bucket}")).config
+                await self._jetstream.update_stream(present, num_replicas=self._replicas)
+
+        await self._storing(make, bucket)
+
+    async def put_state(self, bucket: str, key: str, message: Message) -> int:
+        """Store a value and return its revision. Revisions only rise within a bucket."""
+        values = await self._bucket(bucket)
+        return await self._storing(lambda: values.put(key, encode(message)), bucket)
+
+    # ---------------------------------------------------------------------------------- private
+
+    async def _make_stream(self, config: StreamConfig) -> None:
+        """Create a stream, or give an existing one this configuration: a resumed run may have other
+        replicas."""
+        config.storage = StorageType.FILE
+        config.num_replicas = self._replicas
+
+        async def make() -> None:
+            try:
+                await self._jetstream.add_stream(config)
+            except APIError as error:
+                if error.err_code != _OTHER_CONFIGURATION:
+                    raise
+                await self._jetstream.update_stream(config)
+
+        await self._storing(make, config.name or "")
+
+    async def _bucket(self, bucket: str) -> KeyValue:
+        return await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
+
+    async def _storing(
+        self, operation: Callable[[], Awaitable[T]], action: str, passing: Collection[int] = ()
+    ) -> T:
+        """Run a JetStream operation, and repeat it for up to `outage_s` while the server does not answer. The
+        time without a connection does not count. All these operations are idempotent.
+
+        Args:
+            passing: more error codes of the server after which a cluster may succeed later.
+        """
+        remaining_s = self._outage_s
+        while True:
+            await self._up.wait()
+            began = anyio.current_time()
+            try:
+                with self._unanswered.waiting(SERVER, action, waited_s=self._outage_s - remaining_s):
+                    return await operation()
+            except (NotFoundError, KeyNotFoundError):
+                raise
+            except APIError as error:
+                temporary = _temporary(error) or (
+                    self._replicas > 1 and error.err_code in (*_ELECTING, *passing)
+                )
+                if not temporary or remaining_s <= 0:
+                    raise BusError(f"nats-server refuses {action!r}: {error.description}") from error
+            except (TimeoutError, nats.errors.Error) as error:
+                if remaining_s <= 0:
+                    raise NoAnswer(SERVER, action, self._outage_s) from error
+            await anyio.sleep(0.2)
+            remaining_s -= anyio.current_time() - began
+
+    async def _store(self, subject: str, data: bytes, id: str) -> int:
+        headers = {"Nats-Msg-Id": id}
+        ack = await self._storing(
+            lambda: self._jetstream.publish(subject, data, headers=headers), f"append to {subject}"
+        )
+        return ack.seq
+
+    async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
+        """Return a stored message: the one with this number, or the newest one of a subject. Any server of a
+        cluster may answer, also one that does not have the newest messages yet. So what that server lacks is
+        asked of the leader, which has them all.
+
+        Raises:
+            MessageGone: if the message is not in the stream.
+            NoAnswer: if the server does not answer in time.
+        """
+
+        async def get() -> RawStreamMsg:
+            try:
+                return await self._jetstream.get_msg(stream, sequence, subject, direct=True)
+            except NotFoundError:
+                if self._replicas == 1:
+                    raise
+                return await self._jetstream.get_msg(stream, sequence, subject)
+
+        # With a number, also 0, the client puts the subject into the question and not into the question's own
+        # subject: workers may ask at one subject alone.
+        name = subject or f"message {sequence}"
+        try:
+            return await self._storing(get, f"{stream} {name}")
+        except NotFoundError as error:
+            raise MessageGone(f"{name} of {stream} is gone") from error
+
+    async def _join_stored_parts(self, stream: str, data: bytes) -> bytes:
+        """Return the appended payload. If it was stored in parts, join them.
+
+        Raises:
+            MessageGone: if a part is not there.
+            ValueError: if the parts are no parts, or are too large together.
+            NoAnswer: if the server does not answer in time.
+        """
+        if not is_split(data):
+            return data
+        pieces: list[bytes] = []
+        room = MAX_PAYLOAD
+        for sequence in msgspec.msgpack.decode(data[1:], type=_PartNumbers):
+            part = await self._read_message(stream, sequence)
+            if not (part.subject or "").endswith(_PART_SUFFIX):
+                raise ValueError(f"message {sequence} is not a part of another message")
+            pieces.append(content_of(part.data or b""))
+            room -= len(pieces[-1])
+            if room < 0:
+                raise ValueError(f"the parts have more than {MAX_PAYLOAD:,} bytes together")
+        return b"".join(pieces)
+
+    async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, str, bytes]]:
+        """Yield (sequence, subject, payload) of a consumer's messages as they arrive, in order.
+
+        Raises:
+            NoAnswer: if the server is silent or has lost the consumer, or if the client has reconnected.
+        """
+        inbox = f"{self._inbox}.pull.{consumer}"
+        queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+
+        async def enqueue(msg: Msg) -> None:
+            queue.put_nowait(msg)
+
+        subscription = await self._client.subscribe(inbox, cb=enqueue)
+        self._pulling.add(queue)
+        ask = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        batch, expires_s = 256, 15
+        request = msgspec.json.encode(
+            {"batch": batch, "expires": expires_s * 10**9, "idle_heartbeat": _HEARTBEAT_S * 10**9}
+        )
+        try:
+            while True:
+                await self._client.publish(ask, request, inbox)
+                received = 0
+                while received < batch:
+                    try:
+                        with anyio.fail_after(_SILENT_S):
+                            msg = await queue.get()
+                    except TimeoutError:
+                        raise NoAnswer("nats-server", ask, _SILENT_S) from None
+                    if msg is None:
+                        raise NoAnswer("nats-server", ask, 0.0)
+                    status = (msg.headers or {}).get("Status")
+                    if status == "100":
+                        continue
+                    if status in ("404", "408", "409") and "Deleted" not in str(msg.headers):
+                        break
+                    if status is not None:
+                        raise NoAnswer("nats-server", ask, 0.0)
+                    received += 1
+                    yield msg.metadata.sequence.stream, msg.subject, msg.data
+        finally:
+            self._pulling.discard(queue)
+            with suppress(nats.errors.Error):
+                await subscription.unsubscribe()
+
+
+def _consumer(subject: str) -> str:
+    return subject.replace(".", "_")
+
+
+def _temporary(error: APIError) -> bool:
+    # Code 503: JetStream is starting or has no leader yet.
+    return error.code == 503 and "insufficient" not in (error.description or "").lower()
