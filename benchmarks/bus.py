@@ -23,7 +23,8 @@ from nats.aio.client import Client
 
 from stretto.array import Array
 from stretto.bus.client import connect
-from stretto.bus.messages import Message, Subjects
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.config import BusConfig
 

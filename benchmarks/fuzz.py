@@ -21,7 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import anyio
@@ -33,7 +35,9 @@ from nats.aio.client import Client
 from stretto.array import Array
 from stretto.bus import messages
 from stretto.bus.client import connect
-from stretto.bus.messages import WORKER_VERBS, Heartbeat, Message, Subjects
+from stretto.bus.messages.base import Message, Refusal
+from stretto.bus.messages.membership import Heartbeat
+from stretto.bus.messages.subjects import WORKER_VERBS, Subjects
 from stretto.bus.server import Bootstrap
 from stretto.launcher import ROLES, Role
 from whole_runs import arguments_of, mock_run_file
@@ -41,7 +45,9 @@ from whole_runs import arguments_of, mock_run_file
 _STEPS_AFTER = 5
 """The run must complete this many steps after the last hostile message."""
 _PART = struct.Struct(">B16sII")
-_KINDS = [kind for kind in Message.__subclasses__() if kind is not messages.Refusal]
+for _module in iter_modules(messages.__path__, f"{messages.__name__}."):
+    import_module(_module.name)
+_KINDS = [kind for kind in Message.__subclasses__() if kind is not Refusal]
 _VALUES: list[Any] = [
     *(None, True, -1, 0, 1, 2**63 - 1, 1.5, float("nan"), float("inf"), b"", b"\xff" * 9),
     *("", "x", "\x1b[2J[/INST]", "rollout-0\r\nPUB x 0\r\n\r\n", "x" * 9000),

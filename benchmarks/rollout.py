@@ -22,7 +22,8 @@ import anyio
 import psutil
 
 from stretto.bus.client import connect
-from stretto.bus.messages import Heartbeat, Subjects
+from stretto.bus.messages.membership import Heartbeat
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from whole_runs import arguments_of, mock_run_file
 

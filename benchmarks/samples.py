@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from rollout import run_file
 from stretto.array import Array
-from stretto.bus.messages import (
+from stretto.bus.messages.tickets import (
     GroupDone,
     KeptText,
     TicketRecord,

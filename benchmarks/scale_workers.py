@@ -32,35 +32,31 @@ from scale_launcher import Orders
 from stretto.array import Array
 from stretto.bus.client import connect
 from stretto.bus.joining import own_version
-from stretto.bus.messages import (
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.inference import LoadReport, Swap, SwapDone
+from stretto.bus.messages.membership import Beacon, Heartbeat, Join, Routes, Welcome
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import (
+    GroupDone,
+    Member,
+    Progress,
+    Ticket,
+    TicketStarted,
+    TrajectoryBundle,
+    WireTrajectory,
+)
+from stretto.bus.messages.training import (
     AskPublished,
-    Beacon,
     CallDone,
     EndStep,
-    GroupDone,
-    Heartbeat,
-    Join,
     LoadCheckpoint,
     Loaded,
-    LoadReport,
-    Member,
-    Message,
     Prefetch,
-    Progress,
     Published,
-    Routes,
     RunCall,
     Save,
     Saved,
     StepEnded,
-    Subjects,
-    Swap,
-    SwapDone,
-    Ticket,
-    TicketStarted,
-    TrajectoryBundle,
-    Welcome,
-    WireTrajectory,
 )
 from stretto.bus.payloads import decoder
 from stretto.bus.server import Bootstrap

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stretto.bus.messages import GroupDone, Member, Ticket
+from stretto.bus.messages.tickets import GroupDone, Member, Ticket
 from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings, StartBatch
 
 STALENESS = 4

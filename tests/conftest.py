@@ -19,7 +19,7 @@ import pytest
 
 from stretto.assembly.compose import compose
 from stretto.bus.client import Bus, connect
-from stretto.bus.messages import Subjects
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.cli.audit import audit_run
 from stretto.cli.checks import faults_and_warnings

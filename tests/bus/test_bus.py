@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 import anyio
 import msgspec
@@ -25,25 +27,14 @@ from nats.aio.msg import Msg
 
 from bus_testing import NO_LOCK, raw_client, server_pid, until
 from stretto.array import Array
+from stretto.bus import messages
 from stretto.bus.client import Bus
-from stretto.bus.messages import (
-    Confirm,
-    Generate,
-    GroupDone,
-    GroupFailed,
-    Heartbeat,
-    Join,
-    KernelLease,
-    Leaving,
-    Message,
-    Refusal,
-    RunStatus,
-    Subjects,
-    Ticket,
-    TrajectoryBundle,
-    Welcome,
-    WireTrajectory,
-)
+from stretto.bus.messages.base import Message, Refusal
+from stretto.bus.messages.inference import Confirm, Generate
+from stretto.bus.messages.journal import KernelLease
+from stretto.bus.messages.membership import Heartbeat, Join, Leaving, RunStatus, Welcome
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Ticket, TrajectoryBundle, WireTrajectory
 from stretto.bus.payloads import decoder
 from stretto.bus.server import NatsServer, foreign_bootstrap, lock_run
 from stretto.config import BusConfig
@@ -106,6 +97,8 @@ def test_arrays_that_cannot_be_are_refused(bad: tuple[str, tuple[int, ...], byte
 
 
 def test_every_message_has_a_versioned_tag_of_its_own() -> None:
+    for module in iter_modules(messages.__path__, f"{messages.__name__}."):
+        import_module(module.name)
     tags = [kind.__struct_config__.tag for kind in Message.__subclasses__()]
     assert len(tags) == len(set(tags))
     assert all(re.fullmatch(r"\w+/[1-9]", str(tag)) for tag in tags)
@@ -503,7 +496,9 @@ def test_credentials_are_private_and_differ_between_roles(server: NatsServer, tm
 
 HOLDER = """
 import sys, time
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 import anyio
 from stretto.bus.server import NatsServer, lock_run
 from stretto.config import BusConfig

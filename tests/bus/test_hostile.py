@@ -21,27 +21,13 @@ from bus_testing import NO_LOCK, raw_client, until
 from stretto.array import Array
 from stretto.bus.client import Bus
 from stretto.bus.joining import check_operator, is_token_of, operator_bootstrap, write_bootstrap
-from stretto.bus.messages import (
-    Beacon,
-    ChunkBatch,
-    Generate,
-    GroupFailed,
-    Heartbeat,
-    Join,
-    KernelLease,
-    Leaving,
-    Peer,
-    Ranks,
-    Routes,
-    RunScaled,
-    ScaleRun,
-    Scored,
-    ScoreSamples,
-    Subjects,
-    Ticket,
-    TrajectoryBundle,
-    Welcome,
-)
+from stretto.bus.messages.inference import ChunkBatch, Generate
+from stretto.bus.messages.journal import KernelLease
+from stretto.bus.messages.membership import Beacon, Heartbeat, Join, Leaving, Peer, Ranks, Routes, Welcome
+from stretto.bus.messages.operation import RunScaled, ScaleRun
+from stretto.bus.messages.scoring import Scored, ScoreSamples
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import GroupFailed, Ticket, TrajectoryBundle
 from stretto.bus.payloads import decoder
 from stretto.bus.server import Bootstrap, NatsServer
 from stretto.engine import GenerateRequest, Sampling

@@ -26,21 +26,12 @@ from stretto.bus import server as server_module
 from stretto.bus.client import Bus, connect
 from stretto.bus.joining import write_bootstrap
 from stretto.bus.lock import KernelLock
-from stretto.bus.messages import (
-    SERVER,
-    AskLoad,
-    Beacon,
-    EndStep,
-    Heartbeat,
-    Join,
-    KernelLease,
-    Leaving,
-    LoadReport,
-    Message,
-    Refusal,
-    StepEnded,
-    Subjects,
-)
+from stretto.bus.messages.base import Message, Refusal
+from stretto.bus.messages.inference import AskLoad, LoadReport
+from stretto.bus.messages.journal import KernelLease
+from stretto.bus.messages.membership import SERVER, Beacon, Heartbeat, Join, Leaving
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.training import EndStep, StepEnded
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run, restart_server
 from stretto.component import Problem
 from stretto.config import BusConfig

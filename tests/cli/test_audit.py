@@ -22,20 +22,17 @@ import pytest
 
 from stretto.array import Array
 from stretto.bus.client import Bus, connect
-from stretto.bus.messages import (
+from stretto.bus.messages.journal import (
     Evaluation,
-    GroupDone,
     JournalBatch,
     JournalChange,
     JournalEntry,
     JournalEvaluation,
     JournalStep,
-    Member,
-    RowRef,
-    Subjects,
-    TrajectoryBundle,
-    WireTrajectory,
 )
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import GroupDone, Member, TrajectoryBundle, WireTrajectory
+from stretto.bus.messages.training import RowRef
 from stretto.bus.server import STORE, Bootstrap, NatsServer, lock_run
 from stretto.cli.audit import AuditReport, audit_run
 from stretto.config import BusConfig

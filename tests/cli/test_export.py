@@ -22,7 +22,7 @@ from sample_messages import done
 from stretto import Context
 from stretto.agents.conversation import Conversation
 from stretto.assembly.plugins import Plugins
-from stretto.bus.messages import Ticket, TrajectoryBundle
+from stretto.bus.messages.tickets import Ticket, TrajectoryBundle
 from stretto.cli.main import app
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, StrettoError

@@ -13,7 +13,9 @@ import pytest
 from kept_samples import Kept
 from made_run import make_run
 from stretto.bus.client import Bus
-from stretto.bus.messages import RowRef, StoredImage, Subjects
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import StoredImage
+from stretto.bus.messages.training import RowRef
 from stretto.cli.audit_store import StoredRun
 from stretto.cli.recording import KeptGroups, WeightSums, read_weights
 from stretto.cli.replay_report import ComparedStep, Difference, ReplayReport, off_policy, report_lines

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from typer.testing import CliRunner, Result
 
 from sample_messages import done, failed, record, trained, trajectories
-from stretto.bus.messages import KeptText
+from stretto.bus.messages.tickets import KeptText
 from stretto.cli.main import app
 from stretto.errors import ConfigError
 from stretto.samples.join import Joiner

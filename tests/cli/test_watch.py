@@ -20,7 +20,8 @@ from made_run import make_run
 from sample_messages import failed, record
 from statuses import make_status
 from stretto.bus.client import Bus
-from stretto.bus.messages import RunStatus, Subjects
+from stretto.bus.messages.membership import RunStatus
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
 from stretto.cli.watch import watch_bus
 from stretto.errors import ConfigError

@@ -12,7 +12,7 @@ import nats
 from nats.aio.client import Client
 
 from stretto.bus.lock import KernelLock
-from stretto.bus.messages import Welcome
+from stretto.bus.messages.membership import Welcome
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from sample_messages import done, record, trained, trajectories
-from stretto.bus.messages import KeptText
+from stretto.bus.messages.tickets import KeptText
 from stretto.samples.join import Joiner
 from stretto.samples.segments import SegmentWriter
 

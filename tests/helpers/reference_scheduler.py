@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from stretto.algorithm import Group
-from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Purpose, Ticket
+from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose, Ticket
 from stretto.dataset import Curriculum, TicketEnd
 from stretto.errors import ContractError
 from stretto.kernel.draws import Draw, DrawState, RecordedDraw

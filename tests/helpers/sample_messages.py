@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stretto.array import Array
-from stretto.bus.messages import (
+from stretto.bus.messages.tickets import (
     GroupDone,
     GroupFailed,
     KeptText,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.kernel.test_checkpoint import state
 
-from stretto.bus.messages import LoadCheckpoint, Save
+from stretto.bus.messages.training import LoadCheckpoint, Save
 from stretto.component import Context
 from stretto.errors import ConfigError, EngineError
 from stretto.kernel.checkpoint import (

@@ -12,7 +12,7 @@ import torch
 
 from stretto import Context
 from stretto.array import Array
-from stretto.bus.messages import ScoredRow, SwapDone
+from stretto.bus.messages.inference import ScoredRow, SwapDone
 from stretto.engine import SwapReport
 from stretto.errors import EngineError
 from stretto.kernel.canary import EngineErrors

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.algorithm import Group
-from stretto.bus.messages import GroupDone, GroupFailed, Member, Ticket
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.dataset import Curriculum, TicketEnd
 from stretto.errors import ContractError
 from stretto.kernel.draws import Draws, RecordedDraw

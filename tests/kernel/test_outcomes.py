@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.bus.client import Bus
-from stretto.bus.messages import GroupDone, GroupFailed, Member, Purpose, Subjects, TrajectoryBundle
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Purpose, TrajectoryBundle
 from stretto.kernel.outcomes import Outcome, admit, follow_outcomes
 from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings, StartBatch
 from stretto.kernel.tickets import TicketQueue

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kernel_setup import make_setup
 from stretto.bus.client import Bus
-from stretto.bus.messages import Evaluation, Wait
+from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.membership import Wait
 from stretto.config import MetricsConfig
 from stretto.engine import Load
 from stretto.errors import RunError, leaves

@@ -14,22 +14,24 @@ import pytest
 
 from kernel_setup import make_setup
 from stretto.bus.client import Bus
-from stretto.bus.messages import (
-    Answers,
+from stretto.bus.messages.journal import (
     Evaluation,
-    GroupDone,
-    GroupFailed,
     JournalBatch,
     JournalEntry,
     JournalEvaluation,
     JournalStep,
+)
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import (
+    Answers,
+    GroupDone,
+    GroupFailed,
     Member,
-    RowRef,
     StoredImage,
-    Subjects,
     Ticket,
     TrajectoryBundle,
 )
+from stretto.bus.messages.training import RowRef
 from stretto.bus.server import Bootstrap, run_id
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError, RunError

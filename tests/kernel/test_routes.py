@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import anyio
 
-from stretto.bus.messages import EngineFigures, Routes, Subjects
+from stretto.bus.messages.membership import EngineFigures, Routes
+from stretto.bus.messages.subjects import Subjects
 from stretto.engine import Load
 from stretto.kernel.fleet import FleetMember
 from stretto.kernel.routes import RouteSender

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stretto.algorithm import Group
-from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Member, Ticket
+from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.kernel.checkpoint import KernelState
 from stretto.kernel.gate import DivergenceGate
 from stretto.kernel.scheduler import (

@@ -18,7 +18,8 @@ import pytest
 
 from reference_scheduler import ReferenceScheduler
 from stretto.algorithm import Group
-from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Member, Ticket
+from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.dataset import TicketEnd
 from stretto.kernel.draws import RecordedDraw
 from stretto.kernel.open_tickets import DeadlineQueue, Holders

@@ -27,7 +27,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import Link, StatusCode
 
 from stretto import tracing
-from stretto.bus.messages import GroupDone, Member, Ticket
+from stretto.bus.messages.tickets import GroupDone, Member, Ticket
 from stretto.config import TracingConfig
 from stretto.kernel.scheduler import Retire, StartBatch
 from stretto.kernel.traces import RunTraces

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.bus.messages import GroupDone, Member
+from stretto.bus.messages.tickets import GroupDone, Member
 from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings, Snapshot
 from stretto.kernel.variants import VariantAccounts, variant_of
 

@@ -17,7 +17,7 @@ import structlog
 
 from kernel_setup import make_setup
 from stretto.assembly.logs import log_to
-from stretto.bus.messages import GroupFailed
+from stretto.bus.messages.tickets import GroupFailed
 from stretto.children.reward import Task, try_to_score
 from stretto.errors import printable
 from stretto.kernel.ending import Ending

@@ -22,7 +22,9 @@ from stretto import Context
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallRecorder
 from stretto.array import Array
-from stretto.bus.messages import RowRef, StoredImage, Subjects, TrajectoryBundle, WireTrajectory
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import StoredImage, TrajectoryBundle, WireTrajectory
+from stretto.bus.messages.training import RowRef
 from stretto.children.environment import with_files
 from stretto.errors import BusError, ConfigError, EngineError, RequestError, RewardError
 from stretto.models.images import MAX_FILE_BYTES, decode

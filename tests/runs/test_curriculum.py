@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from stretto.bus.messages import JournalDraws, JournalEntry
+from stretto.bus.messages.journal import JournalDraws, JournalEntry
 from stretto.cli.audit import audit_run
 from stretto.cli.audit_store import open_store
 

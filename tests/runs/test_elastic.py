@@ -18,7 +18,8 @@ import pytest
 
 from stretto.bus.client import connect
 from stretto.bus.joining import write_bootstrap
-from stretto.bus.messages import Join, Subjects, Welcome
+from stretto.bus.messages.membership import Join, Welcome
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.cli.operate import numbers_of
 from stretto.errors import ConfigError, Refused

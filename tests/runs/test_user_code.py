@@ -207,7 +207,7 @@ def test_an_outcome_that_no_step_could_use_fails_its_ticket(start: Start) -> Non
     run = start("steps=25", "queue.max_failures=1000")
     code = """
 import asyncio, json, sys, msgspec, nats
-from stretto.bus.messages import GroupDone
+from stretto.bus.messages.tickets import GroupDone
 sys.stdin.readline()  # the imports may take longer than the run
 login = json.load(open(sys.argv[1]))
 async def main():

@@ -16,7 +16,8 @@ import pytest
 from bus_testing import raw_client, until
 from sample_messages import done, record, retired, trained, trajectories
 from stretto.bus.client import Bus
-from stretto.bus.messages import Follow, Following, Kept, StoredImage, Subjects
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import Follow, Following, Kept, StoredImage
 from stretto.models.images import MAX_FILE_BYTES, ImageFile
 from stretto.records.samples import SampleFilter, SampleStore
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from browser import complaints, open_browser, requested
 from pages import Page, curve_of, served
-from stretto.bus.messages import TrajectoryBundle, WireTrajectory
+from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
 from stretto.cli.audit_store import open_store
 from stretto.cli.main import app
 from stretto.errors import printable

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sample_messages import trajectories
-from stretto.bus.messages import RowRef, TrajectoryBundle
+from stretto.bus.messages.tickets import TrajectoryBundle
+from stretto.bus.messages.training import RowRef
 from stretto.workers.batch_store import BatchStore
 
 pytestmark = pytest.mark.anyio

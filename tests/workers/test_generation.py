@@ -18,18 +18,9 @@ from numpy.typing import NDArray
 from bus_testing import until
 from stretto.array import Array
 from stretto.bus.client import Bus
-from stretto.bus.messages import (
-    Abort,
-    Beacon,
-    ChunkBatch,
-    ChunkHead,
-    Confirm,
-    EngineFigures,
-    Generate,
-    Peer,
-    Routes,
-    Subjects,
-)
+from stretto.bus.messages.inference import Abort, ChunkBatch, ChunkHead, Confirm, Generate
+from stretto.bus.messages.membership import Beacon, EngineFigures, Peer, Routes
+from stretto.bus.messages.subjects import Subjects
 from stretto.engine import Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError
 from stretto.workers.generation import GeneratedSample, Generations, VersionFloor

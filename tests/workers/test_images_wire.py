@@ -12,7 +12,9 @@ import pytest
 
 from bus_testing import welcome
 from stretto.bus.client import Bus
-from stretto.bus.messages import AskImage, ImagePart, Subjects, WorkerProcess
+from stretto.bus.messages.inference import AskImage, ImagePart
+from stretto.bus.messages.membership import WorkerProcess
+from stretto.bus.messages.subjects import Subjects
 from stretto.errors import BusError, Refused
 from stretto.models.images import MAX_FILE_BYTES, OpenImage
 from stretto.workers.context import WorkerContext

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stretto.algorithm import Loss
-from stretto.bus.messages import Ticket
+from stretto.bus.messages.tickets import Ticket
 from stretto.models.tokenizer import load_tokenizer
 from stretto.rl.batch import Batch
 from stretto.workers.step_recorder import ROW, StepFigures

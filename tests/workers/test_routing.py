@@ -19,14 +19,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stretto.bus.client import connect
-from stretto.bus.messages import (
-    EngineFigures,
-    Peer,
-    Routes,
-    Subjects,
-    TrajectoryBundle,
-    WireTrajectory,
-)
+from stretto.bus.messages.membership import EngineFigures, Peer, Routes
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
 from stretto.bus.server import Bootstrap
 from stretto.workers.routing import Router
 from stretto.workers.session import sample_seed

@@ -13,7 +13,8 @@ from anyio.abc import TaskGroup
 
 from bus_testing import until, welcome
 from stretto.bus.client import Bus
-from stretto.bus.messages import Scored, ScoreSamples, Subjects
+from stretto.bus.messages.scoring import Scored, ScoreSamples
+from stretto.bus.messages.subjects import Subjects
 from stretto.errors import NoAnswer
 from stretto.workers import verifier
 from stretto.workers.context import WorkerContext

@@ -22,20 +22,19 @@ from bus_testing import welcome
 from stretto import Context
 from stretto.array import Array
 from stretto.bus.client import Bus, connect
-from stretto.bus.messages import (
+from stretto.bus.messages.inference import (
     AskSharedRows,
     ChunkBatch,
     Drift,
     Generate,
-    GroupDone,
-    GroupFailed,
     ScoredRow,
     SharedRows,
-    Subjects,
     Swap,
     SwapDone,
-    WorkerProcess,
 )
+from stretto.bus.messages.membership import WorkerProcess
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import GroupDone, GroupFailed
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.config import BusConfig
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, Sampling, SwapReport

@@ -46,7 +46,8 @@ from stretto.bus.connection import (
     without_logins,
 )
 from stretto.bus.health import Refusals, Unanswered
-from stretto.bus.messages import Message, Refusal, Subjects
+from stretto.bus.messages.base import Message, Refusal
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.payloads import Parts, decoder, encode, is_split, split
 from stretto.bus.server import Bootstrap
 from stretto.bus.store import Store

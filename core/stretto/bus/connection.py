@@ -12,7 +12,7 @@ import anyio
 import nats.errors
 from nats.aio.client import Client
 
-from stretto.bus.messages import Subjects
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.bus.tls import client_context
 from stretto.errors import BusError, NoAnswer

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import structlog
 
-from stretto.bus.messages import Wait
+from stretto.bus.messages.membership import Wait
 
 __all__ = ["Refusals", "Unanswered", "sleep_and_measure_delay"]
 

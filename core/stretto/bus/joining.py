@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.bus.lock import KernelLock
-from stretto.bus.messages import is_worker_id
+from stretto.bus.messages.subjects import is_worker_id
 from stretto.bus.server import OPERATOR, Bootstrap
 from stretto.errors import ConfigError
 from stretto.launcher import Role

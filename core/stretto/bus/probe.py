@@ -15,7 +15,7 @@ from nats.js.api import StorageType
 from nats.js.errors import APIError, ServiceUnavailableError
 
 from stretto.bus.connection import open_once, without_logins
-from stretto.bus.messages import Subjects
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, login_of
 from stretto.bus.tls import TlsIdentity
 from stretto.config import BusConfig

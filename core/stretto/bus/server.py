@@ -31,7 +31,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from stretto.bus import guard
 from stretto.bus.listening import Listening, listening, url_host
 from stretto.bus.lock import KernelLock
-from stretto.bus.messages import WORKER_VERBS, Party, Subjects
+from stretto.bus.messages.base import Party
+from stretto.bus.messages.subjects import WORKER_VERBS, Subjects
 from stretto.bus.tls import TlsIdentity
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError

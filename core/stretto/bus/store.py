@@ -38,7 +38,8 @@ from nats.js.kv import KeyValue
 
 from stretto.bus.connection import payload_limit
 from stretto.bus.health import Refusals, Unanswered
-from stretto.bus.messages import SERVER, Message
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.membership import SERVER
 from stretto.bus.payloads import MAX_PARTS, MAX_PAYLOAD, PART, content_of, decoder, encode, is_split, split
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, MessageGone, NoAnswer

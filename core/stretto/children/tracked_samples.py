@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from stretto.bus.messages import Purpose
+from stretto.bus.messages.tickets import Purpose
 from stretto.errors import printable
 from stretto.records.samples import SampleFilter, SampleStore
 from stretto.tracker import SAMPLE_FIELDS

@@ -32,7 +32,7 @@ import structlog
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.logs import log_to
 from stretto.assembly.plan import context_of
-from stretto.bus.messages import Purpose
+from stretto.bus.messages.tickets import Purpose
 from stretto.bus.server import run_id
 from stretto.children.tracked_samples import settled_samples
 from stretto.errors import ConfigError, StrettoError, offer

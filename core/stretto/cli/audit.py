@@ -18,7 +18,9 @@ from typing import Any, Literal
 import anyio
 import msgspec
 
-from stretto.bus.messages import Evaluation, GroupDone, JournalBatch, Member, RowRef
+from stretto.bus.messages.journal import Evaluation, JournalBatch
+from stretto.bus.messages.tickets import GroupDone, Member
+from stretto.bus.messages.training import RowRef
 from stretto.cli.audit_records import (
     CheckpointRecord,
     JournalRecord,

@@ -14,18 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stretto.bus.messages import (
-    GroupDone,
-    GroupFailed,
+from stretto.bus.messages.journal import (
     JournalBatch,
     JournalChange,
     JournalDraws,
     JournalEntry,
     JournalEvaluation,
     JournalStep,
-    TrajectoryBundle,
-    WireTrajectory,
 )
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, TrajectoryBundle, WireTrajectory
 from stretto.cli.audit_store import StoredMessage, StoredRun
 from stretto.errors import RunError
 from stretto.records.files import read_record

@@ -31,7 +31,8 @@ from nats.js.errors import APIError, NotFoundError
 
 from stretto.bus.connection import open_once, without_logins
 from stretto.bus.guard import is_locked
-from stretto.bus.messages import Message, Subjects
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.payloads import decoder
 from stretto.bus.server import STORE, Bootstrap, binary
 from stretto.children.protocol import die_with_parent

@@ -20,7 +20,9 @@ import msgspec
 
 from stretto.assembly.logs import log_nothing
 from stretto.bus.client import Bus, connect
-from stretto.bus.messages import AskRecord, AskRecords, Message, RecordPart, Records, Subjects
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.operation import AskRecord, AskRecords, RecordPart, Records
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import OPERATOR, Bootstrap, lock_run
 from stretto.cli.folders import is_free
 from stretto.errors import BusError, ConfigError, NoAnswer, one_error, printable

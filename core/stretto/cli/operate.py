@@ -13,7 +13,9 @@ from stretto.assembly.placement import sections
 from stretto.bus.client import connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import operator_bootstrap
-from stretto.bus.messages import Message, RunScaled, RunStopping, ScaleRun, StopRun, Subjects
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
+from stretto.bus.messages.subjects import Subjects
 from stretto.errors import ConfigError, one_error
 from stretto.kernel.worker_numbers import NUMBER_KEYS
 from stretto.records.run import MIRROR

@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.array import Array
-from stretto.bus.messages import (
+from stretto.bus.messages.journal import JournalBatch
+from stretto.bus.messages.tickets import (
     GroupDone,
     GroupFailed,
-    JournalBatch,
-    RowRef,
     StoredImage,
     TrainedRow,
     TrainedRows,
     TrajectoryBundle,
     WireTrajectory,
 )
+from stretto.bus.messages.training import RowRef
 from stretto.cli.audit_records import JournalRecord, read_journal
 from stretto.cli.audit_store import StoredRun, open_store
 from stretto.component import NonNegativeInt

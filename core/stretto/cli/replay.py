@@ -17,7 +17,7 @@ import msgspec
 
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plan import placement
-from stretto.bus.messages import JournalBatch
+from stretto.bus.messages.journal import JournalBatch
 from stretto.cli.acceptance import accepted, print_notice
 from stretto.cli.folders import is_free
 from stretto.cli.recording import KeptGroups, Recording, read_recording

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from stretto.bus.messages import JournalBatch
+from stretto.bus.messages.journal import JournalBatch
 from stretto.cli.recording import Recording, WeightSums, read_replayed, read_weights
 from stretto.cli.tables import add_row, figure_table
 from stretto.records.run import REPLAY, RunRecord

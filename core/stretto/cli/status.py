@@ -10,7 +10,8 @@ import msgspec
 
 from stretto.bus.client import connect
 from stretto.bus.guard import is_locked
-from stretto.bus.messages import RunStatus, Subjects
+from stretto.bus.messages.membership import RunStatus
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import VIEWER, Bootstrap
 from stretto.cli.watch import bootstrap_elsewhere
 from stretto.errors import ConfigError, NoAnswer, printable

@@ -9,7 +9,8 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from stretto.bus.messages import GroupDone, GroupFailed, JournalBatch, RetiredTickets
+from stretto.bus.messages.journal import JournalBatch
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, RetiredTickets
 from stretto.cli.audit_store import StoredRun, open_store
 from stretto.errors import ConfigError, printable
 from stretto.records.run import RunRecord

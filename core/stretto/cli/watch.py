@@ -16,7 +16,9 @@ from anyio.abc import TaskStatus
 
 from stretto.assembly.logs import log_nothing
 from stretto.bus.client import connect
-from stretto.bus.messages import Party, RunStatus, Subjects
+from stretto.bus.messages.base import Party
+from stretto.bus.messages.membership import RunStatus
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import VIEWER, Bootstrap
 from stretto.bus.tls import TlsIdentity
 from stretto.config import TlsConfig

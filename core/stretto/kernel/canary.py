@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from stretto.bus.messages import Drift, SwapDone
+from stretto.bus.messages.inference import Drift, SwapDone
 from stretto.engine import CanaryConfig
 
 __all__ = ["CanaryRecord", "EngineErrors"]

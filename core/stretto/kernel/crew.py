@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 
 from stretto.assembly.plan import Worker, resources_of
 from stretto.bus.client import Bus
-from stretto.bus.messages import Drain, Draining
+from stretto.bus.messages.membership import Drain, Draining
 from stretto.errors import BusError, ConfigError, LaunchError
 from stretto.kernel.elastic import ElasticPolicy
 from stretto.kernel.ending import Ending

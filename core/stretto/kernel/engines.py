@@ -16,7 +16,9 @@ import structlog
 
 from stretto import tracing
 from stretto.bus.client import Bus
-from stretto.bus.messages import AskLoad, LoadReport, Subjects, Swap, SwapDone, WorkerProcess
+from stretto.bus.messages.inference import AskLoad, LoadReport, Swap, SwapDone
+from stretto.bus.messages.membership import WorkerProcess
+from stretto.bus.messages.subjects import Subjects
 from stretto.errors import BusError, NoAnswer, RunError
 from stretto.kernel.fleet import Fleet, FleetMember
 from stretto.kernel.lending import Lending, Wish

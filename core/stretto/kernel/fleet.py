@@ -22,7 +22,7 @@ from stretto.assembly.contracts import expect_contract
 from stretto.assembly.plan import Worker
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
-from stretto.bus.messages import Heartbeat, Join, Leaving, Wait
+from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
 from stretto.component import Problem
 from stretto.engine import Load
 from stretto.errors import LaunchError, Refused

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from stretto.bus.client import Bus
-from stretto.bus.messages import JournalEntry, Subjects
+from stretto.bus.messages.journal import JournalEntry
+from stretto.bus.messages.subjects import Subjects
 
 __all__ = ["JournalWriter"]
 

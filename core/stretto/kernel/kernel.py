@@ -23,33 +23,29 @@ from stretto import tracing
 from stretto.bus.client import Bus
 from stretto.bus.joining import check_operator, own_version
 from stretto.bus.lock import KernelLock
-from stretto.bus.messages import (
-    SERVER,
-    Answers,
-    AskRanks,
-    Beacon,
-    GroupDone,
-    Heartbeat,
-    Join,
+from stretto.bus.messages.inference import SwapDone
+from stretto.bus.messages.journal import (
     JournalBatch,
     JournalChange,
     JournalDraws,
     JournalEvaluation,
     JournalStep,
     KernelLease,
+)
+from stretto.bus.messages.membership import (
+    SERVER,
+    AskRanks,
+    Beacon,
+    Heartbeat,
+    Join,
     Leaving,
-    Progress,
     Ranks,
-    RowRef,
-    RunScaled,
-    RunStopping,
-    ScaleRun,
-    StopRun,
-    SwapDone,
-    TicketStarted,
     Welcome,
     WorkerProcess,
 )
+from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
+from stretto.bus.messages.tickets import Answers, GroupDone, Progress, TicketStarted
+from stretto.bus.messages.training import RowRef
 from stretto.bus.server import restart_server
 from stretto.config import MetricsConfig
 from stretto.errors import BusError, ConfigError, RunError, one_error

@@ -10,7 +10,8 @@ import math
 from collections.abc import AsyncIterator, Iterator
 
 from stretto.bus.client import Bus
-from stretto.bus.messages import GroupDone, GroupFailed, Member, Subjects
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member
 from stretto.errors import printable
 from stretto.reward import is_number
 

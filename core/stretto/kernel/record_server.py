@@ -10,7 +10,8 @@ import anyio.to_thread
 
 from stretto.bus.client import Bus
 from stretto.bus.joining import check_operator
-from stretto.bus.messages import AskRecord, AskRecords, RecordPart, Records, Subjects
+from stretto.bus.messages.operation import AskRecord, AskRecords, RecordPart, Records
+from stretto.bus.messages.subjects import Subjects
 from stretto.errors import ConfigError
 from stretto.kernel.ending import Ending
 from stretto.records.shared import record_file, record_sizes

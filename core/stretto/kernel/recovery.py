@@ -19,19 +19,18 @@ import msgspec
 import structlog
 
 from stretto.bus.client import Bus
-from stretto.bus.messages import (
+from stretto.bus.messages.journal import (
     Evaluation,
-    GroupDone,
     JournalBatch,
     JournalChange,
     JournalDraws,
     JournalEntry,
     JournalEvaluation,
     JournalStep,
-    Purpose,
-    RowRef,
-    Subjects,
 )
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import GroupDone, Purpose
+from stretto.bus.messages.training import RowRef
 from stretto.bus.store import Extent
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.checkpoint import KernelState, LostData

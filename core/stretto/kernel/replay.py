@@ -25,16 +25,9 @@ import yaml
 from stretto.assembly.compose import Composed
 from stretto.assembly.logs import log_to
 from stretto.bus.client import Bus, connect
-from stretto.bus.messages import (
-    GroupDone,
-    JournalBatch,
-    JournalDraws,
-    Member,
-    RowRef,
-    StoredImage,
-    TrajectoryBundle,
-    WireTrajectory,
-)
+from stretto.bus.messages.journal import JournalBatch, JournalDraws
+from stretto.bus.messages.tickets import GroupDone, Member, StoredImage, TrajectoryBundle, WireTrajectory
+from stretto.bus.messages.training import RowRef
 from stretto.bus.server import Bootstrap, lock_run
 from stretto.errors import leaves
 from stretto.kernel.changes import write_values

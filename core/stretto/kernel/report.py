@@ -14,7 +14,9 @@ from typing import Any, cast, get_args
 import msgspec
 import structlog
 
-from stretto.bus.messages import Evaluation, GroupDone, SwapDone
+from stretto.bus.messages.inference import SwapDone
+from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.tickets import GroupDone
 from stretto.cores import CoreMeter
 from stretto.engine import CanaryConfig
 from stretto.kernel.advice import Adviser, bottleneck, causes

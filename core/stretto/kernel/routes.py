@@ -14,7 +14,8 @@ from collections.abc import Iterable
 import anyio
 
 from stretto.bus.client import Bus
-from stretto.bus.messages import EngineFigures, Peer, Routes, Subjects
+from stretto.bus.messages.membership import EngineFigures, Peer, Routes
+from stretto.bus.messages.subjects import Subjects
 from stretto.kernel.candidates import Candidates
 from stretto.kernel.fleet import Fleet, FleetMember
 

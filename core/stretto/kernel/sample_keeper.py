@@ -14,7 +14,7 @@ import anyio
 import structlog
 
 from stretto.bus.client import Bus
-from stretto.bus.messages import Follow, Following, Kept, RetiredTickets
+from stretto.bus.messages.tickets import Follow, Following, Kept, RetiredTickets
 from stretto.errors import BusError
 from stretto.kernel.forks import ForkedProcess
 from stretto.kernel.scheduler import Account

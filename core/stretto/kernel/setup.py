@@ -18,7 +18,7 @@ from stretto.assembly.placement import Placement
 from stretto.assembly.plan import context_of, imports_of, workers
 from stretto.assembly.variants import variants_of
 from stretto.bus.listening import url_host
-from stretto.bus.messages import Subjects
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import run_id
 from stretto.config import BusConfig
 from stretto.dataset import Curriculum, CurriculumDataset, Dataset

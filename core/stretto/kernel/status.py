@@ -12,7 +12,9 @@ import msgspec
 import structlog
 
 from stretto.bus.client import Bus
-from stretto.bus.messages import Evaluation, RunStatus, Subjects, Wait
+from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.membership import RunStatus, Wait
+from stretto.bus.messages.subjects import Subjects
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.report import Report

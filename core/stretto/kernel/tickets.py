@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import structlog
 
-from stretto.bus import messages
 from stretto.bus.client import Bus
-from stretto.bus.messages import AbortTicket, GroupDone, GroupFailed, Purpose, Subjects, Ticket
+from stretto.bus.messages import tickets as messages
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import AbortTicket, GroupDone, GroupFailed, Purpose, Ticket
 from stretto.kernel.outcomes import Outcome, follow_outcomes
 from stretto.kernel.scheduler import Snapshot
 

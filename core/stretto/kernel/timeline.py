@@ -15,7 +15,8 @@ import anyio
 import msgspec
 import structlog
 
-from stretto.bus.messages import Evaluation, GroupDone, Purpose, Ticket, TicketStarted
+from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket, TicketStarted
 from stretto.kernel.scheduler import Account
 from stretto.records.timeline import (
     FILE,

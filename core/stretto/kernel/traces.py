@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from stretto import tracing
-from stretto.bus.messages import Evaluation, GroupDone, Purpose, Ticket
+from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
 from stretto.kernel.scheduler import Retire, StartBatch
 
 __all__ = ["UNTRACED", "RunTraces", "StepTrace"]

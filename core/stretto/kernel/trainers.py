@@ -17,13 +17,14 @@ import msgspec
 
 from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.bus.client import Bus
-from stretto.bus.messages import (
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.training import (
     AskPublished,
     CallDone,
     EndStep,
     LoadCheckpoint,
     Loaded,
-    Message,
     Prefetch,
     Published,
     RowRef,
@@ -31,7 +32,6 @@ from stretto.bus.messages import (
     Save,
     Saved,
     StepEnded,
-    Subjects,
 )
 from stretto.errors import one_error
 from stretto.kernel.checkpoint import Draft, place_of

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from stretto.bus.messages import GroupDone, Member
+from stretto.bus.messages.tickets import GroupDone, Member
 from stretto.records.intervals import Estimate, Moments, difference_of, mean_of
 
 __all__ = ["Account", "VariantAccount", "VariantAccounts", "figures_of", "variant_of"]

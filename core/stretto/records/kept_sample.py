@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.bus.messages import KeptText, TicketRecord, WireTrajectory
+from stretto.bus.messages.tickets import KeptText, TicketRecord, WireTrajectory
 
 __all__ = ["KeptSample", "digest_of", "kept_samples"]
 

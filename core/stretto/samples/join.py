@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import structlog
 
-from stretto.bus.messages import (
+from stretto.bus.messages.tickets import (
     GroupDone,
     GroupFailed,
     Purpose,

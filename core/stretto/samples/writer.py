@@ -26,7 +26,8 @@ from anyio.abc import TaskStatus
 from stretto.assembly.logs import log_to
 from stretto.bus.client import Bus, connect
 from stretto.bus.lock import KernelLock
-from stretto.bus.messages import (
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import (
     Follow,
     Following,
     GroupDone,
@@ -34,7 +35,6 @@ from stretto.bus.messages import (
     Kept,
     RetiredTickets,
     StoredImage,
-    Subjects,
     TicketRecord,
     TrainedRows,
     TrajectoryBundle,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stretto.bus.messages import Answers, Ticket
+from stretto.bus.messages.tickets import Answers, Ticket
 from stretto.dataset import Row
 from stretto.engine import Finish
 from stretto.models.images import with_names

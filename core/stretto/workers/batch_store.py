@@ -17,7 +17,8 @@ from stretto.algorithm import Call
 from stretto.array import Array
 from stretto.assembly.dataflow import SOURCE_OPS
 from stretto.assembly.placement import Placement
-from stretto.bus.messages import AskColumn, Column, RowRef, StoredImage, TrajectoryBundle, WireTrajectory
+from stretto.bus.messages.tickets import StoredImage, TrajectoryBundle, WireTrajectory
+from stretto.bus.messages.training import AskColumn, Column, RowRef
 from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused
 from stretto.models.files import fetch_config

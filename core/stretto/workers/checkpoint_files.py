@@ -17,7 +17,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from stretto.bus.messages import LoadCheckpoint, Save
+from stretto.bus.messages.training import LoadCheckpoint, Save
 from stretto.component import Context
 from stretto.errors import EngineError
 from stretto.models.version_files import RunFolders

@@ -16,7 +16,8 @@ import msgspec
 from stretto.assembly.compose import Composed, compose_mapping
 from stretto.assembly.plan import context_of
 from stretto.bus.client import Bus
-from stretto.bus.messages import Beacon, Heartbeat, Routes, Subjects, Welcome
+from stretto.bus.messages.membership import Beacon, Heartbeat, Routes, Welcome
+from stretto.bus.messages.subjects import Subjects
 from stretto.component import Context
 from stretto.errors import Refused
 from stretto.launcher import Role

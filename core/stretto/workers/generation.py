@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from stretto import tracing
 from stretto.array import Array
-from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate, Peer, WorkerProcess
+from stretto.bus.messages.inference import Abort, ChunkBatch, ChunkHead, Confirm, Generate
+from stretto.bus.messages.membership import Beacon, Peer, WorkerProcess
 from stretto.engine import Finish, GenerateRequest
 from stretto.errors import EngineError
 from stretto.workers.context import WorkerContext

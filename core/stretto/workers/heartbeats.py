@@ -18,7 +18,8 @@ from anyio.from_thread import start_blocking_portal
 
 from stretto.bus.client import connect
 from stretto.bus.health import sleep_and_measure_delay
-from stretto.bus.messages import Heartbeat, Subjects
+from stretto.bus.messages.membership import Heartbeat
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError
 from stretto.launcher import Role

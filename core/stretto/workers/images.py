@@ -16,7 +16,8 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.bus.messages import AskImage, ImagePart, WorkerProcess
+from stretto.bus.messages.inference import AskImage, ImagePart
+from stretto.bus.messages.membership import WorkerProcess
 from stretto.dataset import Row
 from stretto.errors import BusError, EngineError, Refused, RequestError
 from stretto.models.images import MAX_FILE_BYTES, ImageFile, OpenImage, decode

@@ -32,23 +32,21 @@ import structlog
 from stretto import tracing
 from stretto.array import Array
 from stretto.assembly.contracts import expect_contract
-from stretto.bus.messages import (
+from stretto.bus.messages.inference import (
     Abort,
     AskLoad,
     AskSharedRows,
-    Beacon,
     ChunkBatch,
     ChunkHead,
     Confirm,
     Drift,
     Generate,
-    Heartbeat,
     LoadReport,
     SharedRows,
     Swap,
     SwapDone,
-    WorkerProcess,
 )
+from stretto.bus.messages.membership import Beacon, Heartbeat, WorkerProcess
 from stretto.engine import (
     AdjustableEngine,
     Chunk,

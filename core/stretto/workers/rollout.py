@@ -18,14 +18,13 @@ from anyio.abc import TaskGroup
 from stretto import tracing
 from stretto.assembly.logs import bound
 from stretto.assembly.variants import runs_of
-from stretto.bus.messages import (
+from stretto.bus.messages.membership import Heartbeat, Routes
+from stretto.bus.messages.tickets import (
     AbortTicket,
     GroupDone,
     GroupFailed,
-    Heartbeat,
     Progress,
     Purpose,
-    Routes,
     Ticket,
     TicketStarted,
 )

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 import structlog
 
-from stretto.bus.messages import EngineFigures, Peer, Routes
+from stretto.bus.messages.membership import EngineFigures, Peer, Routes
 from stretto.errors import NoAnswer
 from stretto.launcher import Role
 from stretto.workers.context import WorkerContext

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from stretto import tracing
 from stretto.agents.conversation import Conversation, conversation_in
 from stretto.array import Array
-from stretto.bus.messages import Ticket
+from stretto.bus.messages.tickets import Ticket
 from stretto.config import RunConfig
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback, columns_of_turn

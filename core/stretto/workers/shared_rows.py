@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.array import Array
-from stretto.bus.messages import ScoredRow
+from stretto.bus.messages.inference import ScoredRow
 from stretto.engine import TrainingEngine
 from stretto.errors import EngineError
 

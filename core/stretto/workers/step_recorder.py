@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from stretto.algorithm import Loss
 from stretto.array import Array
 from stretto.bus.client import Bus
-from stretto.bus.messages import Subjects, TrainedRow, TrainedRows
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import TrainedRow, TrainedRows
 from stretto.errors import BusError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.bus.messages import KeptText, Ticket, TicketRecord
+from stretto.bus.messages.tickets import KeptText, Ticket, TicketRecord
 from stretto.dataset import Row
 from stretto.models.images import with_names
 from stretto.models.tokenizer import Tokenizer

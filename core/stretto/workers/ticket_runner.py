@@ -12,12 +12,12 @@ import structlog
 from numpy.typing import NDArray
 
 from stretto.assembly.variants import BASE
-from stretto.bus.messages import (
+from stretto.bus.messages.membership import Routes
+from stretto.bus.messages.tickets import (
     GroupDone,
     GroupFailed,
     Member,
     Purpose,
-    Routes,
     StoredImage,
     Ticket,
     TicketRecord,

@@ -29,26 +29,23 @@ from stretto.algorithm import Algorithm, Call, Loss, Stateful
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.dataflow import graph_of
 from stretto.assembly.placement import Placement, group_of_worker, model_folder, split_groups, split_rows
-from stretto.bus import messages
 from stretto.bus.listening import url_host
-from stretto.bus.messages import (
+from stretto.bus.messages import training as messages
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.inference import AskSharedRows, SharedRows
+from stretto.bus.messages.membership import AskRanks, Heartbeat, Ranks
+from stretto.bus.messages.training import (
     AskMeetingPlace,
     AskPublished,
-    AskRanks,
-    AskSharedRows,
     CallDone,
     EndStep,
-    Heartbeat,
     LoadCheckpoint,
     Loaded,
     MeetingPlace,
-    Message,
     Prefetch,
     Published,
-    Ranks,
     Save,
     Saved,
-    SharedRows,
     StepEnded,
 )
 from stretto.bus.server import free_port

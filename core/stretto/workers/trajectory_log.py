@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stretto.array import Array
-from stretto.bus.messages import Member, Ticket, WireTrajectory
+from stretto.bus.messages.tickets import Member, Ticket, WireTrajectory
 from stretto.errors import EngineError, RewardError
 from stretto.reward import is_number
 from stretto.workflow import Trajectory, sample_numbers

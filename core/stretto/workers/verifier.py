@@ -15,10 +15,10 @@ from anyio.abc import TaskGroup
 from stretto import tracing
 from stretto.assembly.compose import Composed
 from stretto.assembly.variants import runs_of
-from stretto.bus.messages import (
+from stretto.bus.messages.membership import Heartbeat
+from stretto.bus.messages.scoring import (
     AskTools,
     EnvironmentAnswer,
-    Heartbeat,
     RunTool,
     Scored,
     ScoreSamples,

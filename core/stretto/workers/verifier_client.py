@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
-from stretto.bus.messages import (
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.scoring import (
     AskTools,
     EnvironmentAnswer,
-    Message,
     RunTool,
     Scored,
     ScoreSamples,

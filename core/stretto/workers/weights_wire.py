@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from stretto.bus.messages import AskWeights, WeightsAnswer
+from stretto.bus.messages.inference import AskWeights, WeightsAnswer
 from stretto.workers.context import WorkerContext
 
 __all__ = ["BusWire"]

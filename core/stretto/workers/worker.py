@@ -33,7 +33,8 @@ from stretto.assembly.plan import resources_of
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import own_version
-from stretto.bus.messages import Beacon, Drain, Draining, Heartbeat, Join, Leaving, Subjects, Welcome
+from stretto.bus.messages.membership import Beacon, Drain, Draining, Heartbeat, Join, Leaving, Welcome
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, ContractError, NoAnswer, StrettoError, leaves
 from stretto.launcher import Role, thread_variables

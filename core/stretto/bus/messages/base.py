@@ -1,0 +1,37 @@
+"""What all messages have: the base class, refusals, and the forms of names and ids."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from stretto.launcher import ROLES
+
+__all__ = ["InboxToken", "Message", "Nonce", "Party", "Refusal", "VariantName", "WorkerId"]
+
+Party = Literal["kernel", "trainer", "inference", "rollout", "verifier", "samples", "viewer", "operator"]
+"""Who may be at an end of the bus: the kernel, a worker of a role, the sample writer, a viewer, who only
+listens, or the operator, who gives commands to a run: its user."""
+
+WORKER_ID = rf"\A(?:{'|'.join(ROLES)})-[A-Za-z0-9_-]{{1,64}}\Z"
+WorkerId = Annotated[str, msgspec.Meta(pattern=WORKER_ID)]
+"""Id of a worker, such as `rollout-0`. The bus makes subjects from it, so it has no other characters."""
+NONCE = r"\A[A-Za-z0-9]{1,64}\Z"
+Nonce = Annotated[str, msgspec.Meta(pattern=NONCE)]
+"""Random text that a worker draws at its start. It distinguishes a restarted worker from the former process,
+and is a part of the subjects of requests to the worker: so only the process that they are for hears them."""
+VariantName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9_]{0,32}\Z")]
+"""Name of a variant in the run file; empty for the run's own sections."""
+InboxToken = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9]{1,64}\Z")]
+"""The part of a process's inbox subjects that only this process has."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=lambda name: f"{name}/1"):
+    """Base of every message that is published on its own. Parts of messages are plain structs."""
+
+
+class Refusal(Message, frozen=True):
+    """Sent in place of the answer to a request: the reason why there is no answer."""
+
+    reason: str

@@ -1,0 +1,199 @@
+"""Sampling and new weights: what engines are asked and answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stretto.array import Array
+from stretto.bus.messages.base import InboxToken, Message, WorkerId
+from stretto.bus.messages.membership import WorkerProcess
+from stretto.component import NonNegativeInt
+from stretto.engine import Digest, Finish, GenerateRequest, Load, SwapReport
+from stretto.tracing import Traceparent
+from stretto.weights import WeightsNote
+
+__all__ = [
+    "Abort",
+    "AskImage",
+    "AskLoad",
+    "AskSharedRows",
+    "AskWeights",
+    "ChunkBatch",
+    "ChunkHead",
+    "Confirm",
+    "Drift",
+    "Generate",
+    "ImagePart",
+    "LoadReport",
+    "ScoredRow",
+    "SharedRows",
+    "Swap",
+    "SwapDone",
+    "WeightsAnswer",
+]
+
+
+class Generate(Message, frozen=True, tag="Generate/4"):
+    """Rollout worker to an inference worker: answer this request, or continue it from `have`."""
+
+    request: GenerateRequest
+    inbox: InboxToken
+    """The inference worker sends the chunks to `Subjects.chunks` of this inbox."""
+    exact_version: int | None = None
+    """The only version that may sample the request of an evaluation; None for training. A worker that is lent
+    to an evaluation answers only the requests of that evaluation. Any other worker answers only the requests
+    of training."""
+    traceparent: Traceparent = ""
+    """Context of the request's span."""
+    sender: WorkerProcess | None = None
+    """The rollout worker. Only requests with images name it: it has their files."""
+
+
+class AskImage(Message, frozen=True):
+    """Inference worker to a rollout worker, answered by `ImagePart`: send the file of an image."""
+
+    digest: Digest
+    offset: NonNegativeInt
+    """Index of the first byte to send."""
+
+
+class ImagePart(Message, frozen=True):
+    """As much of an image's file as fits into a message."""
+
+    size: NonNegativeInt
+    """Bytes of the whole file."""
+    data: bytes
+
+
+class ChunkHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The sample that the next `count` tokens of a `ChunkBatch` belong to."""
+
+    request: str
+    sample: int
+    position: int
+    count: int
+    finish: Finish
+    error: str
+
+
+class ChunkBatch(Message, frozen=True):
+    """Inference worker to a rollout worker: all new tokens of the rollout worker's requests."""
+
+    worker: WorkerId
+    heads: tuple[ChunkHead, ...]
+    tokens: Array
+    """(sum of counts,) int32, in the order of `heads`."""
+    logprobs: Array
+    versions: Array
+
+
+class Confirm(Message, frozen=True):
+    """Rollout worker to inference worker: forget these requests, because all their tokens have arrived."""
+
+    requests: tuple[str, ...]
+
+
+class Abort(Message, frozen=True):
+    """Rollout worker to inference worker: stop this request, because nobody waits for it any more."""
+
+    request: str
+
+
+class Swap(Message, frozen=True, tag="Swap/2"):
+    """Kernel to inference worker, answered by `SwapDone`: serve this version."""
+
+    lease_epoch: int
+    number: int
+    """Number of the swap. It rises with every swap that a kernel asks for. The version may fall, for example
+    when the swap is to the version of an evaluation."""
+    note: WeightsNote
+    exact: bool = False
+    """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
+    traceparent: Traceparent = ""
+    """Context of the kernel's span of the swap."""
+    trainer: WorkerProcess | None = None
+    """Rank 0 of the lead group, which has the version's `SharedRows`."""
+
+
+class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Difference between an engine's and the trainer's logprobs of the canary, at the same version."""
+
+    mean: float
+    """Mean of |Δ| over the canary's tokens; infinite if either side returned a value that is not a number."""
+    max: float
+    """Largest |Δ| over the canary's tokens."""
+
+    def within(self, bound: float) -> bool:
+        """Whether the mean is at most `bound`."""
+        return self.mean <= bound
+
+
+class SwapDone(Message, frozen=True):
+    """The version that the worker serves now. It is another version than the requested one if the worker had
+    already done a later swap."""
+
+    report: SwapReport
+    """The engine's report of the swap, without the hashes."""
+    fault: str = ""
+    """The tensors that differ from the announced version, or another reason for the refusal; empty when all
+    match. With a fault, the worker sends no token of that version."""
+    drift: Drift | None = None
+    """Drift of the canary; None if the worker did not compare the canary."""
+    unscored: str = ""
+    """Why the worker did not compare the canary, if the run has one."""
+    engine_kl: float | None = None
+    """Mean k3 estimate of KL(engine || trainer) at this version, in nats a token, over the trained tokens of
+    the `SharedRows`; None if the worker did not compare the rows."""
+    rows_unscored: str = ""
+    """Why the worker cannot compare the rows; empty if there are no rows yet."""
+
+
+class AskSharedRows(Message, frozen=True):
+    """Inference worker to rank 0 of the lead group, answered by `SharedRows`: send rows that the trainer has
+    scored with the weights of this version."""
+
+    version: int
+
+
+class ScoredRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The beginning of one sequence of the last batch. L tokens."""
+
+    tokens: Array
+    """(L,) int32, L >= 2."""
+    trained: Array
+    """(L - 1,) bool, one value for every token but the first: whether the token is trained."""
+    logprobs: Array
+    """(L - 1,) float32, the trainer's logprobs at temperature 1."""
+
+
+class SharedRows(Message, frozen=True):
+    """A few rows of the batch that led to a version. The inference worker measures the engine's error on
+    them."""
+
+    rows: tuple[ScoredRow, ...]
+    """Empty if no batch led to the version, or if a newer version has replaced it."""
+    unscored: str = ""
+    """Why the trainer will never have such rows; empty otherwise."""
+
+
+class AskLoad(Message, frozen=True):
+    """Any process to inference worker, answered by `LoadReport`: report the engine's load."""
+
+
+class LoadReport(Message, frozen=True):
+    """The engine's load figures at this moment."""
+
+    load: Load
+
+
+class AskWeights(Message, frozen=True, tag="AskWeights/2"):
+    """Inference worker to the trainer that publishes the weights, answered by `WeightsAnswer`: a question in
+    the weight transport's own format."""
+
+    question: bytes
+
+
+class WeightsAnswer(Message, frozen=True):
+    """The answer, in the weight transport's own format."""
+
+    data: bytes

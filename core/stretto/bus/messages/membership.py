@@ -1,0 +1,199 @@
+"""Joining and leaving a run: beacons, routes, heartbeats, and requests to drain."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from stretto.bus.lock import KernelLock
+from stretto.bus.messages.base import Message, Nonce, WorkerId
+from stretto.engine import Load
+from stretto.launcher import Role
+
+__all__ = [
+    "SERVER",
+    "AskRanks",
+    "Beacon",
+    "Drain",
+    "Draining",
+    "EngineFigures",
+    "Heartbeat",
+    "Join",
+    "Leaving",
+    "Peer",
+    "Ranks",
+    "Routes",
+    "RunStatus",
+    "Wait",
+    "Welcome",
+    "WorkerProcess",
+]
+
+
+class Beacon(Message, frozen=True, tag="Beacon/2"):
+    """Kernel to all workers, every second and at every change: the kernel is alive."""
+
+    lease_epoch: int
+    """Fencing number of the kernel's lease. A worker obeys the highest number that it has seen."""
+    version: int
+    """Training version."""
+    state: Literal["running", "over"]
+    """At `over` every worker leaves."""
+    engine_threads: int = 0
+    """Number of compute threads of each inference engine; 0: as the run file says."""
+
+
+class EngineFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What routing needs of an engine's `Load`, from its latest heartbeat."""
+
+    version: int
+    """Policy version that the engine serves."""
+    samples: int
+    """Number of samples that the engine is decoding or that wait."""
+    slots: int
+    """Number of samples that the engine can decode at once."""
+    generated_tokens: int
+
+
+class WorkerProcess(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One process of a worker, to send requests to."""
+
+    worker: WorkerId
+    nonce: Nonce
+
+
+class Peer(WorkerProcess, frozen=True):
+    """An inference or verifier worker that a rollout worker may call."""
+
+    figures: EngineFigures | None = None
+    """None for a verifier, and for an engine before its first figures."""
+    exact_version: int | None = None
+    """The version that an inference worker serves while it is lent to an evaluation. It then serves only that
+    evaluation. None for other workers."""
+    closed: bool = False
+    """Whether the rollout worker may only finish the calls that it has there: the worker leaves, or the
+    rollout worker has enough others now."""
+
+    @property
+    def role(self) -> str:
+        """The worker's role, which its id begins with."""
+        return self.worker.partition("-")[0]
+
+
+class Routes(Message, frozen=True, tag="Routes/2"):
+    """Kernel to one rollout worker, every second and at every change of them: the worker may call these
+    workers, and no others."""
+
+    lease_epoch: int
+    peers: tuple[Peer, ...]
+    """A few of each kind: of the verifiers, of the engines of training, and of those lent to each
+    evaluation."""
+
+
+class Join(Message, frozen=True, tag="Join/2"):
+    """Worker to kernel, answered by `Welcome`: a process with this role has started."""
+
+    worker: WorkerId
+    role: Role
+    place: str
+    """Where the worker runs, for people."""
+    nonce: Nonce
+    token: str
+    """Proof that the process may join under this id (see `stretto.bus.joining`)."""
+    stretto: Annotated[str, msgspec.Meta(max_length=100)] = ""
+    """Version of stretto that the process has. The kernel accepts only its own."""
+
+
+class Welcome(Message, frozen=True, tag="Welcome/3"):
+    """What a worker needs to know about the run."""
+
+    config: bytes
+    """The composed run as a plain mapping, in msgpack."""
+    run: str
+    folder: str
+    lease_epoch: int
+    grace_s: float
+    """A worker that can see the kernel's lock leaves after this many seconds without beacon and lock."""
+    fingerprints: dict[str, str]
+    """Fingerprint of each dataset, by the key of its section."""
+    outage_s: float
+    """A worker that cannot see the lock leaves after this many seconds without a beacon."""
+    lock: KernelLock
+    many_machines: bool = False
+    """Whether the launcher may start workers on other machines than the kernel's."""
+
+
+class AskRanks(Message, frozen=True):
+    """Trainer to kernel, answered by `Ranks` when all trainers have joined."""
+
+
+class Ranks(Message, frozen=True):
+    """The processes of all trainers of this kernel, which are never replaced while it lives."""
+
+    nonces: dict[WorkerId, Nonce]
+
+
+SERVER = "nats-server"
+"""Name of the server in `Wait.who`."""
+
+
+class Wait(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request that a process has sent and that is not answered yet."""
+
+    who: str
+    """The process that has to answer: a worker, `kernel` or `SERVER`."""
+    verb: str
+    seconds: float
+
+
+class Heartbeat(Message, frozen=True):
+    """Worker to kernel, every second, from a thread of the worker: the process is alive."""
+
+    worker: WorkerId
+    nonce: str
+    ready: bool
+    """Whether the worker can be called."""
+    busy_s: float = 0.0
+    """Seconds of work since the worker's start, as the worker measures them."""
+    load: Load | None = None
+    """Load figures of the engine. Only inference workers send them."""
+    tickets: int = 0
+    """Tickets that a rollout worker is working on."""
+    refused: int = 0
+    """Number of malformed messages that the worker has refused."""
+    blocked_s: float = 0.0
+    """Seconds for which the worker's event loop has stood still; 0 while it runs."""
+    wait: Wait | None = None
+    """The worker's oldest request without an answer."""
+    leaving: bool = False
+    """Whether the worker drains: it finishes the work that it has, takes no new work, and then leaves."""
+
+
+class RunStatus(Message, frozen=True):
+    """Kernel to viewers, every two seconds: what `status.json` holds."""
+
+    content: bytes
+    """A `stretto.records.status.Status` in JSON."""
+
+
+class Drain(Message, frozen=True):
+    """Kernel to worker, answered by `Draining`: finish your work, take no new work, and leave."""
+
+    lease_epoch: int
+
+
+class Draining(Message, frozen=True):
+    """The worker drains. It says `Leaving` when it is done."""
+
+
+class Leaving(Message, frozen=True):
+    """Worker to kernel: the worker leaves. It has finished its work or handed it back."""
+
+    worker: WorkerId
+    nonce: str
+    reason: str
+    final: bool = False
+    """Whether the same failure would occur again after a restart of the worker or a resume of the run."""
+    drained: bool = False
+    """Whether the worker leaves because it was asked to, after a drain."""

@@ -1,0 +1,93 @@
+"""What verifiers are asked and answer: scores, tools, environments."""
+
+from __future__ import annotations
+
+from stretto.bus.messages.base import Message, VariantName
+from stretto.environment import Feedback
+from stretto.tools import ToolAnswer
+from stretto.tracing import Traceparent
+
+__all__ = [
+    "AskTools",
+    "EnvironmentAnswer",
+    "RunTool",
+    "ScoreSamples",
+    "Scored",
+    "TellEnvironment",
+    "ToolDone",
+    "ToolList",
+]
+
+
+class ScoreSamples(Message, frozen=True):
+    """Rollout worker to verifier worker, answered by `Scored`: score these completions of one row."""
+
+    row: bytes
+    """The dataset row, in msgpack."""
+    completions: tuple[str, ...]
+    columns: bytes
+    """Further arguments that the reward gets by name: a msgpack map of lists, one value for each
+    completion."""
+    traceparent: Traceparent = ""
+    """Context of the ticket's rollout."""
+    variant: VariantName = ""
+    """The variant whose reward scores; empty for the run's own reward."""
+
+
+class Scored(Message, frozen=True):
+    """Reward and metrics of each completion, or the error that prevented the scoring."""
+
+    scores: tuple[tuple[float, dict[str, float]], ...]
+    error: str = ""
+
+
+class AskTools(Message, frozen=True):
+    """Rollout worker to verifier worker, answered by `ToolList`: list the tools of the run."""
+
+    variant: VariantName = ""
+    """The variant whose tools they are; empty for the run's own tools."""
+
+
+class ToolList(Message, frozen=True):
+    """All tools of the run."""
+
+    schemas: bytes
+    """A msgpack list of the tools' JSON schemas."""
+
+
+class RunTool(Message, frozen=True):
+    """Rollout worker to verifier worker, answered by `ToolDone`: the policy calls a tool."""
+
+    name: str
+    arguments: bytes
+    """A JSON object, as the policy wrote it."""
+    traceparent: Traceparent = ""
+    """Context of the ticket's rollout."""
+    variant: VariantName = ""
+    """The variant whose tool it is; empty for the run's own tools."""
+    images: bool = False
+    """Whether the policy reads images. If not, the answer has none."""
+
+
+class ToolDone(Message, frozen=True):
+    """The tool's answer to the policy."""
+
+    answer: ToolAnswer
+
+
+class TellEnvironment(Message, frozen=True):
+    """Rollout worker to verifier worker, answered by `EnvironmentAnswer`: the policy has answered."""
+
+    arguments: bytes
+    """The arguments of the environment, by name: a msgpack map."""
+    traceparent: Traceparent = ""
+    """Context of the ticket's rollout."""
+    variant: VariantName = ""
+    """The variant whose environment it is; empty for the run's own environment."""
+
+
+class EnvironmentAnswer(Message, frozen=True):
+    """The environment's feedback on the policy's answer, or the error that prevented it."""
+
+    feedback: Feedback = Feedback()
+    error: str = ""

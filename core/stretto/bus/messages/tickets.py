@@ -1,0 +1,302 @@
+"""A ticket's way: issued, started, done or failed; its samples, kept texts and answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from stretto.array import Array
+from stretto.bus.messages.base import Message, VariantName, WorkerId
+from stretto.component import NonNegativeInt
+from stretto.engine import Digest, Finish
+from stretto.tracing import Traceparent
+
+__all__ = [
+    "AbortTicket",
+    "Answers",
+    "Follow",
+    "Following",
+    "GroupDone",
+    "GroupFailed",
+    "Kept",
+    "KeptText",
+    "Member",
+    "Progress",
+    "Purpose",
+    "RetiredTickets",
+    "StoredImage",
+    "Ticket",
+    "TicketRecord",
+    "TicketStarted",
+    "TrainedRow",
+    "TrainedRows",
+    "TrajectoryBundle",
+    "WireTrajectory",
+]
+
+Purpose = Literal["train", "eval"]
+
+
+class Ticket(Message, frozen=True):
+    """Kernel to the rollout worker that takes it: permission to roll out one group."""
+
+    id: int
+    """Number of the ticket. Each purpose counts from 0."""
+    attempt: int
+    """Number of the attempt, from 1. It rises each time the kernel issues the ticket again."""
+    purpose: Purpose
+    row: int
+    """Index in the dataset of its purpose."""
+    min_version: int
+    """The ticket's tokens have this version or a newer one. The tokens of an evaluation have exactly this
+    version."""
+    samples: int
+    """Number of samples of the group, n."""
+    traceparent: Traceparent = ""
+    """Context of the ticket's trace."""
+    variant: VariantName = ""
+    """The variant of the run that the ticket tests; empty for the run's own sections."""
+
+    @property
+    def name(self) -> str:
+        """`7/1`, or `eval-7/1`. The name is unique in the run."""
+        return f"{'' if self.purpose == 'train' else 'eval-'}{self.id}/{self.attempt}"
+
+    @property
+    def exact_version(self) -> int | None:
+        """The version that an evaluation ticket evaluates; None for a training ticket."""
+        return self.min_version if self.purpose == "eval" else None
+
+
+class TicketStarted(Message, frozen=True):
+    """Rollout worker to kernel: the worker now works on this attempt."""
+
+    worker: WorkerId
+    purpose: Purpose
+    ticket: int
+    attempt: int
+
+
+class Progress(Message, frozen=True):
+    """Rollout worker to kernel: every sample of these tickets has begun, so the version of each ticket's
+    oldest token is known."""
+
+    worker: WorkerId
+    oldest: tuple[tuple[int, int, int], ...]
+    """(training ticket, attempt, version of its oldest token)."""
+
+
+class AbortTicket(Message, frozen=True):
+    """Kernel to all rollout workers: stop this attempt, because nobody waits for it any more."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the kernel knows of one trajectory of a finished group."""
+
+    id: str
+    """`ticket/attempt/index`."""
+    sequence: int
+    """Sequence number, in the log, of the bundle that holds the trajectory."""
+    index: int
+    """Position of the trajectory in that bundle."""
+    length: int
+    """Number of tokens, prompt included."""
+    sampled: int
+    """Number of tokens that the policy sampled."""
+    oldest: int
+    newest: int
+    """`oldest` and `newest` are the versions of the trajectory's oldest and newest sampled token."""
+    reward: float
+    metrics: dict[str, float]
+    finish: Finish
+    part: bool = False
+    """Whether the trajectory belongs to the same sample as the member before it."""
+
+
+class GroupDone(Message, frozen=True):
+    """Rollout worker to the log: all trajectories of one ticket are in the log. For the ledger, a group
+    exists only through this message."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    worker: str
+    members: tuple[Member, ...]
+    """The log does not hold the data of evaluation tickets. If the run keeps the answers, `sequence` is the
+    sequence number of their `Answers`."""
+    seconds: float
+    """Seconds from the start of the ticket."""
+    generate_s: float = 0.0
+    """The part of `seconds` in which at least one of the ticket's requests was at an inference engine."""
+    score_s: float = 0.0
+    """The part of `seconds` in which at least one of the ticket's calls was at a verifier: a reward, a tool
+    or an environment."""
+    record: int = 0
+    """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
+    digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """SHA-256 over all that is kept of the group (see `stretto.records.kept_sample`)."""
+    images: tuple[int, ...] = ()
+    """Sequence numbers of the images that the workflow added."""
+
+
+class GroupFailed(Message, frozen=True):
+    """Rollout worker to the log: this attempt produces no group."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    worker: str
+    reason: str
+    filtered: bool = False
+    """Whether the row is not fit to train on (for example, its prompt is too long). False for a failure."""
+    record: int = 0
+    """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
+
+
+class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One trajectory's data. L tokens."""
+
+    id: str
+    tokens: Array
+    """(L,) int32."""
+    loss_mask: Array
+    """(L,) bool."""
+    logprobs: Array
+    """(L,) float32, logprobs of the behaviour policy."""
+    versions: Array
+    """(L,) int32."""
+    reward: float
+    metrics: dict[str, float]
+    finish: Finish
+    engine: str
+    sample: int
+    """Index of the ticket's sample that the trajectory is, or is a part of."""
+    images: tuple[Digest | NonNegativeInt, ...] | None = None
+    """The images, in the order of their places in the tokens: the index of an image of the row, or the
+    SHA-256 of a `StoredImage` that follows in the log. None: all images of the row."""
+
+    @property
+    def added_images(self) -> list[str]:
+        """SHA-256 of each image that the workflow added, in the order of their places."""
+        return [image for image in self.images or () if isinstance(image, str)]
+
+
+class StoredImage(Message, frozen=True):
+    """Rollout worker to the log, after the trajectories that name it: an image that a workflow added. The
+    subject names its SHA-256. Training reads it, and the sample writer keeps it."""
+
+    file: bytes
+
+
+class TrajectoryBundle(Message, frozen=True):
+    """Rollout worker to the log: as many trajectories of one ticket as fit into one message.
+
+    Training reads those of its own subject. Those of evaluations and of failed attempts have another subject:
+    only the sample writer reads them."""
+
+    ticket: int
+    attempt: int
+    row: int
+    trajectories: tuple[WireTrajectory, ...]
+
+
+class KeptText(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One trajectory as text."""
+
+    prompt: str | None = None
+    """The text before the first sampled token; None if it is the record's `prompt`."""
+    text: str = ""
+    """The text from the first sampled token on; with several turns, also the text between them."""
+    messages: str = ""
+    """The conversation as a JSON list, with its tool calls; empty if there was none."""
+
+
+class TicketRecord(Message, frozen=True):
+    """Rollout worker to the log, before an attempt's outcome: what people want to know of its samples."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    row: int
+    """Index in the dataset of its purpose."""
+    worker: str
+    dataset_row: str
+    """The row of the dataset as a JSON object, as `stretto.models.images.with_names` returns it."""
+    prompt: str
+    """The prompt as the model got it; of several, that of the first trajectory."""
+    texts: tuple[KeptText, ...]
+    """In the order of the trajectories."""
+    seconds: float
+    """Seconds from the start of the ticket. For the parts, see `GroupDone`."""
+    generate_s: float
+    score_s: float
+
+    @property
+    def name(self) -> str:
+        """The name of the attempt's ticket (see `Ticket.name`)."""
+        return f"{'' if self.purpose == 'train' else 'eval-'}{self.ticket}/{self.attempt}"
+
+
+class TrainedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the trainer computed for one trajectory. K sampled tokens."""
+
+    id: str
+    advantages: Array
+    """(K,) float32; (1,) if all are equal, (0,) if the algorithm has no advantages."""
+    importance_weights: Array
+    """(K,) float32: current / behaviour, at the optimizer step that is the first to train the trajectory."""
+
+
+class TrainedRows(Message, frozen=True):
+    """Trainer to the log, after a step: what it computed for some of the batch's trajectories."""
+
+    incarnation: int
+    version: int
+    """Training version at which the batch was trained."""
+    rows: tuple[TrainedRow, ...]
+
+
+class RetiredTickets(Message, frozen=True):
+    """Kernel to the log: these training tickets ended without being trained."""
+
+    tickets: tuple[tuple[int, str, str], ...]
+    """(ticket, its account in the ledger, reason)."""
+
+
+class Follow(Message, frozen=True):
+    """Sample writer to the kernel, answered by `Following`: let me read the log from this place on."""
+
+    start: int
+    """Sequence number."""
+
+
+class Following(Message, frozen=True):
+    """The consumer with which the sample writer reads the log."""
+
+    consumer: str
+    start: int
+    """Sequence number from which the consumer reads: the one that was asked for; or 1, if the log ends before
+    it, because a part of it was lost."""
+    last: int
+    """Sequence number of the last message that the sample writer reads, at this moment."""
+
+
+class Kept(Message, frozen=True):
+    """Sample writer to the kernel, every few seconds: all samples of log messages before this place are on
+    disk."""
+
+    below: int
+    """Sequence number."""
+
+
+class Answers(Message, frozen=True):
+    """Rollout worker to the log: the answers of an evaluation ticket, for people. The kernel copies the lines
+    to a file and does not decode them."""
+
+    lines: bytes
+    """One JSON object a line, one line for each trajectory."""

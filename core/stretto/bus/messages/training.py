@@ -1,0 +1,180 @@
+"""Calls of trainers: batches, steps, published versions, checkpoints."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stretto.array import Array
+from stretto.bus.messages.base import Message
+from stretto.tracing import Traceparent
+from stretto.weights import WeightsNote
+
+__all__ = [
+    "AskColumn",
+    "AskMeetingPlace",
+    "AskPublished",
+    "CallDone",
+    "Column",
+    "EndStep",
+    "LoadCheckpoint",
+    "Loaded",
+    "MeetingPlace",
+    "Prefetch",
+    "Published",
+    "RowRef",
+    "RunCall",
+    "Save",
+    "Saved",
+    "StepEnded",
+]
+
+
+class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The place of one sequence of a batch: a trajectory in the log, or a row of the dataset."""
+
+    id: str
+    sequence: int
+    """Sequence number of the bundle in the log, or index of the dataset row."""
+    index: int
+    """Position in the bundle, or index among the sequences that are made from the dataset row."""
+    group: int
+    """Number of the ticket."""
+    length: int
+    """Number of tokens; 0 if only the trainers that read the row know it."""
+
+
+class RunCall(Message, frozen=True, tag="Call/2"):
+    """Kernel to rank 0 of a worker group, answered by `CallDone`: run one call of the dataflow. Rank 0
+    informs the other ranks of its group."""
+
+    lease_epoch: int
+    incarnation: int
+    version: int
+    """Training version at which the trainers train the batch."""
+    name: str
+    rows: tuple[RowRef, ...]
+    """The batch, in order. All calls of a step have the same rows."""
+    traceparent: Traceparent = ""
+    """Context of the step."""
+    links: tuple[Traceparent, ...] = ()
+    """Contexts of the batch's tickets, of those that are traced."""
+    threads: int = 0
+    """Number of compute threads of each rank; 0: as the run file says."""
+
+
+class CallDone(Message, frozen=True, tag="CallDone/2"):
+    """The statistics of a call. The call's data stays with the ranks that computed it."""
+
+    statistics: dict[str, float]
+    seconds: float
+
+
+class AskColumn(Message, frozen=True):
+    """Rank to rank, answered by `Column`: send the values that a call of this step wrote for these rows. The
+    asking rank does not have them."""
+
+    version: int
+    key: str
+    rows: tuple[int, ...]
+    """Positions in the batch."""
+
+
+class Column(Message, frozen=True):
+    """The values of one column for some rows, concatenated in the order of the request."""
+
+    values: Array
+    per_token: bool
+    """True if each token has a value, False if each row has one."""
+
+
+class EndStep(Message, frozen=True):
+    """Kernel to rank 0 of every worker group, answered by `StepEnded`: all calls are done; forget the batch.
+    Rank 0 informs the other ranks of its group. The group of the lead model begins to publish its weights."""
+
+    lease_epoch: int
+    version: int
+    """Version at which the step began. The weights are now those of `version + 1`."""
+    needed: tuple[int, ...] = ()
+    """Versions that evaluations still need. The trainers keep those of them that are published."""
+    traceparent: Traceparent = ""
+    """Context of the step."""
+
+
+class StepEnded(Message, frozen=True):
+    """The group is ready for the next step. Its lead model's weights may still be on their way into files."""
+
+
+class AskPublished(Message, frozen=True):
+    """Kernel to rank 0 of the lead model's group, answered by `Published` when the version is complete."""
+
+    lease_epoch: int
+    version: int
+
+
+class Published(Message, frozen=True):
+    """A version of the weights is published, as a whole."""
+
+    note: WeightsNote
+
+
+class Prefetch(Message, frozen=True):
+    """Kernel to trainers: rows that the next batches will probably need."""
+
+    rows: tuple[RowRef, ...]
+    complete: bool = False
+    """Whether the batches need no other rows, so that the trainers drop those that they have read."""
+
+
+class AskMeetingPlace(Message, frozen=True):
+    """Another rank to rank 0 of its worker group, answered by `MeetingPlace`: how do the ranks find each
+    other?"""
+
+    lease_epoch: int
+
+
+class MeetingPlace(Message, frozen=True):
+    """How the ranks of a worker group find each other (see `Context.rendezvous`)."""
+
+    rendezvous: str
+
+
+class LoadCheckpoint(Message, frozen=True):
+    """Kernel to trainers, answered by `Loaded`: load the initial model or a checkpoint."""
+
+    lease_epoch: int
+    folder: str
+    """A folder, or the URL of one. Empty for the initial model."""
+    version: int
+    needed: tuple[WeightsNote, ...] = ()
+    """Older versions in the checkpoint that evaluations need. The trainers publish them again."""
+    manifest: str = ""
+    """SHA-256 of the checkpoint's `manifest.json`. A trainer compares files that it downloads with it."""
+
+
+class Loaded(Message, frozen=True, tag="Loaded/2"):
+    """The trainers have loaded the models."""
+
+    note: WeightsNote | None = None
+    """The published weights. Only the group of the lead model sends them."""
+    needed: tuple[WeightsNote, ...] = ()
+    """Notes of the older versions that were asked for, as they are published now."""
+
+
+class Save(Message, frozen=True):
+    """Kernel to trainers, answered by `Saved`: write models and optimizers into this folder."""
+
+    lease_epoch: int
+    folder: str
+    """A folder, or the URL of one."""
+    version: int
+    needed: tuple[int, ...] = ()
+    """Older versions that evaluations still need. The trainers copy their published weights into the folder
+    too."""
+
+
+class Saved(Message, frozen=True):
+    """The trainers have written the files."""
+
+    seconds: float
+    uploaded: dict[str, str] = msgspec.field(default_factory=dict)
+    """Name -> SHA-256 of the files that all ranks have written to the URL. Empty for a folder."""
