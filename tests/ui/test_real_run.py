@@ -144,7 +144,7 @@ def test_the_page_shows_the_figures_of_metrics_jsonl(run: Ended, page: Page) -> 
 
     page.open(f"run/{id}/overview")
     newest = fmean(line["reward"] for line in run.steps[-10:])
-    assert page.text("[data-tile=Reward] .value") == f"{newest:.3f}"
+    assert page.text("[data-tile=reward] .value") == f"{newest:.3f}"
     staleness = Counter(row["staleness"] for row in run.those(outcome="trained"))
     assert staleness == {int(each): count for each, count in run.summary["staleness"].items()}
     for each, count in staleness.items():
