@@ -122,7 +122,7 @@ def test_no_file_names_a_place_of_this_machine_or_a_secret(
     assert head["library_name"] == ("peft" if form == "--adapter" else "transformers")
     assert "a local model named `model`: 2 train steps with the algorithm `grpo`" in card
     assert "| `training.lr` | 0.01 |" in card
-    assert "| `reward` | " in card
+    assert "| reward | " in card
 
 
 def test_a_mistake_is_refused_and_leaves_nothing(lora_run: Path, tmp_path: Path) -> None:

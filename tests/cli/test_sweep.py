@@ -142,7 +142,7 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     assert "the same command again goes on" in (run_file.parent / "first.txt").read_text()
 
     text = swept(run_file, values, "steps=100", "--jobs", "2")
-    assert "max_staleness-0: completed, step 100/100, reward 0.500, accuracy 0.500" in text
+    assert "max_staleness-0: completed, step 100/100, reward 0.500, held-out accuracy 0.500" in text
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*/summary.json")}
     assert len(kept) == 2
 

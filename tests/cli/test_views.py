@@ -105,7 +105,7 @@ def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunRecord], tmp_path
     newest = [each["reward"] for each in lines(runs[0]) if "reward" in each][-10:]
     assert smoothed.curves[0].line[-1][1] == pytest.approx(fmean(newest))
     text = draw_text([reward], 80, coloured=False)
-    assert f"a  one: reward {newest[-1]:.4g} at step 40, ● held-out accuracy 1 at version 40" in text
+    assert f"a  one: reward {newest[-1]:.3f} at step 40, ● held-out accuracy 1.000 at version 40" in text
     assert "●" in text.split("version 40")[-1]
     assert max(map(len, text.splitlines()[2:])) <= 80
     assert "\x1b[38;5;" in draw_text([reward], 80, coloured=True)
@@ -283,13 +283,13 @@ def test_a_browser_shows_the_figures_of_the_files(
         assert len(set(colours)) == len(runs), "each run has a colour of its own"
         assert script(f"return {lines_of_runs}.map(line => line.points.numberOfItems)") == [40, 40, 40]
         assert texts("#curve-reward circle title") == [
-            f"{label}: {value:.4g} at version {version}"
+            f"{label}: {value:.3f} at version {version}"
             for label, run in zip(("one", "two", "better"), runs, strict=True)
             for version, value in run.series("evaluation/accuracy")
         ]
         text = browser.find_element(By.TAG_NAME, "body").text
         for figures in compare_runs(runs).runs:
-            assert f"{figures.reward:.4g}" in text
+            assert f"{figures.reward:.3f}" in text
         assert "issued 162 = trained 160 + filtered 0 + expired 0 + failed 2 + in flight 0" in text
         assert text.count(HOSTILE.replace("\x1b", "\\x1b").replace("\x07", "\\x07")) > 10
         assert texts("#staleness title")[:3] == ["one: 10.0% at 0", "one: 30.0% at 1", "one: 60.0% at 2"]

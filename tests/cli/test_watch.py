@@ -121,7 +121,7 @@ def test_the_view_follows_a_real_run(start: Callable[..., Any], tmp_path: Path) 
             "workers  4 ready",
             "bottleneck  ",
             "now  ",
-            "held out  version 0",
+            "(version 0)",
             "reward  0",
         ):
             terminal.until_it_shows(row)

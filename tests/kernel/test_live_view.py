@@ -44,12 +44,12 @@ def test_the_view_shows_what_the_status_says() -> None:
         f"(until {ends})",
         "/runs/one",
         "0.500     ▁▅█",
-        "no signal  44%",
+        "no signal  44.0 %",
         "1.2500",
         "mean 1.50   max 2",
-        "2.00 s, of which training 0.50 s, evaluation 1.20 s, groups 0.25 s",
+        "2.0 s, of which training 500 ms, evaluation 1.2 s, groups 250 ms",
         "version 100: 10 of 40 rows   waiting: version 150",
-        "version 50: accuracy 0.500   best so far",
+        "held-out accuracy  0.500 (version 50)   best so far",
         "generating 1,234   training 4,000",
         "issued 64 = trained 60 + filtered 0 + expired 0 + failed 1 + in flight 3 (2 finished)",
         "1 x failed: reward raised",
@@ -68,7 +68,7 @@ def test_the_view_shows_what_the_status_says() -> None:
         assert text not in end
     assert "loss" not in end
     assert "-0.0312   ▁" in draw(make_status(recent={"loss": -0.0312}), stopped=True)
-    assert "version 50: accuracy 0.500" in end
+    assert "0.500 (version 50)" in end
 
 
 texts = st.text() | st.sampled_from(["\x1b]0;x\x07", "\x1b[2J", "[link=file:///etc]x", "\x9b2J", "x" * 5000])

@@ -199,3 +199,9 @@ async def test_the_page_lists_every_figure(setup: RunSetup) -> None:
     }
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     assert set(re.findall(r"^\| `(stretto_\w+)` \|", page, re.MULTILINE)) == names
+    texts = re.findall(r"^\| `(stretto_last_step_\w+)` \| gauge \| (.*?) \|", page, re.MULTILINE)
+    assert dict(texts) == {
+        family.name: family.documentation
+        for family in families
+        if family.name.startswith("stretto_last_step_")
+    }

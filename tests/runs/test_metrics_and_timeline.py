@@ -420,8 +420,8 @@ def test_counters_have_the_figures_of_the_steps(watched: Watched, trace: Trace) 
             series.setdefault(track.name, []).append(packet.track_event.double_counter_value)
     for figure, name in (
         ("reward", "reward"),
-        ("staleness", "staleness, mean"),
-        ("staleness_max", "staleness, largest"),
+        ("staleness", "staleness"),
+        ("staleness_max", "largest staleness"),
     ):
         assert series[name] == [watched.lines[step][figure] for step in range(1, STEPS + 1)]
     assert len(series["generated tokens"]) == STEPS

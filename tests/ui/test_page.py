@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
@@ -19,7 +20,7 @@ from made_run import make_run
 from pages import Page, curve_of, served
 from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
-from stretto.records.figures import duration_text
+from stretto.records.figures import FIGURES, duration_text, figure
 from stretto.records.run import RunRecord
 from stretto.records.sample_images import SampleImages
 
@@ -67,15 +68,32 @@ def test_the_overview_shows_means_of_ten_steps(page: Page) -> None:
 
     rewards = [line["reward"] for line in page.lines("one") if "reward" in line]
     last, first = fmean(rewards[-10:]), fmean(rewards[:10])
-    assert page.text("[data-tile=Reward] .value") == f"{last:.3f}"
-    assert page.text("[data-tile=Reward] .sub") == f"{last - first:+.3f} from the first 10 steps"
-    assert page.text("[data-tile='No signal'] .value") == "25 %"
-    assert not page.all("[data-tile=Loss]")
+    assert page.text("[data-tile=reward] .value") == f"{last:.3f}"
+    assert page.text("[data-tile=reward] .sub") == f"{last - first:+.3f} from the first 10 steps"
+    assert page.text("[data-tile=zero_variance_groups] .value") == "25.0 %"
+    assert not page.all("[data-tile=loss]")
     assert page.text("#steps") == "step 40 of 40"
     assert page.text("#state") == "completed"
     assert page.text("[data-account=trained]") == "trained 160"
     assert page.until(lambda: page.text("[data-staleness='2']")) == "320 · 50.0 %"
     assert page.text("[data-rule=truncation]") == "truncation since step 3\n12 % of the answers are truncated"
+
+
+def test_figures_have_the_text_and_the_meaning_of_the_table(page: Page) -> None:
+    page.open(f"run/{page.run('one')}/overview")
+    values = (0.0, 0.12344, -7.3, 42, 98765.4, 3e-6)
+    cases = [(key, value) for key in FIGURES for value in values if FIGURES[key].unit != "s" or value >= 0]
+    cases += [("reward/part_1", 0.5), ("constructor", 0.5)]
+    script = (
+        "const [cases, done] = arguments; import('/static/figures.js')"
+        ".then((page) => done(cases.map(([key, value]) => page.figureText(key, value))))"
+    )
+    shown = page.driver.execute_async_script(script, cases)
+    expected = [re.sub(r"e-0", "e-", figure(key).text(value)) for key, value in cases]
+    assert [re.sub(r"\.?0*e", "e", each) for each in shown] == expected
+    assert page.text(".chart[data-key=entropy] h2") == FIGURES["entropy"].title
+    tip = page.one(".chart[data-key=entropy] h2").get_attribute("title")  # pyright: ignore[reportUnknownMemberType]
+    assert tip == f"{FIGURES['entropy'].meaning} (entropy)"
 
 
 def test_a_wide_tile_leaves_no_empty_column(page: Page) -> None:
@@ -107,7 +125,7 @@ def test_evaluations_are_points_with_their_version(page: Page) -> None:
 
     accuracy = [line for line in page.lines("one") if "evaluation/accuracy" in line]
     values = page.until(lambda: page.text(".chart[data-key='evaluation/accuracy'] .values"))
-    assert values == "0.9 at version 40"
+    assert values == "0.900 at version 40"
     expected = {line["step"]: line["evaluation/accuracy"] for line in accuracy}
     assert dict(curve_of(page, "evaluation/accuracy")) == pytest.approx(expected)
 
@@ -345,7 +363,7 @@ def test_a_run_that_goes_on_is_followed(page: Page) -> None:
         file.write(json.dumps({"step": 11, "time_s": 30.0, "reward": 0.125, "loss": 1.5}) + "\n")
 
     rewards = [line["reward"] for line in page.lines("going") if "reward" in line]
-    page.until(lambda: page.text("[data-tile=Reward] .value") == f"{fmean(rewards[-10:]):.3f}")
+    page.until(lambda: page.text("[data-tile=reward] .value") == f"{fmean(rewards[-10:]):.3f}")
     page.until(lambda: page.text(".chart[data-key=loss] .values") == "1.5")
 
 

@@ -144,7 +144,7 @@ def test_the_page_shows_the_figures_of_metrics_jsonl(run: Ended, page: Page) -> 
 
     page.open(f"run/{id}/overview")
     newest = fmean(line["reward"] for line in run.steps[-10:])
-    assert page.text("[data-tile=Reward] .value") == f"{newest:.3f}"
+    assert page.text("[data-tile=reward] .value") == f"{newest:.3f}"
     staleness = Counter(row["staleness"] for row in run.those(outcome="trained"))
     assert staleness == {int(each): count for each, count in run.summary["staleness"].items()}
     for each, count in staleness.items():
@@ -193,11 +193,11 @@ def test_the_report_shows_the_figures_and_samples(run: Ended, tmp_path: Path) ->
             assert browser.execute_script(points, f"#curve-{key} polyline") == STEPS
         circles = browser.find_elements(By.CSS_SELECTOR, "#curve-reward circle title")
         assert [each.get_attribute("textContent") for each in circles] == [
-            f"test: {line['evaluation/accuracy']:.4g} at version {line['step']}" for line in run.evaluations
+            f"test: {line['evaluation/accuracy']:.3f} at version {line['step']}" for line in run.evaluations
         ]
         text = browser.find_element(By.TAG_NAME, "body").text
         newest = [line["reward"] for line in run.steps[-10:]]
-        assert f"{sum(newest) / len(newest):.4g}" in text
+        assert f"{sum(newest) / len(newest):.3f}" in text
         assert f"issued {run.summary['ledger']['issued']} = trained {STEPS * 4} + " in text
 
         cards = browser.find_elements(By.CSS_SELECTOR, "[data-sample]")

@@ -36,7 +36,8 @@ from stretto.models.files import fetch_config
 from stretto.models.images import names_in
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
-from stretto.records.metrics import ACCURACY, is_figure
+from stretto.records.figures import FIGURES
+from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord
 from stretto.records.samples import SampleFilter
 from stretto.rl.supervised import prompt_and_answer
@@ -177,11 +178,10 @@ def _card(run: RunRecord, checkpoint: Path, form: Form) -> str:
 
 
 def _figures(run: RunRecord, version: int) -> Iterator[tuple[str, str]]:
-    for line in (line for line in run.evaluations if line["step"] == version):
-        if is_figure(accuracy := line.get(ACCURACY)):
-            yield "held-out accuracy", f"{accuracy:.4g}"
-    for line in (line for line in run.steps if line["step"] == version):
-        yield from ((key, f"{line[key]:.4g}") for key in _FIGURES if is_figure(line.get(key)))
+    for key in (ACCURACY, *_FIGURES):
+        value = dict(run.series(key)).get(version)
+        if value is not None:
+            yield FIGURES[key].name, FIGURES[key].text(value)
 
 
 def _values(run: RunRecord) -> Iterator[tuple[str, str]]:
@@ -190,13 +190,13 @@ def _values(run: RunRecord) -> Iterator[tuple[str, str]]:
         for part in key.split("."):
             value = cast("dict[str, Any]", value).get(part) if isinstance(value, dict) else None
         if value is not None and "$" not in str(value):
-            yield key, str(value)
+            yield f"`{key}`", str(value)
 
 
 def _table(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
     if not rows:
         return []
-    return [f"| {title} | value |", "|---|---|", *(f"| `{name}` | {value} |" for name, value in rows), ""]
+    return [f"| {title} | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
 
 
 # ------------------------------------------------------------------------------------------ samples

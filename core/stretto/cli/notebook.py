@@ -11,6 +11,7 @@ from pathlib import Path
 from stretto.cli.html import safe
 from stretto.cli.plot import RunCurve, panels_of
 from stretto.cli.svg import line_chart
+from stretto.records.figures import figure
 from stretto.records.metrics import ACCURACY, is_figure
 from stretto.records.run import RunRecord, is_run
 
@@ -41,11 +42,11 @@ def _parts(run: RunRecord, running: bool) -> Iterator[str]:
     if reason:
         yield f'<p class="reason">{safe(reason)}</p>'
     if figures := list(_newest(run)):
-        names = "".join(f"<th>{safe(name)}</th>" for name, _ in figures)
-        values = "".join(f"<td>{value:.4g}</td>" for _, value in figures)
+        names = "".join(f"<th>{safe(figure(key).name)}</th>" for key, _ in figures)
+        values = "".join(f"<td>{figure(key).text(value)}</td>" for key, value in figures)
         yield f"<table><tr>{names}</tr><tr>{values}</tr></table>"
         charts = (
-            f"<figure><figcaption>{safe(panel.key)}</figcaption>{_chart(panel.curves[0])}</figure>"
+            f"<figure><figcaption>{safe(figure(panel.key).title)}</figcaption>{_chart(panel.curves[0])}</figure>"
             for panel in panels_of([run], (), 1)
         )
         yield f'<div class="charts">{"".join(charts)}</div>'
@@ -63,7 +64,7 @@ def _newest(run: RunRecord) -> Iterator[tuple[str, float]]:
     newest = run.steps[-1] if run.steps else {}
     yield from ((key, value) for key in _FIGURES if is_figure(value := newest.get(key)))
     if accuracy := run.series(ACCURACY):
-        yield "held-out accuracy", accuracy[-1][1]
+        yield ACCURACY, accuracy[-1][1]
 
 
 def _chart(curve: RunCurve) -> str:

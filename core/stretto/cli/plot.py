@@ -16,6 +16,7 @@ from typing import Any
 from stretto.errors import ConfigError, offer, printable
 from stretto.records.comparison import labels_of
 from stretto.records.curves import Points, smooth, thin_points
+from stretto.records.figures import FIGURES, figure
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto.records.run import RunRecord
 
@@ -107,10 +108,10 @@ def draw_text(panels: Sequence[Panel], width: int, *, coloured: bool) -> str:
 
 def _draw_text(plotext: Any, panel: Panel, width: int, coloured: bool) -> str:
     """Return one panel as text: a line for each run, with the sign that draws it, then the plot."""
-    figure = plotext.figure
-    figure.clear()
-    figure.theme("colorless")
-    figure.plot_size(width, _LINES_HIGH)
+    plot = plotext.figure
+    plot.clear()
+    plot.theme("colorless")
+    plot.plot_size(width, _LINES_HIGH)
     heads: list[str] = []
     several = len(panel.curves) > 1
     for curve in panel.curves:
@@ -119,24 +120,27 @@ def _draw_text(plotext: Any, panel: Panel, width: int, coloured: bool) -> str:
         for points, symbol in ((curve.line, letter), (curve.points, "●")):
             if points:
                 xs, ys = zip(*thin_points(points, width if symbol == "●" else _MOST_POINTS), strict=True)
-                signal = figure.signal(list(xs), list(ys), marker=plotext.marker(symbol, pixel=colour))
+                signal = plot.signal(list(xs), list(ys), marker=plotext.marker(symbol, pixel=colour))
                 signal.lines(points is curve.line)
-                figure.draw(signal)
+                plot.draw(signal)
         heads.append(_head(curve, panel.key, letter if several else "", colour))
     steps = [x for curve in panel.curves for x, _ in (*curve.line, *curve.points)]
     ticks = sorted(
         {round(min(steps) + (max(steps) - min(steps)) * part / _TICKS) for part in range(_TICKS + 1)}
     )
-    figure.ruler("x").ticks(ticks, list(map(str, ticks)))
-    drawing = str(figure.build())
+    plot.ruler("x").ticks(ticks, list(map(str, ticks)))
+    drawing = str(plot.build())
     return "\n".join([*heads, drawing.rstrip("\n") if coloured else plotext.uncolorize(drawing).rstrip("\n")])
 
 
 def _head(curve: RunCurve, key: str, letter: str, colour: int | None) -> str:
     """Return the line above a plot that names a run, with its newest figures."""
-    parts = [f"{key} {curve.line[-1][1]:.4g} at step {curve.line[-1][0]}"] if curve.line else []
+    shown, accuracy, parts = figure(key), FIGURES[ACCURACY], list[str]()
+    if curve.line:
+        parts.append(f"{shown.label} {shown.text(curve.line[-1][1])} at step {curve.line[-1][0]}")
     if curve.points:
-        parts.append(f"● held-out accuracy {curve.points[-1][1]:.4g} at version {curve.points[-1][0]}")
+        version, value = curve.points[-1]
+        parts.append(f"● {accuracy.label} {accuracy.text(value)} at version {version}")
     sign = "" if colour is not None or not letter else f"{letter}  "
     text = printable(f"{sign}{curve.label}: {', '.join(parts)}")
     return text if colour is None else f"\x1b[38;5;{colour}m{text}\x1b[0m"
@@ -153,26 +157,26 @@ def draw_file(panels: Sequence[Panel], file: Path) -> None:
         raise ConfigError(f"{file}: expected a name that ends with {' or '.join(_SUFFIXES)}")
     _require("matplotlib")
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Drawing
 
     rows = (len(panels) + 1) // 2
     columns = min(2, len(panels))
     # A label from a run file is no formula, and the same runs give the same file.
     with rc_context({"text.parse_math": False, "svg.hashsalt": "stretto"}):
-        figure = Figure(figsize=(6.4 * columns, 3.6 * rows), layout="constrained")
-        axes: Any = figure.subplots(rows, columns, squeeze=False)
+        drawing = Drawing(figsize=(6.4 * columns, 3.6 * rows), layout="constrained")
+        axes: Any = drawing.subplots(rows, columns, squeeze=False)
         for panel, axis in zip(panels, axes.flat, strict=False):
             _draw_panel(panel, axis)
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
         try:
-            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+            drawing.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
         except OSError as error:
             raise ConfigError(f"cannot write {file}: {error}") from error
 
 
 def _draw_panel(panel: Panel, axis: Any) -> None:
-    axis.set_title(panel.key)
+    axis.set_title(figure(panel.key).title)
     axis.set_xlabel("step")
     axis.grid(alpha=0.3)
     for curve in panel.curves:
@@ -182,7 +186,7 @@ def _draw_panel(panel: Panel, axis: Any) -> None:
                 *zip(*thin_points(curve.line, _MOST_POINTS), strict=True), color=colour, label=curve.label
             )
         if curve.points:
-            label = f"{curve.label}: held-out accuracy"
+            label = f"{curve.label}: {FIGURES[ACCURACY].label}"
             axis.plot(
                 *zip(*curve.points, strict=True), "o", color=colour, mec="white", markersize=6, label=label
             )

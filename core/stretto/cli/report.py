@@ -18,7 +18,7 @@ from stretto.cli.report_samples import samples_html
 from stretto.cli.svg import Bar, bar_chart, lane_chart, line_chart
 from stretto.errors import ConfigError, printable
 from stretto.records.comparison import Comparison, compare_runs, labels_of
-from stretto.records.figures import duration_text
+from stretto.records.figures import FIGURES, duration_text, figure
 from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord
 from stretto.records.timeline import FILE as TIMELINE
@@ -35,18 +35,11 @@ from stretto.records.values import dotted_values
 
 __all__ = ["report_html", "write_report"]
 
-_CURVES = {
-    "reward": "Mean reward of a batch; points are held-out accuracies",
-    "loss": "Loss",
-    "entropy": "Entropy, in nats a token",
-    "grad_norm": "Gradient norm",
-    "length": "Length of an answer, in tokens",
-    "staleness": "Staleness, in train steps",
-    "behaviour_kl": "Distance of training from the sampling policy, in nats a token",
-    "truncated": "Share of answers that reached the limit of tokens",
-    "step_s": "Seconds a step",
-    "step_tokens_per_s": "Trained tokens a second",
-}
+_CURVES = (
+    *("reward", "loss", "entropy", "grad_norm", "length", "staleness", "behaviour_kl", "truncated", "step_s"),
+    "step_tokens_per_s",
+)
+"""Keys of the figures that have a chart. That of the reward has held-out accuracies as points."""
 _STEPS_IN_TIMELINE = 12
 _MARGIN_S = 60.0
 """The last evaluation and the end of a run follow its last step."""
@@ -121,40 +114,46 @@ def _summary(comparison: Comparison) -> str:
     def row(name: str, texts: Iterable[str]) -> str:
         return f"<tr><th>{name}</th>{''.join(f'<td>{safe(text)}</td>' for text in texts)}</tr>"
 
+    def figures(key: str, values: Iterable[float | None]) -> str:
+        return row(figure(key).name, map(figure(key).text, values))
+
     runs = comparison.runs
+    accuracy = FIGURES[ACCURACY]
     rows = [
         row("run", (run.label for run in runs)),
         row("state", (run.state for run in runs)),
         row("seed", (str(run.seed) for run in runs)),
         row("steps", (str(run.steps) for run in runs)),
-        row("reward, last 10 steps", (_number(run.reward) for run in runs)),
-        row("last held-out accuracy", (_text(run.last) for run in runs)),
-        row("best held-out accuracy", (_text(run.best) for run in runs)),
-        row("seconds a step", (_number(run.step_s) for run in runs)),
-        row("trained tokens a second", (_number(run.tokens_per_s) for run in runs)),
+        figures("reward", (run.reward for run in runs)),
+        row(accuracy.label, (_text(run.last) for run in runs)),
+        row(f"best {accuracy.label}", (_text(run.best) for run in runs)),
+        figures("step_s", (run.step_s for run in runs)),
+        figures("step_tokens_per_s", (run.tokens_per_s for run in runs)),
         row("duration", (duration_text(run.wall_s) for run in runs)),
         row("folder", (run.folder for run in runs)),
     ]
     groups = "".join(
-        f"<p>{len(group.runs)} runs that differ in their seed: {safe(', '.join(group.runs))}: last accuracy "
-        f"{_number(group.accuracy)}, standard deviation {_number(group.accuracy_sd)}</p>"
+        f"<p>{len(group.runs)} runs that differ in their seed: {safe(', '.join(group.runs))}: "
+        f"{accuracy.label} {accuracy.text(group.accuracy)}, "
+        f"standard deviation {accuracy.text(group.accuracy_sd)}</p>"
         for group in comparison.groups
     )
-    return f'<div class="wide"><table>{"".join(rows)}</table></div>{groups}'
+    means = '<p class="dim">Figures of steps are means of the last 10.</p>'
+    return f'<div class="wide"><table>{"".join(rows)}</table></div>{means}{groups}'
 
 
 def _charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
     charts: list[str] = []
-    for key, title in _CURVES.items():
+    for key in _CURVES:
         curves = [
             (number, label, line, points)
             for number, (run, label) in enumerate(zip(runs, labels, strict=True))
             if (line := run.series(key)) + (points := run.series(ACCURACY) if key == "reward" else [])
         ]
         if curves:
-            charts.append(
-                f'<div class="card" id="curve-{key}"><h3>{safe(title)}</h3>{line_chart(curves)}</div>'
-            )
+            known = figure(key)
+            head = f'<h3 title="{safe(known.meaning)}">{safe(known.title)}</h3>'
+            charts.append(f'<div class="card" id="curve-{key}">{head}{line_chart(curves)}</div>')
     return f'<div class="grid-of-charts">{"".join(charts)}</div>' if charts else ""
 
 
@@ -162,7 +161,7 @@ def _evaluations(comparison: Comparison) -> str:
     if not any(run.last for run in comparison.runs):
         return ""
     labels = [run.label for run in comparison.runs]
-    rows = ((str(version), *map(_number, values)) for version, values in comparison.accuracies)
+    rows = ((str(version), *map(FIGURES[ACCURACY].text, values)) for version, values in comparison.accuracies)
     table = _table(("version", *labels), rows, "n")
     paired = "".join(
         f"<p>{safe(each.run)} minus {safe(each.minus)} at version {each.version}, paired by {each.rows} "
@@ -302,11 +301,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") 
 
 
 def _text(value: object) -> str:
-    return "–" if value is None else str(value)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+    return "-" if value is None else str(value)
 
 
 _OF_EACH_RUN = {

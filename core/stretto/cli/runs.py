@@ -10,7 +10,8 @@ import msgspec
 from rich.table import Table
 
 from stretto.errors import ConfigError, printable
-from stretto.records.figures import duration_text
+from stretto.records.figures import FIGURES, duration_text
+from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord, find_runs
 
 __all__ = ["RunRow", "runs_below", "runs_table"]
@@ -76,17 +77,18 @@ def _row(run: RunRecord) -> RunRow:
 def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
     """Return the table of runs. Folders are relative to `root`."""
     table = Table(box=None, pad_edge=False)
-    for column in ("name", "state", "step", "reward", "accuracy", "best", "started", "duration", "folder"):
-        right = column in ("step", "reward", "accuracy", "best", "duration")
+    reward, accuracy = FIGURES["reward"], FIGURES[ACCURACY]
+    numbers = ("step", reward.label, accuracy.label, "best", "duration")
+    for column in ("name", "state", *numbers[:-1], "started", "duration", "folder"):
         table.add_column(
             column,
-            justify="right" if right else "left",
+            justify="right" if column in numbers else "left",
             no_wrap=column not in ("name", "folder"),
             overflow="fold",
         )
     for row in rows:
         step = "-" if row.step is None else f"{row.step}/{row.steps}"
-        figures = ("-" if each is None else f"{each:.3f}" for each in (row.reward, row.accuracy, row.best))
+        figures = (reward.text(row.reward), accuracy.text(row.accuracy), accuracy.text(row.best))
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
         duration = duration_text(row.duration_s)
         folder = f"{Path(row.folder).relative_to(root)}{f': {row.fault}' if row.fault else ''}"

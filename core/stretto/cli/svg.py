@@ -12,6 +12,8 @@ from html import escape
 
 from stretto.errors import printable
 from stretto.records.curves import Points, thin_points
+from stretto.records.figures import FIGURES
+from stretto.records.metrics import ACCURACY
 
 __all__ = ["Bar", "bar_chart", "lane_chart", "line_chart"]
 
@@ -61,7 +63,8 @@ def line_chart(curves: Sequence[tuple[int, str, Points, Points]]) -> str:
     """Return a chart of curves over steps.
 
     Args:
-        curves: number of the run, its label, its line, and its single points. At least one has a point.
+        curves: number of the run, its label, its line, and its held-out accuracies as single points. At
+            least one has a point.
     """
     every = [point for _, _, line, points in curves for point in (*line, *points)]
     across = _scale([x for x, _ in every], _LEFT, _WIDTH - _RIGHT)
@@ -77,7 +80,7 @@ def line_chart(curves: Sequence[tuple[int, str, Points, Points]]) -> str:
             )
         parts += [
             f'<circle class="run{number % _RUNS}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="4">'
-            f"<title>{_safe(label)}: {y:.4g} at version {x:g}</title></circle>"
+            f"<title>{_safe(label)}: {FIGURES[ACCURACY].text(y)} at version {x:g}</title></circle>"
             for x, y in points
         ]
     return _svg(_WIDTH, _HEIGHT, parts)

@@ -13,8 +13,9 @@ from stretto.cli.sweep import ManifestRun
 from stretto.cli.tables import add_row, figure_table
 from stretto.private_file import write_private
 from stretto.records.comparison import RunFigures, run_figures
-from stretto.records.figures import duration_text
+from stretto.records.figures import FIGURES, Figure, duration_text
 from stretto.records.intervals import Estimate, Moments, mean_of
+from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord
 
 __all__ = ["SweepReport", "report_of", "report_tables", "write_report"]
@@ -139,43 +140,38 @@ def report_tables(report: SweepReport) -> Iterable[tuple[str, Table]]:
 
 
 def _combinations(report: SweepReport) -> Table:
-    table = figure_table("combination", "runs", "accuracy", "sd", "best accuracy", "reward", "sd", "duration")
+    accuracy, reward = FIGURES[ACCURACY], FIGURES["reward"]
+    heads = (accuracy.label, "sd", "best", reward.label, "sd", "duration")
+    table = figure_table("combination", "runs", *heads)
     for each in report.combinations:
-        accuracy, best, reward, seconds = (each.figures.get(name) for name in _FIGURES)
+        last, best, rewards, seconds = (each.figures.get(name) for name in _FIGURES)
         add_row(
             table,
             each.combination or "all",
             f"{each.completed}/{each.runs}",
-            _mean(accuracy),
-            _sd(accuracy),
-            _mean(best),
-            _mean(reward),
-            _sd(reward),
+            _mean(accuracy, last),
+            accuracy.text(last and last.sd),
+            _mean(accuracy, best),
+            _mean(reward, rewards),
+            reward.text(rewards and rewards.sd),
             duration_text(seconds and seconds.estimate.mean),
         )
     return table
 
 
 def _runs(report: SweepReport) -> Table:
-    table = figure_table("run", "state", "step", "accuracy", "best accuracy", "reward", "duration")
+    accuracy, reward = FIGURES[ACCURACY], FIGURES["reward"]
+    table = figure_table("run", "state", "step", accuracy.label, "best", reward.label, "duration")
     for run in report.runs:
         state, step = ("waiting", 0) if run.figures is None else (run.figures.state, run.figures.steps)
-        *figures, seconds = run.shown.values()
-        cells = (*map(_number, figures), duration_text(seconds))
+        last, best, rewards, seconds = run.shown.values()
+        cells = (accuracy.text(last), accuracy.text(best), reward.text(rewards), duration_text(seconds))
         add_row(table, run.name, state, str(step), *cells)
     return table
 
 
-def _mean(spread: Spread | None) -> str:
+def _mean(figure: Figure, spread: Spread | None) -> str:
     if spread is None:
         return "-"
-    width = "" if spread.estimate.ci95 is None else f" ± {spread.estimate.ci95:.3f}"
-    return f"{spread.estimate.mean:.3f}{width}"
-
-
-def _sd(spread: Spread | None) -> str:
-    return "-" if spread is None or spread.sd is None else f"{spread.sd:.3f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    width = "" if spread.estimate.ci95 is None else f" ± {figure.text(spread.estimate.ci95)}"
+    return f"{figure.text(spread.estimate.mean)}{width}"

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from stretto.errors import printable
-from stretto.records.figures import duration_text, recent
+from stretto.records.figures import FIGURES, duration_text, recent
 from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord
 
@@ -110,8 +110,8 @@ class SweepView:
             name,
             record.state,
             f"step {last.get('step', 0)}/{record.document.get('steps')}",
-            "" if reward is None else f"reward {reward:.3f}",
-            "" if accuracy is None else f"accuracy {accuracy:.3f}",
+            "" if reward is None else f"{FIGURES['reward'].label} {FIGURES['reward'].text(reward)}",
+            "" if accuracy is None else f"{FIGURES[ACCURACY].label} {FIGURES[ACCURACY].text(accuracy)}",
             "" if record.wall_s is None else duration_text(record.wall_s),
         ]
 

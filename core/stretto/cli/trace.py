@@ -14,19 +14,15 @@ from typing import Any
 
 from stretto.cli.perfetto import PerfettoFile, SpanTracks
 from stretto.errors import ConfigError, printable
+from stretto.records.figures import FIGURES
 from stretto.records.run import RunRecord
 from stretto.records.story import Attempt, Life, Story
 from stretto.records.timeline import FILE, CallSpan, SwapSpan, read_timeline
 
 __all__ = ["write_trace"]
 
-# Figure of a step's line in `metrics.jsonl` -> name of the counter, unit.
-_FIGURES = {
-    "reward": ("reward", ""),
-    "staleness": ("staleness, mean", "steps"),
-    "staleness_max": ("staleness, largest", "steps"),
-    "step_tokens_per_s": ("trained tokens", "tokens/s"),
-}
+_FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
+"""Keys of `metrics.jsonl` that have a counter."""
 
 
 def write_trace(folder: Path, file: Path) -> None:
@@ -139,10 +135,10 @@ class _Drawing:
         for time, value in self._generation_speeds():
             self._trace.count(track, time, value)
         lines = {line["step"]: line for line in self._record.steps}
-        for figure, (name, unit) in _FIGURES.items():
-            track = self._trace.counter(name, unit, run)
+        for key in _FIGURES:
+            track = self._trace.counter(FIGURES[key].label, FIGURES[key].unit, run)
             for step in self._story.steps:
-                if (value := _number(lines.get(step.version, {}), figure)) is not None:
+                if (value := _number(lines.get(step.version, {}), key)) is not None:
                     self._trace.count(track, step.time, value)
 
     def _generation_speeds(self) -> Iterator[tuple[float, float]]:

@@ -24,6 +24,7 @@ from stretto.bus.tls import TlsIdentity
 from stretto.config import TlsConfig
 from stretto.errors import ConfigError, leaves, printable
 from stretto.kernel.view import View, final_lines, terminal
+from stretto.records.figures import FIGURES
 from stretto.records.metrics import MAIN_FIGURES
 from stretto.records.run import RunRecord
 from stretto.records.status import LATE_S, Status, decode_status, standstill
@@ -178,7 +179,7 @@ async def _print_steps(source: Callable[[], Status | None]) -> None:
         if status is not None and status.version != shown:
             shown = status.version
             figures = "".join(
-                f"   {key} {status.newest[key]:g}"
+                f"   {FIGURES[key].label} {FIGURES[key].text(status.newest[key])}"
                 for key in MAIN_FIGURES
                 if status.newest.get(key) is not None
             )

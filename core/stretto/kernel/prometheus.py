@@ -33,32 +33,34 @@ from stretto.errors import RunError
 from stretto.kernel.advice import RULES
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES
+from stretto.records.figures import FIGURES
 
 __all__ = ["RunCollector", "serve_metrics"]
 
 log = structlog.get_logger()
 
-# Figure of the newest line of `metrics.jsonl` -> name after `stretto_last_step_`, and what it is.
 _LAST_STEP = {
-    "step_s": ("seconds", "Seconds from the step before to the newest step"),
-    "train_s": ("train_seconds", "Seconds in which a call of the newest step ran"),
-    "reward": ("reward_mean", "Mean reward of the newest batch"),
-    "reward_std": ("reward_stddev", "Standard deviation of the rewards of the newest batch"),
-    "zero_variance_groups": ("zero_variance_ratio", "Share of the groups whose rewards are all equal"),
-    "loss": ("loss", "Loss of the newest step"),
-    "grad_norm": ("grad_norm", "Norm of the gradient of the newest step"),
-    "entropy": ("entropy_nats", "Entropy of the policy in the newest batch, in nats a token"),
-    "lr": ("learning_rate", "Learning rate of the newest step"),
-    "divergence": ("divergence_nats", "KL(behaviour || policy) of the newest batch, in nats a token"),
-    "length": ("length_mean_tokens", "Mean number of sampled tokens of a trajectory of the newest batch"),
-    "truncated": ("truncated_ratio", "Share of the trajectories that ended at the limit of tokens"),
-    "staleness": ("staleness_mean_steps", "Mean staleness of the newest batch"),
-    "staleness_max": ("staleness_max_steps", "Largest staleness of the newest batch"),
-    "tokens": ("tokens", "Tokens that the newest step trained"),
-    "step_tokens_per_s": ("tokens_per_second", "Trained tokens a second of the newest step"),
-    "train_tokens_per_s": ("train_tokens_per_second", "Trained tokens a second of its training alone"),
-    "swap_pause_s": ("swap_pause_seconds", "Mean pause of an engine for swaps during the newest step"),
+    "step_s": "seconds",
+    "train_s": "train_seconds",
+    "reward": "reward_mean",
+    "reward_std": "reward_stddev",
+    "zero_variance_groups": "zero_variance_ratio",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "entropy": "entropy_nats",
+    "behaviour_kl": "behaviour_kl_nats",
+    "lr": "learning_rate",
+    "divergence": "divergence_nats",
+    "length": "length_mean_tokens",
+    "truncated": "truncated_ratio",
+    "staleness": "staleness_mean_steps",
+    "staleness_max": "staleness_max_steps",
+    "tokens": "tokens",
+    "step_tokens_per_s": "tokens_per_second",
+    "train_tokens_per_s": "train_tokens_per_second",
+    "swap_pause_s": "swap_pause_seconds",
 }
+"""Key of the newest line of `metrics.jsonl` -> name after `stretto_last_step_`."""
 
 
 async def serve_metrics(
@@ -284,14 +286,14 @@ class RunCollector(Collector):
         ):
             version, accuracy = (each.version, each.accuracy) if each else (None, None)
             yield self._gauge(f"evaluation_{name}version", f"Version of {text}", version)
-            yield self._gauge(f"evaluation_{name}accuracy", f"Accuracy of {text}", accuracy)
+            yield self._gauge(f"evaluation_{name}accuracy", f"Held-out accuracy of {text}", accuracy)
         under_way = scheduler.evaluating is not None
         yield self._gauge("evaluation_running", "Whether an evaluation is under way", under_way)
 
     def _last_step(self) -> Iterable[Metric]:
         line = self._setup.report.last
-        for figure, (name, text) in _LAST_STEP.items():
-            yield self._gauge(f"last_step_{name}", text, line.get(figure))
+        for key, name in _LAST_STEP.items():
+            yield self._gauge(f"last_step_{name}", FIGURES[key].meaning, line.get(key))
         metrics = {key.removeprefix("reward/"): line[key] for key in line if key.startswith("reward/")}
         text = "Mean of each of the reward's metrics over the newest batch"
         yield self._gauges("last_step_reward_metric", text, "metric", metrics)

@@ -29,7 +29,8 @@ from stretto.kernel.scheduler import Scheduler, StartBatch, accuracies
 from stretto.kernel.trainers import StepResult
 from stretto.kernel.variants import Account, VariantAccount, figures_of
 from stretto.kernel.waits import Waits
-from stretto.records.metrics import MAIN_FIGURES, describe_waits, is_evaluation
+from stretto.records.figures import describe_waits
+from stretto.records.metrics import MAIN_FIGURES, is_evaluation
 from stretto.records.status import State
 from stretto.records.timeline import CAUSES, Cause
 

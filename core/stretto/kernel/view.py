@@ -19,8 +19,8 @@ from rich.text import Text
 from stretto.errors import ConfigError, StrettoError, printable
 from stretto.kernel.keyboard import Keyboard
 from stretto.records.answers import newest_sample
-from stretto.records.figures import duration_text
-from stretto.records.metrics import describe_waits
+from stretto.records.figures import FIGURES, describe_waits, duration_text
+from stretto.records.metrics import ACCURACY
 from stretto.records.status import Status, WorkerStatus
 
 __all__ = ["View", "final_lines", "terminal"]
@@ -30,14 +30,10 @@ _MOST_ROWS = 8
 _MOST_CHARACTERS = 2000
 """The view shows at most this much of one text."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_CURVES = {
-    "reward": ("reward", ".3f"),
-    "loss": ("loss", ".4f"),
-    "zero_variance_groups": ("no signal", ".0%"),
-    "entropy": ("entropy", ".4f"),
-    "grad_norm": ("grad norm", ".4g"),
-}
-"""Figures with a sparkline: their labels and formats. `no signal`: groups whose rewards are all equal."""
+_CURVES = ("reward", "loss", "zero_variance_groups", "entropy", "grad_norm")
+"""Keys of the figures that have a sparkline."""
+_OF_STEP = ("length", "staleness", "staleness_max", "staleness_limit", "step_s", "train_s")
+"""Keys of the newest step's other figures."""
 
 
 class View:
@@ -156,12 +152,12 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     """Yield the rows below the progress bar: label and text."""
     newest = {key: value for key, value in status.newest.items() if value is not None}
     yield "folder", _short_path(Path(status.folder))
-    for name, (label, form) in _CURVES.items():
+    for name in _CURVES:
         # The loss of a policy gradient says nothing; without rewards it is all there is.
         if name in status.recent and (name != "loss" or "reward" not in status.recent):
             curve = sparkline(status.curves.get(name, ()))
-            figure = f"{status.recent[name]:{form}}"
-            yield label, f"{figure:<9} {curve}"  # the curves begin in one column
+            figure = FIGURES[name]
+            yield figure.label, f"{figure.text(status.recent[name]):<9} {curve}"  # curves begin in one column
     if newest:
         yield from _rows_of_step(newest)
     if (evaluating := status.evaluating) is not None:
@@ -170,8 +166,9 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "evaluating", text
     for evaluation in status.evaluations[-3:]:
         best = "   best so far" if evaluation == status.best and len(status.evaluations) > 1 else ""
-        yield "held out", f"version {evaluation.version}: accuracy {_accuracy(evaluation.accuracy)}{best}"
-    training = f"{newest['train_tokens_per_s']:,.0f}" if "train_tokens_per_s" in newest else "-"
+        text = f"{_accuracy(evaluation.accuracy)} (version {evaluation.version}){best}"
+        yield FIGURES[ACCURACY].label, text
+    training = FIGURES["train_tokens_per_s"].text(newest.get("train_tokens_per_s"))
     yield "tokens/s", f"generating {status.generate_tokens_per_s:,.0f}   training {training}"
     if ledger := status.ledger:
         issued, *accounts = ledger.items()
@@ -185,15 +182,16 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
 
 def _rows_of_step(newest: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield the rows of the newest step's figures that have no curve."""
-    if "length" in newest:
-        yield "length", f"{newest['length']:.1f} tokens"
-    if "staleness" in newest:
-        limit = f"   limit {newest['staleness_limit']:.0f}" if "staleness_limit" in newest else ""
-        most = f"   max {newest['staleness_max']:.0f}" if "staleness_max" in newest else ""
-        yield "staleness", f"mean {newest['staleness']:.2f}{most}{limit}"
-    if "step_s" in newest and "train_s" in newest:
+    texts = {key: FIGURES[key].text(newest[key]) for key in _OF_STEP if key in newest}
+    if "length" in texts:
+        yield FIGURES["length"].label, f"{texts['length']} tokens"
+    if "staleness" in texts:
+        limit = f"   limit {texts['staleness_limit']}" if "staleness_limit" in texts else ""
+        most = f"   max {texts['staleness_max']}" if "staleness_max" in texts else ""
+        yield FIGURES["staleness"].label, f"mean {texts['staleness']}{most}{limit}"
+    if "step_s" in texts and "train_s" in texts:
         waits = f", {waits}" if (waits := describe_waits(newest)) else ""
-        yield "step", f"{newest['step_s']:.2f} s, of which training {newest['train_s']:.2f} s{waits}"
+        yield FIGURES["step_s"].label, f"{texts['step_s']}, of which training {texts['train_s']}{waits}"
 
 
 def _rows_of_now(status: Status) -> Iterator[tuple[str, str]]:
@@ -235,17 +233,15 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
     lines = [f"{summary['status']} at step {summary['steps']} after {duration_text(summary['wall_s'])}"]
     if summary["reason"]:
         lines[0] += f": {summary['reason']}"
-    evaluation = summary["evaluation"]
+    evaluation, label = summary["evaluation"], FIGURES[ACCURACY].label
     if evaluation:
         points = " -> ".join(
             f"{_accuracy(point['accuracy'])} (version {point['version']})" for point in evaluation
         )
-        lines.append(f"held-out accuracy {points}")
+        lines.append(f"{label} {points}")
         best = summary["best"]
         if best and best["checkpoint"]:
-            lines.append(
-                f"best checkpoint {best['checkpoint']}, held-out accuracy {_accuracy(best['accuracy'])}"
-            )
+            lines.append(f"best checkpoint {best['checkpoint']}, {label} {_accuracy(best['accuracy'])}")
     ledger = summary["ledger"]
     lines.append(f"tickets {', '.join(f'{name} {count}' for name, count in ledger.items())}")
     lines.extend(_variant_lines(summary.get("variants", {})))
@@ -301,7 +297,7 @@ def _clock(moment: float) -> str:
 
 
 def _accuracy(value: float | None) -> str:
-    return "none (no result)" if value is None else f"{value:.3f}"
+    return "none (no result)" if value is None else FIGURES[ACCURACY].text(value)
 
 
 def terminal() -> bool:

@@ -1,13 +1,69 @@
-"""Figures as every view shows them."""
+"""Figures as every view shows them: one table has the label, the unit, the digits and the meaning of each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["RECENT_STEPS", "change", "duration_text", "recent"]
+import msgspec
+
+from stretto.records.metrics import ACCURACY, is_figure
+from stretto.records.timeline import CAUSES
+
+__all__ = [
+    "FIGURES",
+    "RECENT_STEPS",
+    "Figure",
+    "change",
+    "describe_waits",
+    "duration_text",
+    "figure",
+    "recent",
+]
 
 RECENT_STEPS = 10
 """A figure of a run, such as its reward, is the mean over this many newest steps: one step is noise."""
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """How views show a figure."""
+
+    label: str
+    meaning: str = ""
+    """One phrase, as plain text; empty for a figure that is not in the table."""
+    unit: str = ""
+    """The text of a value has the units `s` and `share` (of 1) in it, and no other unit."""
+    form: str = ".4g"
+    """Digits as a format specification: `.3f`, `.1%` or `.4g`. Durations choose their own digits."""
+
+    @property
+    def name(self) -> str:
+        """The label for values that are shown as `text`: with the unit if the text lacks it."""
+        return self.label if self.unit in ("", "s", "share") else f"{self.label}, {self.unit}"
+
+    @property
+    def title(self) -> str:
+        """The heading of a chart whose axis has plain numbers: label and unit, capitalised. A key stays as it
+        is."""
+        text = f"{self.label}, {self.unit}" if self.unit else self.label
+        return text[:1].upper() + text[1:] if self.meaning else text
+
+    def text(self, value: Any) -> str:
+        """Return a value with its digits; a dash if it is no finite number. The page's `figureText` follows
+        the same rule."""
+        if not is_figure(value):
+            return "-"
+        if self.unit == "s":
+            return duration_text(value)
+        if self.form == ".4g" and 1e3 <= abs(value) < 1e9:
+            return f"{value:,.0f}"
+        return f"{value:,{self.form}}".replace("%", " %")
+
+
+def figure(key: str) -> Figure:
+    """Return how views show the figure with this key of `metrics.jsonl`. A key that is not in the table, such
+    as that of a reward's own number, is its own label."""
+    return FIGURES.get(key) or Figure(key)
 
 
 def recent(values: Sequence[float]) -> float | None:
@@ -44,3 +100,131 @@ def duration_text(seconds: float | None) -> str:
         return f"{minutes} min"
     days, hours = divmod(minutes // 60, 24)
     return f"{days} d {hours} h" if days > 1 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def describe_waits(line: Mapping[str, Any]) -> str:
+    """Return what training waited for since the step before, the longest wait first, such as
+    `evaluation 25 s, groups 1.2 s`. Causes below a twentieth of the step's time are left out."""
+    seconds = {kind: line.get(f"wait/{kind}_s") or 0.0 for kind in CAUSES}
+    known = [kind for kind in CAUSES if seconds[kind] >= 0.05 * (line.get("step_s") or 0.0) and seconds[kind]]
+    known.sort(key=lambda kind: -seconds[kind])
+    return ", ".join(f"{kind.replace('_', ' ')} {duration_text(seconds[kind])}" for kind in known)
+
+
+def _nats(label: str, meaning: str) -> Figure:
+    return Figure(label, meaning, "nats a token")
+
+
+def _share(label: str, whose: str) -> Figure:
+    return Figure(label, f"Share of the {whose}", "share", ".1%")
+
+
+def _seconds(label: str, meaning: str) -> Figure:
+    return Figure(label, meaning, "s")
+
+
+_ALONE = "in answers that this step's version sampled alone"
+_AFTER_SWAP = "where this step's version went on with an older version's answer"
+FIGURES: Mapping[str, Figure] = {
+    "reward": Figure("reward", "Mean reward of the batch", form=".3f"),
+    ACCURACY: Figure("held-out accuracy", "Mean accuracy of the answers to held-out rows", form=".3f"),
+    "evaluation/samples": Figure("held-out answers", "Answers of the evaluation", form=".0f"),
+    "evaluation/failed": Figure("failed rows", "Rows of the evaluation without a result", form=".0f"),
+    "reward_std": Figure("reward spread", "Standard deviation of the rewards of single answers", form=".3f"),
+    "reward_max": Figure("largest reward", "Largest reward of an answer", form=".3f"),
+    "zero_variance_groups": _share(
+        "no signal", "groups whose answers all have the same reward; they teach nothing"
+    ),
+    "loss": Figure("loss", "Loss of the step"),
+    "grad_norm": Figure("gradient norm", "Norm of the gradient before it is clipped"),
+    "lr": Figure("learning rate", "Learning rate of the step, after the schedule and the KL target"),
+    "lr_scale": Figure("learning rate factor", "Factor by which the KL target scales the learning rate"),
+    "entropy": Figure("entropy", "Entropy of the policy", "nats a token", ".4f"),
+    "behaviour_kl": _nats("off-policy KL", "Distance of the policy from the one that sampled the batch"),
+    "reference_kl": _nats("reference KL", "Distance of the policy from the reference"),
+    "ratio": Figure("ratio", "Mean ratio of the policy's probability to the anchor's"),
+    "clipped": _share(
+        "clipped tokens",
+        "tokens whose gradient the clip removes: ratio above 1 + ε with a positive advantage, or below 1 − ε "
+        "with a negative one",
+    ),
+    "dual_clipped": _share("dual-clipped tokens", "tokens that the dual clip bounds"),
+    "advantage": Figure("advantage", "Mean advantage of the trained tokens"),
+    "importance_weight": Figure("importance weight", "Mean weight of the off-policy correction"),
+    "masked_fraction": _share("masked tokens", "tokens that the off-policy correction leaves out"),
+    "skipped": Figure("skipped", "1 if the gradient was not finite and the step was left out"),
+    "micro_batches": Figure("micro-batches", "Forward and backward passes of a rank", form=".0f"),
+    "length": Figure("length", "Mean number of sampled tokens of an answer", "tokens", ".1f"),
+    "length_max": Figure("largest length", "Largest number of sampled tokens of an answer", "tokens", ".0f"),
+    "truncated": _share("truncated", "answers that ended at the limit of tokens"),
+    "staleness": Figure("staleness", "Mean age of the trained samples", "steps", ".2f"),
+    "staleness_max": Figure("largest staleness", "Age of the oldest trained sample", "steps", ".0f"),
+    "divergence": _nats(
+        "divergence", "Distance of the policy from the one that sampled the batch, less the engine's error"
+    ),
+    "engine_kl": _nats("engine KL", "Distance of the engine from the trainer at equal weights"),
+    "staleness_limit": Figure(
+        "staleness limit", "Steps that generation may run ahead after this step", "steps", ".0f"
+    ),
+    "mismatch_mean": Figure(
+        "mismatch", f"Mean difference between the logprobs of engine and trainer {_ALONE}", "nats"
+    ),
+    "mismatch_max": Figure(
+        "largest mismatch", f"Largest difference between the logprobs of engine and trainer {_ALONE}", "nats"
+    ),
+    "mismatch_kl": _nats("mismatch KL", f"Distance of the engine from the trainer {_ALONE}"),
+    "mismatch_share": _share("mismatch coverage", f"trained tokens {_ALONE}"),
+    "drift_mean": Figure(
+        "drift", f"Mean difference between the logprobs of engine and trainer {_AFTER_SWAP}", "nats"
+    ),
+    "drift_max": Figure(
+        "largest drift",
+        f"Largest difference between the logprobs of engine and trainer {_AFTER_SWAP}",
+        "nats",
+    ),
+    "drift_kl": _nats("drift KL", f"Distance of the engine from the trainer {_AFTER_SWAP}"),
+    "drift_share": _share("drift coverage", f"trained tokens {_AFTER_SWAP}"),
+    "canary_mean": Figure(
+        "canary difference", "Mean difference between engine and trainer on a fixed text, at a swap", "nats"
+    ),
+    "canary_max": Figure(
+        "largest canary difference",
+        "Largest difference between engine and trainer on a fixed text, at a swap",
+        "nats",
+    ),
+    "step_s": _seconds("step time", "Time since the previous step"),
+    "train_s": _seconds("training time", "Time in which a call of this step ran"),
+    "wait/evaluation_s": _seconds(
+        "wait for evaluations",
+        "No engine samples for training while an evaluation has them; or the batch is ready, but its step "
+        "would make a third evaluation due",
+    ),
+    "wait/swap_s": _seconds("wait for swaps", "All engines pause for a swap of weights"),
+    "wait/engines_s": _seconds("wait for engines", "No engine can be called: they are lost, or start"),
+    "wait/late_ticket_s": _seconds(
+        "wait for late tickets", "Enough groups are finished, but a ticket that is due is not"
+    ),
+    "wait/groups_s": _seconds("wait for groups", "Fewer groups are finished than a batch has"),
+    "wait/checkpoint_s": _seconds("wait for checkpoints", "The run writes a checkpoint"),
+    "wait/overhead_s": _seconds(
+        "wait for the kernel",
+        "The kernel works: messages, the journal, the end of the step, weights that are published before the "
+        "next step; in a step that a resume repeats, everything",
+    ),
+    "tokens": Figure("trained tokens", "Trained tokens of the batch", form=".0f"),
+    "step_tokens_per_s": Figure("throughput", "Trained tokens per second of the step", "tokens/s", ".0f"),
+    "train_tokens_per_s": Figure(
+        "training throughput", "Trained tokens per second of training", "tokens/s", ".0f"
+    ),
+    "cores_used": _share("cores used", "cores of the kernel's machine that the run uses"),
+    "cores_idle": _share("idle cores", "cores of the kernel's machine that no program uses"),
+    "generate_busy_s": _seconds("engine work", "Work of an engine since the previous step"),
+    "verify_busy_s": _seconds("scoring work", "Work of all scoring processes since the previous step"),
+    "ticket_generate_s": _seconds("generation of a ticket", "Time of a ticket at an engine"),
+    "ticket_score_s": _seconds("scoring of a ticket", "Time of a ticket at a verifier"),
+    "slots_used": _share("slots used", "slots of an engine that are in use"),
+    "kv_used": _share("KV cache used", "memory of an engine for keys and values that is in use"),
+    "samples_waiting": Figure("waiting samples", "Samples that wait for a slot, for each engine", form=".1f"),
+    "swap_pause_s": _seconds("swap pause", "Pause of an engine for swaps since the previous step"),
+}
+"""Every figure of `metrics.jsonl` that stretto itself writes, by its key."""

@@ -12,14 +12,12 @@ import msgspec
 
 from stretto.errors import ConfigError
 from stretto.records.files import open_record
-from stretto.records.timeline import CAUSES
 
 __all__ = [
     "ACCURACY",
     "MAIN_FIGURES",
     "METRICS",
     "MetricsReader",
-    "describe_waits",
     "is_evaluation",
     "is_figure",
     "parse_line",
@@ -67,15 +65,6 @@ def parse_line(text: bytes) -> dict[str, Any] | str:
 def is_evaluation(line: Mapping[str, Any]) -> bool:
     """Whether a line belongs to an evaluation, and not to a step."""
     return "evaluation/samples" in line
-
-
-def describe_waits(line: Mapping[str, Any]) -> str:
-    """Return what training waited for since the step before, the longest wait first, such as
-    `evaluation 24.9 s, groups 1.2 s`. Causes below a twentieth of the step's time are left out."""
-    seconds = {kind: line.get(f"wait/{kind}_s") or 0.0 for kind in CAUSES}
-    known = [kind for kind in CAUSES if seconds[kind] >= 0.05 * (line.get("step_s") or 0.0) and seconds[kind]]
-    known.sort(key=lambda kind: -seconds[kind])
-    return ", ".join(f"{kind.replace('_', ' ')} {seconds[kind]:.2f} s" for kind in known)
 
 
 def is_figure(value: Any) -> TypeGuard[float]:

@@ -23,6 +23,7 @@ from aiohttp import web
 from stretto.bus.listening import is_loopback
 from stretto.errors import ConfigError
 from stretto.records.comparison import compare_runs
+from stretto.records.figures import FIGURES
 from stretto.records.values import dotted_values
 from stretto.ui.access import Access
 from stretto.ui.curves import ShownCurve, curve
@@ -68,6 +69,14 @@ class _Page:
                 problems.append(_fault(error, run.path))
         folder, single = str(self._runs.folder), self._runs.single
         return {"folder": folder, "single": single, "runs": rows, "problems": problems}
+
+    def figures(self, query: Query) -> Any:
+        """How views show each figure."""
+        del query
+        return {
+            key: {**msgspec.structs.asdict(figure), "name": figure.name, "title": figure.title}
+            for key, figure in FIGURES.items()
+        }
 
     def comparison(self, query: Query) -> Any:
         """Several runs compared, as `stretto compare` does it."""
@@ -171,6 +180,7 @@ def application(folder: Path, access: Access) -> web.Application:
     for name in _static_files():
         app.router.add_get(f"/static/{name}", _file(name))
     app.router.add_get("/api/runs", _answer(page.index))
+    app.router.add_get("/api/figures", _answer(page.figures))
     app.router.add_get("/api/compare", _answer(page.comparison))
     for name, handler in {
         "": page.overview,

@@ -1,6 +1,7 @@
 // The frame of the page: the bar, the views by address, the keyboard, the theme, and the clock that keeps views live.
 import { fill, h, svg } from "./dom.js";
 import { get } from "./api.js";
+import { loadFigures } from "./figures.js";
 import { runsView } from "./runs.js";
 import { runView } from "./run.js";
 import { compareView } from "./compare.js";
@@ -26,6 +27,7 @@ async function open() {
   view = null;
   fill(main, h("p", { class: "empty" }, "Loading …"));
   try {
+    await loadFigures();
     const made = await (parts[0] === "run" ? runView(parts[1], parts[2] ?? "overview", query) : parts[0] === "compare" ? compareView(query) : runsView(query));
     if (mine !== turn) { made.destroy?.(); return; }
     view = made;

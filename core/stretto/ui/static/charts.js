@@ -2,6 +2,7 @@
 /* global uPlot */
 import { colour, debounce, duration, fill, h, number, seriesKey, seriesStyle } from "./dom.js";
 import { get } from "./api.js";
+import { figure, figureText, tooltip } from "./figures.js";
 
 export class Board {
   /**
@@ -28,8 +29,8 @@ export class Board {
     this.sized = new ResizeObserver((entries) => { for (const entry of entries) entry.target.parentElement.chart?.resize(); });
   }
 
-  add(title, keys, options = {}) {
-    const chart = new Chart(this, title, keys, options);
+  add(keys) {
+    const chart = new Chart(this, keys);
     this.charts.push(chart);
     this.seen.observe(chart.element);
     this.sized.observe(chart.plot);
@@ -84,11 +85,11 @@ export class Board {
 }
 
 class Chart {
-  constructor(board, title, keys, options) {
+  constructor(board, keys) {
+    const { title } = figure(keys[0]);
     this.board = board;
     this.title = title;
     this.keys = keys;
-    this.options = options;
     this.visible = false;
     this.stale = true;
     this.answers = null;
@@ -99,7 +100,7 @@ class Chart {
     this.data = h("div", { class: "data", hidden: true, tabindex: "0" });
     this.toggle = h("button", { type: "button", class: "plain small", "aria-pressed": "false", title: "Show the figures as a table", onclick: () => this.#flip() }, "table");
     this.element = h("section", { class: "panel chart", "data-key": keys[0] },
-      h("header", {}, h("h2", { title }, title), this.at, h("span", { class: "grow" }), this.toggle), this.values, this.plot, this.data);
+      h("header", {}, h("h2", { title: keys.map(tooltip).join("\n") }, title), this.at, h("span", { class: "grow" }), this.toggle), this.values, this.plot, this.data);
     this.element.chart = this;
   }
 
@@ -113,7 +114,7 @@ class Chart {
         const curve = answer.curves[key];
         if (!curve || !curve.x.length) return;
         const slot = this.keys.length > 1 && answers.length === 1 ? place : index;
-        const name = [answers.length > 1 ? this.board.runs[index].name : "", this.keys.length > 1 ? (this.options.labels?.[place] ?? key) : ""].filter(Boolean).join(" · ");
+        const name = [answers.length > 1 ? this.board.runs[index].name : "", this.keys.length > 1 ? figure(key).label : ""].filter(Boolean).join(" · ");
         this.lines.push({ key, slot, name, curve, points: key.startsWith("evaluation/") });
       });
     });
@@ -192,10 +193,10 @@ class Chart {
       const soft = smooth === null ? null : nearest(data[smooth], index);
       const value = near === null ? null : data[place][near];
       const where = line.points && near !== null && this.board.x === "step" ? ` at version ${number(data[0][near])}` : "";
-      return h("span", {}, seriesKey(line.slot), line.name ? `${line.name} ` : "", h("b", {}, number(soft === null ? value : data[smooth][soft])),
-        soft === null ? "" : h("span", { class: "faint" }, ` ${number(value)}`), h("span", { class: "faint" }, where));
+      return h("span", {}, seriesKey(line.slot), line.name ? `${line.name} ` : "", h("b", {}, figureText(line.key, soft === null ? value : data[smooth][soft])),
+        soft === null ? "" : h("span", { class: "faint" }, ` ${figureText(line.key, value)}`), h("span", { class: "faint" }, where));
     }));
-    const last = this.shown.map(({ line, place }) => `${line.name || this.title} ${number(data[place][nearest(data[place], null)])}`).join(", ");
+    const last = this.shown.map(({ line, place }) => `${line.name || this.title} ${figureText(line.key, data[place][nearest(data[place], null)])}`).join(", ");
     this.plot.setAttribute("aria-label", `${this.title}: newest ${last}`);
   }
 

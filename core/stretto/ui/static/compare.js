@@ -3,6 +3,7 @@ import { duration, fill, h, number, printable, seriesKey } from "./dom.js";
 import { get } from "./api.js";
 import { curvesPanel } from "./curves.js";
 import { configTable } from "./config.js";
+import { ACCURACY, figure, figureText } from "./figures.js";
 
 export async function compareView(query) {
   const ids = [...new Set((query.get("runs") ?? "").split(",").filter(Boolean))];
@@ -21,17 +22,19 @@ export async function compareView(query) {
 
   function drawFigures() {
     const of = (show) => (index) => show(comparison.runs[index]);
+    const column = (key, value) => [figure(key).name, of((run) => figureText(key, value(run)))];
+    const accuracy = figure(ACCURACY).label;
     const differences = new Map(comparison.paired.map((each) => [each.run, each]));
     const keys = Object.entries(comparison.differences);
     fill(differing, keys.length ? table("differing", keys.map(([key, values]) => [key, (index) => values[index] ?? "–"])) : h("p", { class: "muted" }, "No value of the run files, besides name and out."));
     fill(figures, table("figures", [
       ["state", of((run) => run.state)], ["steps", (index) => `${number(all[index].step)} of ${number(all[index].total)}`], ["duration", of((run) => duration(run.wall_s))],
-      ["reward", of((run) => run.reward?.toFixed(3) ?? "–")], ["held out", of((run) => evaluated(run.last))],
-      differences.size && [`minus ${names[0]}`, of((run) => paired(differences.get(run.label)))], ["best", of((run) => evaluated(run.best))],
-      ["staleness", of((run) => number(run.staleness))], ["tokens/s", of((run) => number(run.tokens_per_s))],
+      column("reward", (run) => run.reward), [accuracy, of((run) => evaluated(run.last))],
+      differences.size && [`minus ${names[0]}`, of((run) => paired(differences.get(run.label)))], [`best ${accuracy}`, of((run) => evaluated(run.best))],
+      column("staleness", (run) => run.staleness), column("step_tokens_per_s", (run) => run.tokens_per_s),
     ].filter(Boolean)));
     fill(groups, h("p", { class: "faint" }, "Figures of steps are means of the newest 10. ± is a 95 % interval, v the version that was evaluated; a difference is paired by row, in the last evaluation that both have."),
-      comparison.groups.map((group) => h("p", {}, printable(`${group.runs.length} runs that differ in their seed: ${group.runs.join(", ")}: held out ${number(group.accuracy)}, standard deviation ${number(group.accuracy_sd)}`))));
+      comparison.groups.map((group) => h("p", {}, printable(`${group.runs.length} runs that differ in their seed: ${group.runs.join(", ")}: ${accuracy} ${figureText(ACCURACY, group.accuracy)}, standard deviation ${figureText(ACCURACY, group.accuracy_sd)}`))));
   }
 
   async function show(tab) {

@@ -1,6 +1,7 @@
 // All curves of a run, or of several runs over each other, in sections.
 import { choice, fill, h } from "./dom.js";
 import { Board } from "./charts.js";
+import { ACCURACY, figure } from "./figures.js";
 
 const SECTIONS = [
   ["Reward", /^(reward|evaluation|zero_variance|advantage)/], ["Optimisation", /^(loss|grad_norm|lr|entropy|clipped|dual_clipped|ratio|kl|micro_batches|skipped|update|value)/],
@@ -12,7 +13,7 @@ const SECTIONS = [
 export function curvesPanel(runs, keys, { evaluations }) {
   const stored = Number(localStorage.getItem("smoothing") ?? 0);
   const board = new Board(runs, { smoothing: stored });
-  const all = evaluations ? ["evaluation/accuracy", ...keys] : keys;
+  const all = evaluations ? [ACCURACY, ...keys] : keys;
   const place = h("div"), whole = h("button", { type: "button", disabled: true, onclick: () => board.set({ window: null }) }, "Whole run");
   const search = h("input", { type: "search", placeholder: "Filter curves …", "aria-label": "Filter curves", "data-search": true, oninput: draw });
   const amount = h("output", { class: "mono" }, stored.toFixed(2));
@@ -21,17 +22,18 @@ export function curvesPanel(runs, keys, { evaluations }) {
     localStorage.setItem("smoothing", slider.value);
     board.set({ smoothing: Number(slider.value) });
   } });
+  const fits = (key) => `${key} ${figure(key).title}`.toLowerCase().includes(search.value.trim().toLowerCase());
   board.onwindow = (window) => { whole.disabled = window === null; };
 
   function draw() {
-    const text = search.value.trim().toLowerCase(), left = new Set(all.filter((key) => key.toLowerCase().includes(text)));
+    const left = new Set(all.filter(fits));
     board.clear();
     fill(place, SECTIONS.map(([title, pattern]) => {
       const mine = [...left].filter((key) => pattern.test(key));
       for (const key of mine) left.delete(key);
-      return mine.length > 0 && [h("div", { class: "section" }, h("h2", {}, title), h("span", { class: "faint" }, String(mine.length))), h("div", { class: "charts" }, mine.map((key) => board.add(key, [key])))];
+      return mine.length > 0 && [h("div", { class: "section" }, h("h2", {}, title), h("span", { class: "faint" }, String(mine.length))), h("div", { class: "charts" }, mine.map((key) => board.add([key])))];
     }));
-    if (!all.some((key) => key.toLowerCase().includes(text))) fill(place, h("p", { class: "empty" }, all.length ? "No curve matches the filter." : "No step yet."));
+    if (!all.some(fits)) fill(place, h("p", { class: "empty" }, all.length ? "No curve matches the filter." : "No step yet."));
   }
 
   draw();

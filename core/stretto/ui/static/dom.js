@@ -61,10 +61,6 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-export function percent(share) {
-  return share === null ? "–" : `${Math.round(100 * share)} %`;
-}
-
 /** A difference with three digits and its sign. */
 export function signed(value) {
   return `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(3)}`;

@@ -1,7 +1,8 @@
 // The first view of a run: figures, curves, ledger, workers, staleness, advice.
-import { ago, duration, fill, h, number, percent, printable, signed, withCode } from "./dom.js";
+import { ago, duration, fill, h, number, printable, signed, withCode } from "./dom.js";
 import { get } from "./api.js";
 import { Board } from "./charts.js";
+import { ACCURACY, figure, figureText, tooltip } from "./figures.js";
 
 /** From this many steps on, the curves of this view are smoothed. */
 const MANY_STEPS = 150;
@@ -15,11 +16,10 @@ export async function overviewTab({ id, name, facts }) {
   const workers = h("section", { class: "panel w6 scroll", id: "workers" }), engines = h("section", { class: "panel w6", id: "speed" });
   const keys = facts().keys, has = (key) => keys.includes(key);
   const charts = [
-    ["Reward", ["reward"]], ["Held-out accuracy", ["evaluation/accuracy"], facts().evaluations.length],
-    ["Loss", ["loss"]], ["Entropy", ["entropy"]], ["Gradient norm", ["grad_norm"]], ["Staleness", ["staleness", "staleness_max"], has("staleness"), ["mean", "max"]],
-  ].filter(([, [key], there]) => there ?? has(key));
-  const element = h("div", {}, notes, tiles, h("p", { class: "faint" }, "Reward and no signal are means of the newest 10 steps, the other figures those of the newest step."), advice,
-    h("div", { class: "charts", style: { margin: "12px 0" } }, charts.map(([title, wanted, , labels]) => board.add(title, wanted, { labels }))),
+    ["reward"], [ACCURACY], ["loss"], ["entropy"], ["grad_norm"], ["staleness", "staleness_max"],
+  ].filter(([key]) => (key === ACCURACY ? facts().evaluations.length : has(key)));
+  const element = h("div", {}, notes, tiles, h("p", { class: "faint" }, `${figure("reward").title} and ${figure("zero_variance_groups").label} are means of the newest 10 steps, the other figures those of the newest step.`), advice,
+    h("div", { class: "charts", style: { margin: "12px 0" } }, charts.map((wanted) => board.add(wanted))),
     smoothing > 0 && h("p", { class: "faint" }, `The lines are smoothed (${smoothing}); the faint lines behind them are not.`),
     h("div", { class: "grid" }, ledger, staleness, workers, engines));
 
@@ -54,20 +54,21 @@ function drawNotes(element, { summary, status, standstill, state, fault }) {
 }
 
 function drawTiles(element, { last, headline, evaluations, status, state, keys }) {
-  const accuracies = evaluations.filter((each) => typeof each["evaluation/accuracy"] === "number"), newest = accuracies.at(-1);
-  const best = accuracies.reduce((one, other) => (one && one["evaluation/accuracy"] >= other["evaluation/accuracy"] ? one : other), null);
-  const rows = [
-    ["Reward", headline.reward.recent?.toFixed(3), headline.reward.change === null ? "" : `${signed(headline.reward.change)} from the first 10 steps`, keys.includes("reward")],
-    ["Held out", number(newest?.["evaluation/accuracy"]), newest ? `version ${newest.step}; best ${number(best["evaluation/accuracy"])} at ${best.step}` : "", newest],
-    ["No signal", percent(headline.zero_variance_groups.recent), "groups whose rewards are all equal", keys.includes("zero_variance_groups")],
-    ["Loss", number(last.loss), "", last.loss !== undefined && !keys.includes("reward")],
-    ["Entropy", number(last.entropy), last.behaviour_kl === undefined ? "" : `KL to behaviour ${number(last.behaviour_kl)}`, last.entropy !== undefined],
-    ["Staleness", number(last.staleness, 3), `max ${number(last.staleness_max)}${last.staleness_limit === undefined ? "" : `, limit ${last.staleness_limit}`}`, last.staleness !== undefined],
-    ["Length", number(last.length), last.truncated === undefined ? "" : `${number(100 * last.truncated, 3)} % truncated`, last.length !== undefined],
-    ["Step", duration(last.step_s), `training ${duration(last.train_s)}`, last.step_s !== undefined],
-    ["Tokens/s", number(last.step_tokens_per_s), `while training ${number(last.train_tokens_per_s)}`, last.step_tokens_per_s !== undefined],
+  const accuracies = evaluations.filter((each) => typeof each[ACCURACY] === "number"), newest = accuracies.at(-1);
+  const best = accuracies.reduce((one, other) => (one && one[ACCURACY] >= other[ACCURACY] ? one : other), null);
+  const text = (key) => figureText(key, last[key]), sub = (...keys) => keys.filter((key) => last[key] !== undefined).map((key) => `${figure(key).label} ${text(key)}`).join(", ");
+  const tiles = [
+    ["reward", headline.reward.recent, headline.reward.change === null ? "" : `${signed(headline.reward.change)} from the first 10 steps`, keys.includes("reward")],
+    [ACCURACY, newest?.[ACCURACY], newest ? `version ${newest.step}; best ${figureText(ACCURACY, best[ACCURACY])} at ${best.step}` : "", newest],
+    ["zero_variance_groups", headline.zero_variance_groups.recent, "", keys.includes("zero_variance_groups")],
+    ["loss", last.loss, "", last.loss !== undefined && !keys.includes("reward")],
+    ["entropy", last.entropy, sub("behaviour_kl")],
+    ["staleness", last.staleness, last.staleness === undefined ? "" : `max ${text("staleness_max")}${last.staleness_limit === undefined ? "" : `, limit ${text("staleness_limit")}`}`],
+    ["length", last.length, sub("truncated")],
+    ["step_s", last.step_s, sub("train_s")],
+    ["step_tokens_per_s", last.step_tokens_per_s, sub("train_tokens_per_s")],
   ];
-  fill(element, rows.filter(([, , , there]) => there).map(([label, value, sub]) => h("div", { class: "tile", "data-tile": label }, h("div", { class: "label" }, label), h("div", { class: "value" }, value), h("div", { class: "sub" }, sub))));
+  fill(element, tiles.filter(([, value, , there]) => there ?? value !== undefined).map(([key, value, below]) => h("div", { class: "tile", "data-tile": key, title: tooltip(key) }, h("div", { class: "label" }, figure(key).name), h("div", { class: "value" }, figureText(key, value)), h("div", { class: "sub" }, below))));
   if (state !== "running" || !status) return;
   const { evaluating, bottleneck, now, generate_tokens_per_s } = status;
   const lines = [bottleneck ? `the bottleneck is ${bottleneck}` : now, evaluating && `evaluating version ${evaluating.version}: ${number(evaluating.rows)} of ${number(evaluating.of)} rows`, generate_tokens_per_s ? `generating ${number(Math.round(generate_tokens_per_s))} tokens/s` : ""];
@@ -108,14 +109,13 @@ function drawWorkers(element, { status, state }) {
 }
 
 function drawSpeed(element, { last, summary }) {
+  const keys = ["generate_busy_s", "verify_busy_s", "train_s", "swap_pause_s", "ticket_generate_s", "ticket_score_s", "slots_used", "kv_used", "samples_waiting"];
   const rows = [
-    ["engines busy", last.generate_busy_s, duration], ["verifiers busy", last.verify_busy_s, duration], ["training", last.train_s, duration], ["swap pause", last.swap_pause_s, duration],
-    ["a ticket generates", last.ticket_generate_s, duration], ["a ticket is scored", last.ticket_score_s, duration],
-    ["slots used", last.slots_used, (value) => `${number(100 * value, 3)} %`], ["cache used", last.kv_used, (value) => `${number(100 * value, 3)} %`], ["samples waiting", last.samples_waiting, number],
+    ...keys.map((key) => [figure(key).name, last[key], (value) => figureText(key, value), tooltip(key)]),
     ["overlap", summary?.overlap, (value) => number(value, 3)], ["swaps", summary?.swaps?.count, number], ["restarts", summary?.restarts, number],
   ];
   fill(element, h("h2", {}, "Speed ", h("span", { class: "muted" }, last.step ? `in step ${last.step}` : "")),
-    h("dl", { class: "facts two" }, rows.filter(([, value]) => value !== undefined && value !== null).map(([label, value, format]) => [h("dt", {}, label), h("dd", {}, format(value))])));
+    h("dl", { class: "facts two" }, rows.filter(([, value]) => value !== undefined && value !== null).map(([label, value, format, title]) => [h("dt", { title }, label), h("dd", {}, format(value))])));
 }
 
 function drawStaleness(element, { counts, source }) {

@@ -2,9 +2,10 @@
 import { ago, duration, fill, h, number, printable } from "./dom.js";
 import { get } from "./api.js";
 import { spark } from "./charts.js";
+import { ACCURACY, figure, figureText } from "./figures.js";
 
-const COLUMNS = [
-  ["name", "run"], ["state", "state"], ["step", "step", "number"], ["reward", "reward", "number"], ["curve", "", ""], ["accuracy", "held out", "number"],
+const columns = () => [
+  ["name", "run"], ["state", "state"], ["step", "step", "number"], ["reward", figure("reward").label, "number"], ["curve", "", ""], ["accuracy", figure(ACCURACY).label, "number"],
   ["best", "best", "number"], ["algorithm", "algorithm"], ["model", "model"], ["wall_s", "duration", "number"], ["changed", "changed", "number"],
 ];
 
@@ -36,7 +37,7 @@ export async function runsView(query) {
     compare.disabled = chosen.size < 2;
     fill(compare, chosen.size < 2 ? "Compare" : `Compare ${chosen.size}`);
     fill(problems, answer.problems.map((problem) => h("p", { class: "note bad" }, printable(problem))));
-    fill(head, h("th", {}, h("span", { class: "muted" }, "")), COLUMNS.map(([key, label, kind]) => h("th", { class: kind ?? "", scope: "col", "aria-sort": order.key === key && label ? (order.down ? "descending" : "ascending") : null },
+    fill(head, h("th", {}, h("span", { class: "muted" }, "")), columns().map(([key, label, kind]) => h("th", { class: kind ?? "", scope: "col", "aria-sort": order.key === key && label ? (order.down ? "descending" : "ascending") : null },
       label && h("button", { type: "button", onclick: () => { order = { key, down: order.key === key ? !order.down : kind === "number" }; draw(); } }, label))));
     fill(body, rows.map((run) => h("tr", { class: `link ${chosen.has(run.id) ? "chosen" : ""}`, tabindex: "0", "data-id": run.id,
       onclick: (event) => { if (!event.target.closest("input, a")) location.hash = `#/run/${run.id}/overview`; },
@@ -45,11 +46,11 @@ export async function runsView(query) {
       h("td", {}, h("a", { href: `#/run/${run.id}/overview` }, printable(run.name)), h("div", { class: "faint wrap" }, printable(run.path))),
       h("td", {}, h("span", { class: `pill ${run.state}` }, run.state)),
       h("td", { class: "number" }, `${number(run.step)} / ${number(run.total)}`),
-      h("td", { class: "number" }, run.reward?.toFixed(3) ?? "–"), h("td", {}, spark(run.curve)),
-      h("td", { class: "number" }, number(run.accuracy)), h("td", { class: "number" }, number(run.best)),
+      h("td", { class: "number" }, figureText("reward", run.reward)), h("td", {}, spark(run.curve)),
+      h("td", { class: "number" }, figureText(ACCURACY, run.accuracy)), h("td", { class: "number" }, figureText(ACCURACY, run.best)),
       h("td", {}, printable(run.algorithm ?? "–")), h("td", { class: "clip", title: printable(run.model ?? "") }, printable((run.model ?? "–").split("/").slice(-2).join("/"))),
       h("td", { class: "number" }, duration(run.wall_s)), h("td", { class: "number" }, ago(run.changed)))));
-    if (!rows.length) fill(body, h("tr", {}, h("td", { colspan: COLUMNS.length + 1, class: "empty" }, answer.runs.length ? "No run matches the filter." : "No run in this folder yet.")));
+    if (!rows.length) fill(body, h("tr", {}, h("td", { colspan: columns().length + 1, class: "empty" }, answer.runs.length ? "No run matches the filter." : "No run in this folder yet.")));
     if (focused) body.querySelector(`[data-id="${focused}"]`)?.focus();
   }
 

@@ -1,10 +1,10 @@
 // Generation and training over time, on a canvas: lanes of spans, what waited for what, zoom and movement.
 import { colour, debounce, duration, fill, h, number, printable } from "./dom.js";
 import { get } from "./api.js";
+import { figure, tooltip } from "./figures.js";
 
 const LABEL = 132, ROW = 18, THIN = 5, GAP = 9, AXIS = 22, FLIGHT = 46;
 const COLOURS = { step: "c0", wait: "c5", evaluation: "c4", call: "c2", swap: "c3", train: "c0", eval: "c4" };
-const WAITS = { groups: "groups: too few were finished", late_ticket: "late tickets", evaluation: "evaluations", checkpoint: "checkpoints", swap: "swaps of weights", engines: "inference engines: there was none", overhead: "the kernel, from one step to the next" };
 const KINDS = [["step", "train step"], ["wait", "wait before a step"], ["call", "call of a worker group"], ["swap", "swap of weights"], ["train", "ticket: generation"], ["score", "ticket: scoring"], ["eval", "evaluation"]];
 
 export async function timelineTab({ id, facts }) {
@@ -168,7 +168,7 @@ export async function timelineTab({ id, facts }) {
     const whole = end - start, most = Math.max(...data.waits.map(([, seconds]) => seconds), 1e-9);
     fill(waits, h("h2", {}, "What training waited for ", h("span", { class: "muted" }, "in this window")),
       loading ? h("p", { class: "muted" }, "Loading.")
-        : data.waits.length ? h("div", { class: "bars" }, data.waits.map(([text, seconds]) => [h("span", { class: "muted" }, WAITS[text] ?? printable(text)), h("div", { class: "track" }, h("div", { class: "fill", style: { width: `${(100 * seconds) / most}%` } })), h("span", { class: "number" }, `${duration(seconds)} · ${((100 * seconds) / whole).toFixed(1)} %`)]))
+        : data.waits.length ? h("div", { class: "bars" }, data.waits.map(([cause, seconds]) => [h("span", { class: "muted", title: tooltip(`wait/${cause}_s`) }, figure(`wait/${cause}_s`).label), h("div", { class: "track" }, h("div", { class: "fill", style: { width: `${(100 * seconds) / most}%` } })), h("span", { class: "number" }, `${duration(seconds)} · ${((100 * seconds) / whole).toFixed(1)} %`)]))
         : h("p", { class: "muted" }, "No step in this window."));
   }
 

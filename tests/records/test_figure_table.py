@@ -1,0 +1,82 @@
+"""One table says how figures are shown: the views, the dashboard and the documentation follow it."""
+
+# The keys that a view shows are its own matter.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli import export, notebook, report, trace
+from stretto.kernel import prometheus, view
+from stretto.records.figures import FIGURES, Figure, figure
+from stretto.records.metrics import ACCURACY, MAIN_FIGURES
+from stretto.records.timeline import CAUSES
+
+ROOT = Path(__file__).parents[2]
+UNITS = {"s": "s", "share": "percentunit"}
+"""Unit of the table -> unit of Grafana; `short` for others."""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        *(("reward", 0.12345, "0.123"), ("loss", -0.0312, "-0.0312"), ("loss", 12345.6, "12,346")),
+        *(("loss", 1e300, "1e+300"), ("lr", 3e-6, "3e-06"), ("train_tokens_per_s", 4000, "4,000")),
+        *(("truncated", 0.125, "12.5 %"), ("step_s", 0.5, "500 ms"), ("step_s", -1.0, "?")),
+        *(("reward", value, "-") for value in (None, float("nan"), "0.5", True, 10**400)),
+        ("reward/parts", 0.123456, "0.1235"),
+    ],
+)
+def test_a_value_is_text(key: str, value: Any, text: str) -> None:
+    assert figure(key).text(value) == text
+
+
+def test_a_figure_has_a_name_and_a_title() -> None:
+    entropy, step = FIGURES["entropy"], FIGURES["step_s"]
+    assert (entropy.name, entropy.title) == ("entropy, nats a token", "Entropy, nats a token")
+    assert (step.name, step.title) == ("step time", "Step time, s")
+    assert figure("reward/parts") == Figure("reward/parts")
+    assert figure("reward/parts").title == "reward/parts"
+
+
+def test_no_two_figures_have_one_name() -> None:
+    assert len({each.label for each in FIGURES.values()}) == len(FIGURES)
+
+
+def test_views_show_figures_of_the_table() -> None:
+    shown = {
+        *(*report._CURVES, *notebook._FIGURES, *trace._FIGURES, *export._FIGURES, *view._CURVES),
+        *(*view._OF_STEP, *MAIN_FIGURES, *prometheus._LAST_STEP, *(f"wait/{cause}_s" for cause in CAUSES)),
+    }
+    assert shown <= FIGURES.keys()
+
+
+def test_the_dashboard_has_the_names_and_units_of_the_table() -> None:
+    keys = {f"stretto_last_step_{name}": key for key, name in prometheus._LAST_STEP.items()}
+    keys["stretto_evaluation_accuracy"] = ACCURACY
+    panels = json.loads((ROOT / "examples" / "grafana" / "stretto.json").read_text())["panels"]
+    found: list[str] = []
+    for panel in panels:
+        first = panel.get("targets", [{"expr": ""}])[0]["expr"].partition("{")[0]
+        if first in keys:
+            known = FIGURES[keys[first]]
+            assert panel["title"] == known.name[0].upper() + known.name[1:]
+            assert panel["fieldConfig"]["defaults"]["unit"] == UNITS.get(known.unit, "short")
+            found.append(first)
+    assert len(found) > 10
+
+
+def test_the_documentation_has_the_table() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text().partition("## Prometheus")[0]
+    documented = re.findall(r"^(\| `[^`]+` \| [^|]* \|[^|]*\| [^|]* \|)", page, re.MULTILINE)
+    table = {
+        f"| `{key}` | {each.label} |{f' {each.unit} ' if each.unit else ' '}| {each.meaning} |"
+        for key, each in FIGURES.items()
+    }
+    assert set(documented) == table
