@@ -1,22 +1,17 @@
-"""The scheduler's cost for each group, by the number of tickets under way, against the former scheduler.
+"""The scheduler's cost for each group, by the number of tickets under way.
 
-    python benchmarks/scheduler.py [--former]
+    python benchmarks/scheduler.py
 
 Each measurement is a run in steady state: workers take tickets, report their first tokens, and finish them
 in random order. A batch trains while half a batch of groups finishes, so for half of the groups no batch
-trains. With `--former`, the scheduler that scans all tickets (`tests/helpers/reference_scheduler.py`) is
-measured too. The last line is one JSON object.
+trains. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
 import time
-from pathlib import Path
-from typing import Any
 
 from stretto.bus.messages.tickets import GroupDone, Member, Ticket
 from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings, StartBatch
@@ -38,14 +33,13 @@ def group_of(ticket: Ticket, version: int) -> GroupDone:
     return GroupDone(ticket.purpose, ticket.id, ticket.attempt, "rollout-0", members, 1.0)
 
 
-def microseconds_per_group(kind: Any, under_way: int) -> float:
-    """Return the microseconds that a scheduler of this class spends on one group while this many tickets are
-    under way."""
+def microseconds_per_group(under_way: int) -> float:
+    """Return the microseconds that one group costs the scheduler while this many tickets are under way."""
     batch = under_way // (STALENESS + 1)
     settings = SchedulerSettings(
         steps=10**9, batch_size=batch, max_staleness=STALENESS, rows=1000, group_size=SAMPLES
     )
-    scheduler, rng = kind(settings), random.Random(0)
+    scheduler, rng = Scheduler(settings), random.Random(0)
     scheduler.start()
     held: list[Ticket] = []
     is_training, until_trained = False, 0
@@ -85,22 +79,13 @@ def microseconds_per_group(kind: Any, under_way: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--former", action="store_true", help="measure the former scheduler too")
-    kinds: dict[str, Any] = {"us_per_group": Scheduler}
-    if parser.parse_args().former:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
-        from reference_scheduler import ReferenceScheduler
-
-        kinds["former_us_per_group"] = ReferenceScheduler
-    result: dict[str, dict[str, float]] = {}
-    print(f"{'under way':>10} " + " ".join(f"{name:>20}" for name in kinds))
+    figures: dict[str, float] = {}
+    print(f"{'under way':>10} {'us_per_group':>20}")
     for under_way in UNDER_WAY:
-        figures = {name: microseconds_per_group(kind, under_way) for name, kind in kinds.items()}
-        print(f"{under_way:>10,} " + " ".join(f"{figure:>20,.1f}" for figure in figures.values()), flush=True)
-        for name, figure in figures.items():
-            result.setdefault(name, {})[str(under_way)] = round(figure, 1)
-    print(json.dumps(result))
+        figure = microseconds_per_group(under_way)
+        print(f"{under_way:>10,} {figure:>20,.1f}", flush=True)
+        figures[str(under_way)] = round(figure, 1)
+    print(json.dumps({"us_per_group": figures}))
 
 
 if __name__ == "__main__":

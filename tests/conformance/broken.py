@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 from collections.abc import Iterable
 from contextlib import suppress
@@ -34,6 +33,7 @@ from stretto.testing import (
 from stretto.tracker import Sent, TrackerConfig
 from stretto.weights import WeightsConfig, WeightsNote
 from stretto.workflow import Score, Trajectory
+from stretto_local import LocalHandle, LocalLauncher
 
 HERE = (__file__,)
 
@@ -44,18 +44,12 @@ class LooseConfig(RewardConfig, frozen=True, forbid_unknown_fields=False):
     pass
 
 
-def moody(config: Any, context: Any) -> Any:
-    def score(prompt: str, completion: str) -> Any:
-        return random.random()
-
-    return score
+CALLS = itertools.count(os.getpid())  # so that another process begins with another number
 
 
 def counting(config: Any, context: Any) -> Any:
-    calls = itertools.count()
-
     def score(prompt: str, completion: str) -> Any:
-        return float(next(calls))
+        return float(next(CALLS))
 
     return score
 
@@ -69,18 +63,8 @@ def silent(config: Any, context: Any) -> Any:
 
 @hookimpl
 def stretto_reward() -> Iterable[Component[Any]]:
-    yield Component("moody", moody, RewardConfig, "")
     yield Component("counting", counting, LooseConfig, "")
     yield Component("silent", silent, RewardConfig, "")
-
-
-class TestMoody(RewardConformance):
-    use, plugins = "moody", HERE
-    finds = {
-        "the_same_answers_get_the_same_scores": "gets another score when the reward is made again",
-        "an_answers_score_is_its_own": "after other answers",
-        "a_scoring_process_gives_the_same_rewards": "in a scoring process",
-    }
 
 
 class TestCounting(RewardConformance):
@@ -88,8 +72,10 @@ class TestCounting(RewardConformance):
     right, wrong = "right", "wrong"
     finds = {
         "its_config_is_frozen_and_refuses_unknown_keys": "LooseConfig accepts unknown keys",
-        "an_answers_score_is_its_own": "'' scores (0.0, {}), and (8.0, {}) after other answers",
-        "the_right_answer_scores_higher_than_the_wrong_one": "'right' scores 7.0, and 'wrong' scores 8.0",
+        "the_same_answers_get_the_same_scores": "gets another score when the reward is made again",
+        "an_answers_score_is_its_own": "after other answers",
+        "the_right_answer_scores_higher_than_the_wrong_one": "'right' scores ",
+        "a_scoring_process_gives_the_same_rewards": "in a scoring process",
     }
 
 
@@ -97,8 +83,10 @@ class TestSilent(RewardConformance):
     use, plugins = "silent", HERE
     finds = dict.fromkeys(
         (
-            *("every_answer_gets_a_finite_number", "the_same_answers_get_the_same_scores"),
-            *("an_answers_score_is_its_own", "the_right_answer_scores_higher_than_the_wrong_one"),
+            "every_answer_gets_a_finite_number",
+            "the_same_answers_get_the_same_scores",
+            "an_answers_score_is_its_own",
+            "the_right_answer_scores_higher_than_the_wrong_one",
             "a_scoring_process_gives_the_same_rewards",
         ),
         "the reward of completion 0 is None, not a finite number",
@@ -274,42 +262,23 @@ class TestBoasting(TrackerConformance):
 # --------------------------------------------------------------------------------------- launchers
 
 
-class LeakyHandle:
+class LeakyHandle(LocalHandle):
     """A process of which only the top is killed, at once."""
 
-    def __init__(self, job: Any, process: Any) -> None:
-        self.worker, self.place, self.job, self.process = job.worker, "here", job, process
-
     async def wait(self) -> int:
-        return abs(await self.process.wait())
+        return abs(await self._process.wait())
 
     async def stop(self, grace_s: float) -> None:
         with suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
-
-    async def dump_stacks(self) -> None:
-        with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
-
-    def tail(self, lines: int) -> str:
-        return "\n".join(Path(self.job.log).read_text().splitlines()[-lines:])
+            self._process.send_signal(signal.SIGKILL)
+        await self._process.wait()
 
 
-class Leaky:
-    def __init__(self, config: Any, context: Any) -> None: ...
-
-    def check(self, jobs: Any) -> list[Any]:
-        return []
-
+class Leaky(LocalLauncher):
     async def launch(self, jobs: Any) -> list[Any]:
-        handles: list[Any] = []
-        for job in jobs:
-            with Path(job.log).open("ab") as log:
-                env = {**os.environ, **job.env}
-                process = await anyio.open_process(job.command, stdout=log, stderr=log, env=env)
-            handles.append(LeakyHandle(job, process))
-        return handles
+        spots = self._place_beside(jobs)
+        self._spots |= {job.worker: (job, spots[job.worker]) for job in jobs}
+        return [LeakyHandle(job, await self._start(job)) for job in jobs]
 
 
 @hookimpl
@@ -332,50 +301,36 @@ class TestLeaky(LauncherConformance):
 
 
 class Careless:
-    """Keeps the newest tensors in this process, and compares nothing."""
+    """Keeps the newest tensors in this process, and compares nothing. It is each of its parts."""
 
     newest: ClassVar[dict[str, Any]] = {}
+    folder = None
 
     def __init__(self, config: Any, context: Any) -> None: ...
 
     def publisher(self, wire: Any) -> Any:
         return self
 
-    def subscriber(self, wire: Any) -> Any:
-        return Careful(None, None)
-
-    def clean(self) -> None: ...
+    subscriber = publisher
 
     def publish(self, version: int, tensors: Any, needed: Any = ()) -> WeightsNote:
         self.newest.update(tensors)
-        return WeightsNote(version, "", self.digest())
+        return WeightsNote(version, "", digest_of(self.hashes().items()))
 
-    def digest(self) -> str:
-        return digest_of((name, tensor_hash(tensor)) for name, tensor in self.newest.items())
+    async def receive(self, note: WeightsNote) -> Any:
+        self.note = note
+        return self
+
+    def hashes(self) -> dict[str, str]:
+        return {name: tensor_hash(tensor) for name, tensor in self.newest.items()}
+
+    def tensors(self) -> dict[str, Any]:
+        return self.newest
 
     def copy(self, version: int, folder: Path) -> None:
         raise WeightsError("no copies")
 
-    def close(self) -> None: ...
-
-
-class Careful(Careless):
-    async def receive(self, note: WeightsNote) -> Any:
-        return CarelessUpdate(note)
-
-
-class CarelessUpdate:
-    folder = None
-
-    def __init__(self, note: WeightsNote) -> None:
-        self.note = note
-
-    def hashes(self) -> dict[str, str]:
-        return {name: tensor_hash(tensor) for name, tensor in Careless.newest.items()}
-
-    def tensors(self) -> dict[str, Any]:
-        return dict(Careless.newest)
-
+    def clean(self) -> None: ...
     def close(self) -> None: ...
 
 

@@ -20,7 +20,11 @@ FOLDER = Path(__file__).parent
 def test_the_kit_finds_each_fault_and_no_other(name: str, tmp_path: Path) -> None:
     file, report = FOLDER / f"{name}.py", tmp_path / "report.xml"
     subprocess.run(
-        [sys.executable, "-m", "pytest", file, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"],
+        # Broken components leave things open, for which pytest would blame a later test.
+        [
+            *(sys.executable, "-m", "pytest", file, "-q", f"--junitxml={report}"),
+            *("-p", "no:cacheprovider", "-p", "no:unraisableexception"),
+        ],
         check=False,
         stdout=subprocess.DEVNULL,
         cwd=FOLDER.parents[1],

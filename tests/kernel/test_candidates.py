@@ -6,6 +6,7 @@ import random
 import statistics
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,12 +39,15 @@ def apply(candidates: Candidates, event: str, number: int) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(EVENTS)
-def test_everyone_is_known_and_the_order_of_events_does_not_matter(events: list[tuple[str, int]]) -> None:
+def test_everyone_is_known_and_the_same_events_give_the_same_candidates(
+    events: list[tuple[str, int]],
+) -> None:
     candidates = Candidates()
     known = dict[str, list[str]]()
     rollouts, groups = set[str](), dict[str, object]()
     for event, number in events:
         apply(candidates, event, number)
+        gone = ""
         match event:
             case "add":
                 rollouts.add(f"rollout-{number}")
@@ -54,53 +58,95 @@ def test_everyone_is_known_and_the_order_of_events_does_not_matter(events: list[
             case "verifier":
                 groups[f"verifier-{number}"] = "verifier"
             case _:
-                groups.pop(f"{'inference' if number % 2 else 'verifier'}-{number}", None)
-        changed = candidates.take_changed()
-        assert set(changed) <= rollouts
-        for rollout in rollouts - set(changed):
+                gone = f"{'inference' if number % 2 else 'verifier'}-{number}"
+                groups.pop(gone, None)
+        changed = set(candidates.take_changed())
+        assert changed <= rollouts
+        for rollout in rollouts - changed:
             assert candidates.of(rollout) == known[rollout], "a change was not reported"
-        known = {rollout: candidates.of(rollout) for rollout in rollouts}
+        former, known = known, {rollout: candidates.of(rollout) for rollout in rollouts}
+        if gone:
+            others = {rollout for rollout in rollouts if gone not in former[rollout]}
+            assert all(known[rollout] == former[rollout] for rollout in others), "not theirs to replace"
     assert set(candidates.rollouts) == rollouts
-    again = Candidates()
-    for worker in sorted(groups, reverse=True):
-        again.put(worker, groups[worker], LEAST)
-    for rollout in sorted(rollouts):
-        again.add_rollout(rollout)
     sizes = Counter(groups.values())
     for rollout in rollouts:
-        assert again.of(rollout) == known[rollout]
         mine = Counter(groups[worker] for worker in known[rollout])
+        assert sum(mine.values()) == len(set(known[rollout]))
         assert all(mine[group] >= min(size, LEAST) for group, size in sizes.items())
     for worker in groups:
         told = {rollout for rollout in rollouts if worker in known[rollout]}
         assert told == candidates.rollouts_of(worker)
         assert len(told) >= min(len(rollouts), 1)
+    again = Candidates()
+    for event, number in events:
+        apply(again, event, number)
+    assert {rollout: again.of(rollout) for rollout in rollouts} == known
 
 
-def test_few_candidates_however_many_workers() -> None:
+def many(rollouts: int, engines: int, order: str) -> Candidates:
+    """So many of both, which join in this order."""
     candidates = Candidates()
-    for number in range(300):
-        candidates.add_rollout(f"rollout-{number}")
-    for number in range(900):
-        candidates.put(f"inference-{number}", None, LEAST)
-    counts = [len(candidates.of(rollout)) for rollout in candidates.rollouts]
-    assert statistics.mean(counts) <= LEAST + 3
-    assert max(counts) < 3 * (LEAST + 3)
+    events = [
+        *(("add", number) for number in range(rollouts)),
+        *(("engine", number) for number in range(engines)),
+    ]
+    if order == "engines first":
+        events.reverse()
+    elif order == "mixed":
+        random.Random(0).shuffle(events)
+    for event, number in events:
+        apply(candidates, event, number)
     candidates.take_changed()
-    candidates.put("inference-new", None, LEAST)
-    assert 1 <= len(candidates.take_changed()) < 30
-    candidates.remove("inference-7")
-    assert 1 <= len(candidates.take_changed()) < 30
+    return candidates
 
 
-def test_two_random_candidates_balance_the_load_as_two_random_workers_do() -> None:
+ORDERS = pytest.mark.parametrize("order", ["rollouts first", "engines first", "mixed"])
+
+
+@ORDERS
+@pytest.mark.parametrize(("rollouts", "engines"), [(300, 900), (30, 900)])
+def test_few_candidates_however_many_workers(order: str, rollouts: int, engines: int) -> None:
+    """A rollout worker knows `LEAST`, or its part of the workers if that has more."""
+    candidates = many(rollouts, engines, order)
+    counts = [len(candidates.of(rollout)) for rollout in candidates.rollouts]
+    part = engines / rollouts
+    assert statistics.mean(counts) <= max(LEAST, part) + 0.1
+    assert max(counts) < 2 * max(LEAST, part)
+
+
+@ORDERS
+def test_a_worker_that_joins_or_leaves_changes_the_candidates_of_few(order: str) -> None:
+    candidates = many(300, 900, order)
+    for number in range(20):
+        candidates.remove(f"inference-{number}")
+        assert 1 <= len(candidates.take_changed()) < 30
+        apply(candidates, "engine", 1000 + number)
+        assert 1 <= len(candidates.take_changed()) < 30
+        candidates.remove_rollout(f"rollout-{number}")
+        assert len(candidates.take_changed()) < 30
+        candidates.add_rollout(f"rollout-{number}")
+        assert 1 <= len(candidates.take_changed()) < 30
+
+
+@ORDERS
+def test_whoever_joined_late_is_known_by_as_many_as_the_others(order: str) -> None:
+    candidates = many(200, 400, order)
+    for number in range(100):
+        candidates.remove(f"inference-{3 * number}")
+        apply(candidates, "engine", 1000 + number)
+    known = Counter(worker for rollout in candidates.rollouts for worker in candidates.of(rollout))
+    late = [known[f"inference-{1000 + number}"] for number in range(100)]
+    early = [known[f"inference-{3 * number + 1}"] for number in range(100)]
+    assert statistics.mean(late) == pytest.approx(200 * LEAST / 400, rel=0.15)
+    assert statistics.mean(early) == pytest.approx(200 * LEAST / 400, rel=0.15)
+
+
+@ORDERS
+def test_two_random_candidates_balance_the_load_as_two_random_workers_do(order: str) -> None:
     """Power of two choices, in the long run: calls come and go at every rollout worker."""
     engines, rollouts, rounds = 200, 100, 30
-    candidates = Candidates()
-    for number in range(rollouts):
-        candidates.add_rollout(f"rollout-{number}")
-    for number in range(engines):
-        candidates.put(f"inference-{number}", None, LEAST)
+    candidates = many(rollouts, engines, order)
     every = [f"inference-{number}" for number in range(engines)]
 
     def spread(choices: dict[str, list[str]]) -> float:

@@ -23,6 +23,7 @@ from stretto.kernel.scheduler import (
     Fail,
     Finish,
     Issue,
+    Ledger,
     RecordDraws,
     Scheduler,
     SchedulerSettings,
@@ -163,6 +164,9 @@ class World:
     def kill(self) -> None:
         """A new kernel goes on from the checkpoint, the journal and the log, as `recovery.py` does."""
         self.lives += 1
+        former = self.scheduler
+        if self.training is not None:  # its batch is in the journal
+            former.step_finished(hold=True)
         self.queue, self.training = [], None
         self.scheduler, place = self.new_scheduler(), 0
         issued = 0
@@ -181,7 +185,15 @@ class World:
             self.scheduler.step_finished()
         for outcome in self.log[place:]:
             self.report(outcome)
+        assert self.scheduler.version == former.version
+        assert self.scheduler.staleness == former.staleness
+        assert self.scheduler.reasons == former.reasons
+        assert ends(self.scheduler.ledger) == ends(former.ledger), "a restart loses or doubles an end"
         self.scheduler.start()
+
+
+def ends(ledger: Ledger) -> tuple[int, int, int, int]:
+    return ledger.trained, ledger.filtered, ledger.expired, ledger.failed
 
 
 def keep(group: Group) -> bool:

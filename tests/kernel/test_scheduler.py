@@ -130,6 +130,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.unfit = 0
         self.variants: dict[int, str] = {}
         self.divergence: float | None = None
+        self.attempts: dict[tuple[str, int], int] = {}
+        """Attempt of each ticket that is not withdrawn, of this life."""
+        self.told: dict[tuple[str, int, int], str] = {}
+        """Worker that the scheduler knows of an attempt."""
+        self.rows: dict[int, int] = {}
+        self.deadlines: dict[int, int] = {}
+        """Of the groups that were finished at the start of this life."""
+        self.staleness: Counter[int] = Counter()
+        self.held_back = 0
+        self.holds = False
         self.scheduler.start()
         self.obey()
 
@@ -141,7 +151,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert ticket.min_version <= self.scheduler.version
                     assert ticket.exact_version not in self.evaluated
                     self.queue.append(ticket)
+                    assert (ticket.purpose, ticket.id) not in self.attempts, "the former attempt goes on"
+                    self.attempts[ticket.purpose, ticket.id] = ticket.attempt
                     if ticket.purpose == "train":
+                        assert self.rows.setdefault(ticket.id, ticket.row) == ticket.row
                         variant = self.variants.setdefault(ticket.id, ticket.variant)
                         assert variant == ticket.variant, "an attempt has another variant"
                     assert (ticket.purpose == "eval") == (ticket.variant == "")
@@ -150,33 +163,51 @@ class SchedulerMachine(RuleBasedStateMachine):
                         assert self.scheduler.ledger.in_flight <= admitted, "more than η_eff allows"
                 case StartBatch(version, groups):
                     assert self.training is None, "two batches at once"
+                    assert not self.holds
                     assert version == self.scheduler.version < self.settings.steps
                     assert len(groups) == self.settings.batch_size
+                    assert [group.ticket for group in groups] == sorted(group.ticket for group in groups)
+                    assert command.rows == tuple(self.rows[group.ticket] for group in groups)
+                    later = self.scheduler.done_groups
+                    urgency = [*sorted(map(self.urgency, groups)), *map(self.urgency, later)]
+                    assert urgency == sorted(urgency), "a group with an earlier deadline was left"
+                    assert len(later) == self.scheduler.finished
+                    assert all(map(self.scheduler.is_finished, later))
                     for group in groups:
                         oldest = min(member.oldest for member in group.members)
                         assert 0 <= version - oldest <= self.settings.max_staleness, "too stale"
                         assert group.members[0].reward >= 0, "a filtered group is trained"
+                        self.staleness[version - oldest] += 1
                         self.trained[group.ticket] += 1
                         assert self.trained[group.ticket] == 1, "trained twice"
                         assert group.ticket not in self.retired, "a retired ticket is trained"
                     self.training = command
                 case Finish():
                     assert not self.over
+                    assert not self.holds
                     self.over = True
                 case EvaluationDone(evaluation):
                     self.evaluated.append(evaluation.version)
                 case HeldBack(evaluating, waiting):
                     assert self.training is None
                     assert evaluating < waiting <= self.scheduler.version
+                    self.held_back += 1
                 case Retire("train", id):
                     assert id not in self.retired, "retired twice"
                     self.retired.add(id)
-                case Withdraw() | Retire():
+                case Withdraw(purpose, id, attempt):
+                    assert self.attempts.pop((purpose, id)) == attempt
+                case Retire():
                     pass
                 case Fail():
                     raise AssertionError("failures were few")
                 case RecordDraws():
                     raise AssertionError("the run has no curriculum")
+
+    def urgency(self, group: GroupDone) -> tuple[int, int]:
+        """Deadline and number of a finished group: the order of training."""
+        oldest = min(member.oldest for member in group.members)
+        return self.deadlines.get(group.ticket, oldest + self.settings.max_staleness), group.ticket
 
     # ---- what the world may do, in any order
 
@@ -188,6 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.held[worker].append((ticket, None))
         if tell:
             self.scheduler.ticket_started(ticket.purpose, ticket.id, ticket.attempt, worker)
+            self.told[ticket.purpose, ticket.id, ticket.attempt] = worker
         self.obey()
 
     @precondition(lambda self: self.engine_version < self.scheduler.version)
@@ -245,7 +277,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def deliver(self, pick: random.Random, again: bool) -> None:
         """A message arrives, in any order, and perhaps once more later."""
         index = pick.randrange(len(self.sent))
-        message = self.sent[index] if again else self.sent.pop(index)
+        self.report(self.sent[index] if again else self.sent.pop(index))
+
+    def report(self, message: GroupDone | GroupFailed) -> None:
         if isinstance(message, GroupDone):
             self.scheduler.group_done(message)
         else:
@@ -261,13 +295,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if with_message and lost and lost[0][1] is not None:
             self.sent.append(done(lost[0][0], lost[0][1], self.newest(lost[0][0])))
         self.scheduler.worker_lost(worker)
+        before = dict(self.attempts)
         self.obey()
+        for (purpose, id), attempt in before.items():
+            if self.told.get((purpose, id, attempt), worker) != worker:
+                assert self.attempts[purpose, id] == attempt, "the attempt of another worker was withdrawn"
 
     @rule(slow=st.integers(2, 5), swapped=st.booleans(), divergence=DIVERGENCES)
     def hurry(self, slow: int, swapped: bool, divergence: float | None) -> None:
         """Everybody but the slow does all they can: finished young groups overtake unfinished old ones."""
         if self.training:
-            self.step(divergence)
+            self.step(divergence, hold=False)
         if swapped:
             self.engine_version = self.scheduler.version
         for ticket in [ticket for ticket in self.queue if ticket.min_version <= self.engine_version]:
@@ -277,23 +315,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.held["a"] = [held for held in self.held["a"] if held not in quick]
         for ticket, oldest in quick:
             assert oldest is not None
-            self.scheduler.group_done(done(ticket, oldest, self.newest(ticket)))
-        self.obey()
+            self.report(done(ticket, oldest, self.newest(ticket)))
 
     @precondition(lambda self: self.training)
-    @rule(divergence=DIVERGENCES)
-    def step(self, divergence: float | None) -> None:
-        """The batch is trained."""
+    @rule(divergence=DIVERGENCES, hold=st.booleans())
+    def step(self, divergence: float | None, hold: bool) -> None:
+        """The batch is trained. The kernel may write a checkpoint before the next one."""
         assert self.training is not None
         self.groups_trained += len(self.training.groups)
         self.training = None
-        self.divergence = divergence
+        self.divergence, self.holds = divergence, hold
         before = self.scheduler.staleness_limit
-        self.scheduler.step_finished(divergence=divergence)
+        self.scheduler.step_finished(hold=hold, divergence=divergence)
         if self.settings.max_divergence is None or divergence is None:
             assert self.scheduler.staleness_limit == before
         if self.scheduler.is_due(self.scheduler.version):
             self.due.append(self.scheduler.version)
+        self.obey()
+
+    @precondition(lambda self: self.holds)
+    @rule()
+    def release(self) -> None:
+        """The checkpoint is complete."""
+        self.holds = False
+        self.scheduler.release()
         self.obey()
 
     @precondition(lambda self: not self.training and not self.over)
@@ -328,8 +373,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         expired = {reason: count for reason, count in after.reasons.items() if "does not fit" in reason}
         assert before.in_flight - len(after.open) == sum(expired.values()) - self.unfit
         self.unfit = sum(expired.values())
+        self.deadlines = {ticket.id: ticket.deadline for ticket in after.open if ticket.done}
         self.lives += 1
-        self.queue = []
+        self.queue, self.attempts, self.holds = [], {}, False
         self.scheduler.start()
         self.obey()
 
@@ -364,6 +410,49 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 0 <= self.scheduler.staleness_limit <= self.settings.max_staleness
 
     @invariant()
+    def figures_are_complete(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler = self.scheduler
+        assert scheduler.held_back == self.held_back
+        reasons = [count for reason, count in scheduler.reasons.items() if "not evaluated" not in reason]
+        assert sum(reasons) == len(self.retired)
+        if self.training is None:
+            assert scheduler.staleness == self.staleness
+        steps = 0 if self.settings.max_divergence is None else scheduler.version
+        assert scheduler.limits.total() == steps
+
+    @invariant()
+    def a_batch_waits_only_for_a_reason(self) -> None:
+        if not hasattr(self, "scheduler") or self.training or self.over or self.holds:
+            return
+        scheduler, size, reason = self.scheduler, self.settings.batch_size, self.scheduler.waits_for
+        assert reason is not None
+        match reason.kind:
+            case "groups":
+                assert scheduler.finished < size
+            case "evaluation":
+                ends = scheduler.version == self.settings.steps
+                assert ends or len(scheduler.needed_versions) == 2
+            case kind:
+                assert kind == "late_ticket"
+                assert self.settings.on_late == "wait"
+                assert scheduler.finished >= size
+                self.assert_late_without(reason.number)
+
+    def assert_late_without(self, awaited: int) -> None:
+        """A batch of the groups finished now would make a later one late, though all tickets finished at once
+        and in the order of their deadlines."""
+        tickets = sorted(self.scheduler.snapshot().open, key=lambda ticket: (ticket.deadline, ticket.id))
+        batch = [ticket for ticket in tickets if ticket.done][: self.settings.batch_size]
+        left = [ticket for ticket in tickets if ticket not in batch]
+        assert next(ticket.id for ticket in left if not ticket.done) == awaited
+        assert any(
+            ticket.deadline < self.scheduler.version + 1 + place // self.settings.batch_size
+            for place, ticket in enumerate(left)
+        )
+
+    @invariant()
     def at_most_one_evaluation_waits(self) -> None:
         if hasattr(self, "scheduler"):
             assert len(self.scheduler.needed_versions) <= 2
@@ -377,20 +466,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.engine_version = self.scheduler.version
             if self.training:
-                self.step(self.divergence)
+                self.step(self.divergence, hold=False)
                 continue
+            if self.holds:
+                self.release()
             for message in self.sent:
-                if isinstance(message, GroupDone):
-                    self.scheduler.group_done(message)
-                else:
-                    self.scheduler.group_failed(message)
+                self.report(message)
             self.sent = []
             todo = [*((ticket, None) for ticket in self.queue), *self.held["a"], *self.held["b"]]
             self.queue, self.held = [], {"a": [], "b": []}
             for ticket, oldest in todo:
                 version = self.newest(ticket) if oldest is None else oldest
-                self.scheduler.group_done(done(ticket, version))
-            self.obey()
+                self.report(done(ticket, version))
         assert self.over, f"stuck, waiting for {self.scheduler.waits_for}"
         ledger = self.scheduler.ledger
         assert ledger.trained == self.groups_trained
@@ -574,6 +661,19 @@ def test_failures_one_after_the_other_end_the_run() -> None:
     [end] = [command for command in scheduler.commands() if isinstance(command, Fail)]
     assert "3 tickets failed one after the other" in end.reason
     assert "division by zero" in end.reason
+
+
+def test_a_run_that_is_closed_starts_no_batch_and_issues_nothing() -> None:
+    scheduler = Scheduler(SchedulerSettings(steps=3, batch_size=1, max_staleness=1, rows=100))
+    scheduler.start()
+    first, second = issued(scheduler)
+    scheduler.group_done(done(first, 0))
+    assert len(batches(list(scheduler.commands()))) == 1
+    scheduler.close()
+    scheduler.step_finished()
+    scheduler.group_done(done(second, 0))
+    assert scheduler.commands() == []
+    assert scheduler.ledger.trained == 1
 
 
 def test_filtered_groups_are_never_trained() -> None:
