@@ -117,39 +117,6 @@ def test_a_run_with_a_critic_changed_values_and_a_killed_kernel_is_replayed(star
     assert report["difference"] is not None, text  # another order of minibatches
 
 
-PLANNED = """
-from stretto.hooks import hookimpl
-from stretto.kernel.division import CoreDivision
-
-PLAN = {plan}
-
-def step(self, load):
-    self.steps = getattr(self, "steps", 0) + 1
-    before, self.numbers = self.numbers, self.numbers | PLAN.get(self.steps, {{}})
-    self._best = self.numbers
-    self._keep()
-    return self.numbers != before
-
-@hookimpl
-def stretto_run_configured(config):
-    CoreDivision.step = step
-"""
-
-
-@pytest.mark.cluster
-def test_threads_and_processes_that_changed_in_mid_run_are_those_of_the_recorded_steps(
-    start: Start, tmp_path: Path
-) -> None:
-    file = tmp_path / "planned.py"
-    plan = {2: {"training.threads": 2}, 4: {"training.threads": 1, "training.processes": 2}}
-    file.write_text(PLANNED.format(plan=plan))
-    auto = ("training.use=fsdp2", "training.threads=auto", "training.processes=auto")
-    run = start(*REAL, *auto, f"plugins=[{file}]", "steps=7")
-    assert run.end(deadline_s=200) == 0, run.text()
-    report, _ = replay(run.folder)
-    assert report["identical"] == report["compared"] == 7
-
-
 # --------------------------------------------------------------------- refusals, on the mock engines
 
 

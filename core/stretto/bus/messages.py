@@ -163,8 +163,6 @@ class Beacon(Message, frozen=True, tag="Beacon/2"):
     """Training version."""
     state: Literal["running", "over"]
     """At `over` every worker leaves."""
-    engine_threads: int = 0
-    """Number of compute threads of each inference engine; 0: as the run file says."""
 
 
 class EngineFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -946,8 +944,6 @@ class RunCall(Message, frozen=True, tag="Call/2"):
     """Context of the step."""
     links: tuple[Traceparent, ...] = ()
     """Contexts of the batch's tickets, of those that are traced."""
-    threads: int = 0
-    """Number of compute threads of each rank; 0: as the run file says."""
 
 
 class CallDone(Message, frozen=True, tag="CallDone/2"):
@@ -1083,8 +1079,6 @@ class JournalBatch(Message, frozen=True):
     """Training engines, processes and threads. With another layout, a repeated step may differ in some
     bits."""
     seed: int
-    threads: dict[str, int] = {}
-    """Number of compute threads of each worker group whose run file says `auto`, by the group's path."""
 
 
 class JournalStep(Message, frozen=True):

@@ -6,7 +6,6 @@ replay has a folder of its own, and changes no file of the run.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Sequence
 from itertools import groupby
@@ -33,7 +32,6 @@ __all__ = ["ReplayOptions", "replay_run"]
 
 _UNUSED = ("dataset", "evaluation", "inference", "queue", "reward", "rollout", "verifier", "workflow")
 """Sections that decide what is generated. A replay uses nothing of them."""
-_LAYOUT = re.compile(r"(?:\A|; )(\S+): \S+ x (\d+), (\d+) threads")
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
@@ -156,45 +154,20 @@ def _segments(
     overrides: Sequence[str],
     out: Path,
 ) -> list[ReplaySegment]:
-    """Return the batches in parts with the same values and the same numbers of processes."""
-
-    def terms(batch: JournalBatch) -> tuple[int, tuple[tuple[str, int], ...]]:
-        found = [(path, int(processes)) for path, processes, _ in _LAYOUT.findall(batch.layout)]
-        return recording.values_at(batch.version), tuple(found)
-
-    chosen = {item.partition("=")[0] for item in overrides}
-    segments: list[ReplaySegment] = []
-    for (values, _), part in groupby(batches, terms):
-        own = tuple(part)
-        composed = _composed(folder, values, own[0].layout, overrides, out)
-        own = tuple(_with_threads_of(batch, chosen) for batch in own)
-        segments.append(ReplaySegment(composed, own, recording.draws))
-    return segments
+    """Return the batches in parts with the same values."""
+    return [
+        ReplaySegment(_composed(folder, values, overrides, out), tuple(part), recording.draws)
+        for values, part in groupby(batches, lambda batch: recording.values_at(batch.version))
+    ]
 
 
-def _composed(folder: Path, values: int, layout: str, overrides: Sequence[str], out: Path) -> Composed:
-    """Compose the recorded values with this number for a replay: nothing is evaluated or tracked, and what
-    the run measured is as it was recorded."""
+def _composed(folder: Path, values: int, overrides: Sequence[str], out: Path) -> Composed:
+    """Compose the recorded values with this number for a replay: nothing is evaluated or tracked."""
     document = document_of(folder, values)
     document |= {"out": str(out), "evaluation": None, "metrics": None, "tracing": None, "trackers": []}
     document["checkpoint"] = {**document["checkpoint"], "store": None}
     document["samples"] = {"keep": "all"}  # the trainers then record the importance weights
-    measured = compose(values_file(folder, values)).measured
-    numbers = {path: (processes, threads) for path, processes, threads in _LAYOUT.findall(layout)}
-    for key in measured:
-        owner, _, name = key.rpartition(".")
-        if owner in numbers:
-            section: dict[str, Any] = document
-            for part in owner.split("."):
-                section = section[part]
-            section[name] = int(numbers[owner][name == "threads"])
     return compose(values_file(folder, values), overrides, document=document)
-
-
-def _with_threads_of(batch: JournalBatch, overridden: set[str]) -> JournalBatch:
-    """Return the batch without the threads of worker groups for which an override gives another number."""
-    threads = {path: each for path, each in batch.threads.items() if f"{path}.threads" not in overridden}
-    return msgspec.structs.replace(batch, threads=threads)
 
 
 def _check(
