@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,30 @@ def test_a_run_with_a_critic_changed_values_and_a_killed_kernel_is_replayed(star
     report, text = replay(run.folder, "--to", "4", "seed=2")
     assert report["last"] == 4
     assert report["difference"] is not None, text  # another order of minibatches
+
+
+@pytest.mark.cluster
+def test_a_replay_has_the_number_of_trainers_that_each_step_had(start: Start) -> None:
+    fsdp2 = ("training={use: fsdp2, shard: false}", "training.dtype=float32", "queue.batch_size=16")
+    run = start(*REAL, *fsdp2, "steps=5000")
+    run.until_step(3, deadline_s=120)
+    scaled = subprocess.run(
+        [sys.executable, "-m", "stretto", "scale", str(run.folder), "training=2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "training: 1 -> 2" in scaled.stdout, scaled.stderr
+    run.until(lambda: any(line.get("worker") == "trainer-1" for line in events(run.folder)))
+    run.until_step(len(run.metrics()) + 5)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.text()
+    report, _ = replay(run.folder)
+    assert report["identical"] == report["compared"] == len(run.metrics())
+    [out] = run.folder.parent.glob("out-replayed-*")
+    joined = Counter(line["worker"] for line in events(out) if line["event"] == "worker joined")
+    assert joined == {"trainer-0": 2, "trainer-1": 1}
 
 
 # --------------------------------------------------------------------- refusals, on the mock engines

@@ -6,6 +6,7 @@ replay has a folder of its own, and changes no file of the run.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from itertools import groupby
@@ -32,6 +33,7 @@ __all__ = ["ReplayOptions", "replay_run"]
 
 _UNUSED = ("dataset", "evaluation", "inference", "queue", "reward", "rollout", "verifier", "workflow")
 """Sections that decide what is generated. A replay uses nothing of them."""
+_LAYOUT = re.compile(r"(?:\A|; )(\S+): \S+ x (\d+), ")
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
@@ -154,19 +156,29 @@ def _segments(
     overrides: Sequence[str],
     out: Path,
 ) -> list[ReplaySegment]:
-    """Return the batches in parts with the same values."""
+    """Return the batches in parts with the same values and the same numbers of processes."""
+
+    def terms(batch: JournalBatch) -> tuple[int, str]:
+        return recording.values_at(batch.version), batch.layout
+
     return [
-        ReplaySegment(_composed(folder, values, overrides, out), tuple(part), recording.draws)
-        for values, part in groupby(batches, lambda batch: recording.values_at(batch.version))
+        ReplaySegment(_composed(folder, values, layout, overrides, out), tuple(part), recording.draws)
+        for (values, layout), part in groupby(batches, terms)
     ]
 
 
-def _composed(folder: Path, values: int, overrides: Sequence[str], out: Path) -> Composed:
-    """Compose the recorded values with this number for a replay: nothing is evaluated or tracked."""
+def _composed(folder: Path, values: int, layout: str, overrides: Sequence[str], out: Path) -> Composed:
+    """Compose the recorded values with this number for a replay: nothing is evaluated or tracked, and worker
+    groups have as many processes as in this layout, which `stretto scale` may have changed."""
     document = document_of(folder, values)
     document |= {"out": str(out), "evaluation": None, "metrics": None, "tracing": None, "trackers": []}
     document["checkpoint"] = {**document["checkpoint"], "store": None}
     document["samples"] = {"keep": "all"}  # the trainers then record the importance weights
+    for path, processes in _LAYOUT.findall(layout):
+        section: dict[str, Any] = document
+        for part in path.split("."):
+            section = section[part]
+        section["processes"] = int(processes)
     return compose(values_file(folder, values), overrides, document=document)
 
 
