@@ -20,7 +20,6 @@ __all__ = [
     "Importable",
     "Kind",
     "LocalPath",
-    "Measured",
     "ModelSource",
     "NonNegativeFloat",
     "NonNegativeInt",
@@ -57,9 +56,6 @@ NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-# A number of threads or processes, or `auto`: the run measures which number is best. For numbers that can
-# change while the run goes on (docs/cores.md). A component gets the number, never `auto`.
-Measured = Annotated[int, msgspec.Meta(ge=1, extra={"stretto": "measured"})]
 # A file or folder that must exist. stretto looks it up in the working directory, then beside the run file.
 # The config that a component receives contains the absolute path.
 LocalPath = Annotated[str, msgspec.Meta(extra={"stretto": "local_path"})]

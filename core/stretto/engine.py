@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
 
 __all__ = [
-    "AdjustableEngine",
     "CanaryConfig",
     "Chunk",
     "Digest",
@@ -292,15 +291,6 @@ class VisionEngine(InferenceEngine, Protocol):
         Args:
             images: files of the images that every sequence has, in the order of their places.
         """
-        ...
-
-
-@runtime_checkable
-class AdjustableEngine(InferenceEngine, Protocol):
-    """An inference engine whose `threads` is a `Measured` number."""
-
-    def use_threads(self, threads: int) -> None:
-        """Compute with this many threads from now on. Returns at once."""
         ...
 
 

@@ -443,6 +443,12 @@ def test_too_many_threads_are_a_warning_that_says_the_cost(run_file: Path) -> No
     assert "30 times slower" in warning
 
 
+@pytest.mark.parametrize("key", ["training.threads", "inference.threads", "training.processes"])
+def test_numbers_that_were_auto_are_refused_with_the_number_to_write(run_file: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"override {key}: 'auto' is gone; write a number, such as 1 "):
+        compose(run_file, [f"{key}=auto"])
+
+
 def test_gpus_that_are_not_there_concern_this_machine_only(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -312,12 +312,21 @@ def test_where_no_core_is_idle_more_work_at_once_is_not_advised(rule: str) -> No
     assert rule in {advice.rule for advice in advised(Steps()(60, **full), gpus)}
 
 
-def test_numbers_that_can_be_measured_are_offered_as_auto() -> None:
-    adviser = Adviser(RUN, measurable=["training.threads"])
-    for line in Steps()(60, train_s=0.98, generate_busy_s=0.1):
-        adviser.step(line)
-    advice = only(adviser.given, "generation_waits")
-    assert "set `training.threads` to auto (now 1)" in advice.message
+@pytest.mark.parametrize(
+    ("rule", "section", "fixed"),
+    [
+        ("generation_waits", "training", {"gpus": 1}),
+        ("training_waits", "inference", {"gpus": 1}),
+        ("training_waits", "inference", {"deterministic": True}),
+    ],
+)
+def test_one_more_thread_is_advised_where_it_may_help(rule: str, section: str, fixed: dict[str, Any]) -> None:
+    figures, _ = SPEED[rule]
+    run = {**RUN, section: {**RUN[section], "threads": 2}}
+    more = f"raise `{section}.threads` from 2 to 3"
+    assert more in only(advised(Steps()(60, **figures), run), rule).message
+    run = {**run, section: {**run[section], **fixed}}
+    assert more not in only(advised(Steps()(60, **figures), run), rule).message
 
 
 def test_memory_that_is_used_as_much_as_the_slots_is_not_the_bound() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -122,9 +122,7 @@ class Trainers:
     ) -> tuple[WeightsNote, ...]:
         return (*needed, WeightsNote(version, "", f"digest {version}"))
 
-    async def step(
-        self, incarnation: int, version: int, rows: tuple[RowRef, ...], *, threads: Mapping[str, int]
-    ) -> StepResult:
+    async def step(self, incarnation: int, version: int, rows: tuple[RowRef, ...]) -> StepResult:
         return StepResult({}, [], version + 1, began=0.0)
 
     async def end(self, version: int, needed: tuple[int, ...]) -> None:

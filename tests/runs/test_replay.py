@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,37 +119,28 @@ def test_a_run_with_a_critic_changed_values_and_a_killed_kernel_is_replayed(star
     assert report["difference"] is not None, text  # another order of minibatches
 
 
-PLANNED = """
-from stretto.hooks import hookimpl
-from stretto.kernel.division import CoreDivision
-
-PLAN = {plan}
-
-def step(self, load):
-    self.steps = getattr(self, "steps", 0) + 1
-    before, self.numbers = self.numbers, self.numbers | PLAN.get(self.steps, {{}})
-    self._best = self.numbers
-    self._keep()
-    return self.numbers != before
-
-@hookimpl
-def stretto_run_configured(config):
-    CoreDivision.step = step
-"""
-
-
 @pytest.mark.cluster
-def test_threads_and_processes_that_changed_in_mid_run_are_those_of_the_recorded_steps(
-    start: Start, tmp_path: Path
-) -> None:
-    file = tmp_path / "planned.py"
-    plan = {2: {"training.threads": 2}, 4: {"training.threads": 1, "training.processes": 2}}
-    file.write_text(PLANNED.format(plan=plan))
-    auto = ("training.use=fsdp2", "training.threads=auto", "training.processes=auto")
-    run = start(*REAL, *auto, f"plugins=[{file}]", "steps=7")
-    assert run.end(deadline_s=200) == 0, run.text()
+def test_a_replay_has_the_number_of_trainers_that_each_step_had(start: Start) -> None:
+    fsdp2 = ("training={use: fsdp2, shard: false}", "training.dtype=float32", "queue.batch_size=16")
+    run = start(*REAL, *fsdp2, "steps=5000")
+    run.until_step(3, deadline_s=120)
+    scaled = subprocess.run(
+        [sys.executable, "-m", "stretto", "scale", str(run.folder), "training=2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "training: 1 -> 2" in scaled.stdout, scaled.stderr
+    run.until(lambda: any(line.get("worker") == "trainer-1" for line in events(run.folder)))
+    run.until_step(len(run.metrics()) + 5)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.text()
     report, _ = replay(run.folder)
-    assert report["identical"] == report["compared"] == 7
+    assert report["identical"] == report["compared"] == len(run.metrics())
+    [out] = run.folder.parent.glob("out-replayed-*")
+    joined = Counter(line["worker"] for line in events(out) if line["event"] == "worker joined")
+    assert joined == {"trainer-0": 2, "trainer-1": 1}
 
 
 # --------------------------------------------------------------------- refusals, on the mock engines

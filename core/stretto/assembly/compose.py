@@ -46,8 +46,6 @@ __all__ = [
 
 _PARTS = "parts"
 """The key of a section whose type may be `ComponentParts`."""
-_AUTO = "auto"
-"""The value of a `Measured` number that the run measures."""
 _LOGIN = re.compile(r"://[^/\s@]*@")
 """A login in a URL, which no message shows."""
 
@@ -69,10 +67,6 @@ class Composed:
     """Return where a key was written, for messages: `run.yaml:14: training.lr`, or `override training.lr`."""
     references: tuple[tuple[str, str], ...] = ()
     """Dotted keys whose value is a reference to another key, with its text, such as `${steps}`."""
-    measurable: tuple[str, ...] = ()
-    """Dotted keys of the numbers that may be `auto`."""
-    measured: tuple[str, ...] = ()
-    """Dotted keys of the numbers that are `auto`. `config` has 1 for each of them."""
     redact: Callable[[str], str] = str
     """Return a text in which interpolations stand for the values that they read from the environment."""
 
@@ -180,9 +174,6 @@ def compose(
             for document in (plain, secret):
                 _inherit_sections(document)
             full = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)
-            for path in composed.measured:
-                owner, _, key = path.rpartition(".")
-                _at(full, owner)[key] = _AUTO
     except RecursionError as error:
         raise run_file.nested_too_deeply(file) from error
     texts = ((path, text) for path, text in run_file.references(source.raw) if _at(full, path) is not None)
@@ -263,21 +254,9 @@ class _Composer:
         self._refuse_unknown(data, struct, "", struct)
         self._refuse_numbers(data, "")
         _inherit_sampling(data)
-        measurable = list(_measurable(struct, data, ""))
-        measured = [path for path, section, key in measurable if section.get(key) == _AUTO]
-        for path, section, key in measurable:
-            if path in measured:
-                section[key] = 1
         config = self._convert(data, struct)
         config = cast("RunConfig", self._resolve_paths(config, ""))
-        return Composed(
-            config,
-            self.plugins,
-            self.components,
-            msgspec.to_builtins(config),
-            measurable=tuple(path for path, _, _ in measurable),
-            measured=tuple(measured),
-        )
+        return Composed(config, self.plugins, self.components, msgspec.to_builtins(config))
 
     def _structs_of(
         self, data: dict[str, Any], kinds: Mapping[str, Kind], notices: list[str]
@@ -415,17 +394,13 @@ class _Composer:
     def _drop_stale_keys(
         self, kind: Kind, path: str, section: dict[str, Any], component: Component[Any], notices: list[str]
     ) -> None:
-        """If an override replaces a section's component, remove keys that only the former one has, and `auto`
-        where only the former one can change its number."""
+        """If an override replaces a section's component, remove keys that only the former one has."""
         if not self.source.is_overridden(f"{path}.use"):
             return
-        fields = {field.encode_name: field.type for field in msgspec.structs.fields(component.config)}
-        unknown = [
-            key
-            for key, value in section.items()
-            if key not in fields or (value == _AUTO and _is_fixed(fields[key]))
+        known = {field.encode_name for field in msgspec.structs.fields(component.config)}
+        stale = [
+            key for key in section if key not in known and not self.source.is_overridden(f"{path}.{key}")
         ]
-        stale = [key for key in unknown if not self.source.is_overridden(f"{path}.{key}")]
         former = self._former_keys(kind, path)
         stale = [key for key in stale if former is None or key in former]
         for key in stale:
@@ -544,8 +519,12 @@ class _Composer:
                     message, path = _message_and_path(cause)[0], origin
             value, annotation = _at(data, path), _annotation_at(struct, path)
             text = _plain_message(message, value, annotation)
-            if value == _AUTO and _is_fixed(annotation):
-                text = "cannot be measured for this component; expected a number (see docs/cores.md)"
+            if value == "auto" and path.endswith((".threads", ".processes")):
+                raise self.source.error(
+                    path,
+                    "'auto' is gone; write a number, such as 1 (docs/cores.md says when more is faster)",
+                    value,
+                ) from error
             shown = _LOGIN.sub("://<login>@", repr(value))
             value_text = "" if isinstance(value, dict) else f"; found {shown}{source}"
             hint = _hint(path, message, value, annotation)
@@ -655,29 +634,6 @@ def _structs_in(
         ):
             if isinstance(item_type, msgspec.inspect.StructType):
                 yield item_type.cls, (f"{path}.{index}", item)
-
-
-def _measurable(
-    struct: type[msgspec.Struct], data: Any, path: str
-) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the dotted key of every number that may be `auto`, with its section in the run file and its key
-    there. Sections that the run file does not have are left out."""
-    if not isinstance(data, dict):
-        return
-    section = cast("dict[str, Any]", data)
-    for field in msgspec.structs.fields(struct):
-        key = field.encode_name
-        key_path = f"{path}.{key}" if path else key
-        if "measured" in marks_of(field.type):
-            yield key_path, section, key
-        for part, (inner, value) in _structs_in(field.type, section.get(key), key_path):
-            yield from _measurable(part, value, inner)
-
-
-def _is_fixed(annotation: Any) -> bool:
-    """Whether a field is a number that cannot be `auto`."""
-    info = msgspec.inspect.type_info(annotation)
-    return isinstance(info, msgspec.inspect.IntType)
 
 
 def _replaced(struct: Any, path: Sequence[str], value: Any) -> Any:

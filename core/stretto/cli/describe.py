@@ -93,10 +93,8 @@ def _row(
     composed: Composed, role: str, path: str, processes: int, resources: Resources, component: str
 ) -> list[str]:
     """Return the row of the processes whose resources are at `path`."""
-    numbers = {"processes": processes, "threads": resources.threads}
-    counts = ["auto" if f"{path}.{key}" in composed.measured else str(numbers[key]) for key in numbers]
     share = f"{resources.share:g}" if resources.gpus else ""
-    return [role, *counts, str(resources.gpus), share, component]
+    return [role, str(processes), str(resources.threads), str(resources.gpus), share, component]
 
 
 def _placement_lines(config: RunConfig, placement: Placement) -> Iterator[str]:

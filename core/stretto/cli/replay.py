@@ -33,7 +33,7 @@ __all__ = ["ReplayOptions", "replay_run"]
 
 _UNUSED = ("dataset", "evaluation", "inference", "queue", "reward", "rollout", "verifier", "workflow")
 """Sections that decide what is generated. A replay uses nothing of them."""
-_LAYOUT = re.compile(r"(?:\A|; )(\S+): \S+ x (\d+), (\d+) threads")
+_LAYOUT = re.compile(r"(?:\A|; )(\S+): \S+ x (\d+), ")
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
@@ -158,43 +158,28 @@ def _segments(
 ) -> list[ReplaySegment]:
     """Return the batches in parts with the same values and the same numbers of processes."""
 
-    def terms(batch: JournalBatch) -> tuple[int, tuple[tuple[str, int], ...]]:
-        found = [(path, int(processes)) for path, processes, _ in _LAYOUT.findall(batch.layout)]
-        return recording.values_at(batch.version), tuple(found)
+    def terms(batch: JournalBatch) -> tuple[int, str]:
+        return recording.values_at(batch.version), batch.layout
 
-    chosen = {item.partition("=")[0] for item in overrides}
-    segments: list[ReplaySegment] = []
-    for (values, _), part in groupby(batches, terms):
-        own = tuple(part)
-        composed = _composed(folder, values, own[0].layout, overrides, out)
-        own = tuple(_with_threads_of(batch, chosen) for batch in own)
-        segments.append(ReplaySegment(composed, own, recording.draws))
-    return segments
+    return [
+        ReplaySegment(_composed(folder, values, layout, overrides, out), tuple(part), recording.draws)
+        for (values, layout), part in groupby(batches, terms)
+    ]
 
 
 def _composed(folder: Path, values: int, layout: str, overrides: Sequence[str], out: Path) -> Composed:
-    """Compose the recorded values with this number for a replay: nothing is evaluated or tracked, and what
-    the run measured is as it was recorded."""
+    """Compose the recorded values with this number for a replay: nothing is evaluated or tracked, and worker
+    groups have as many processes as in this layout, which `stretto scale` may have changed."""
     document = document_of(folder, values)
     document |= {"out": str(out), "evaluation": None, "metrics": None, "tracing": None, "trackers": []}
     document["checkpoint"] = {**document["checkpoint"], "store": None}
     document["samples"] = {"keep": "all"}  # the trainers then record the importance weights
-    measured = compose(values_file(folder, values)).measured
-    numbers = {path: (processes, threads) for path, processes, threads in _LAYOUT.findall(layout)}
-    for key in measured:
-        owner, _, name = key.rpartition(".")
-        if owner in numbers:
-            section: dict[str, Any] = document
-            for part in owner.split("."):
-                section = section[part]
-            section[name] = int(numbers[owner][name == "threads"])
+    for path, processes in _LAYOUT.findall(layout):
+        section: dict[str, Any] = document
+        for part in path.split("."):
+            section = section[part]
+        section["processes"] = int(processes)
     return compose(values_file(folder, values), overrides, document=document)
-
-
-def _with_threads_of(batch: JournalBatch, overridden: set[str]) -> JournalBatch:
-    """Return the batch without the threads of worker groups for which an override gives another number."""
-    threads = {path: each for path, each in batch.threads.items() if f"{path}.threads" not in overridden}
-    return msgspec.structs.replace(batch, threads=threads)
 
 
 def _check(

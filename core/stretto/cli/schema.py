@@ -95,8 +95,6 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
             properties = definitions[struct.__name__]["properties"]
             if names := _names_of(field.type):
                 properties[field.encode_name] = _allow_name(properties[field.encode_name], names)
-            if _mark(field.type) == "measured":
-                properties[field.encode_name] = _allow_name(properties[field.encode_name], ["auto"])
     for definition in definitions.values():
         for name, schema in definition.get("properties", {}).items():
             definition["properties"][name] = _allow_interpolation(schema)
@@ -267,8 +265,6 @@ def _type_text(info: types.Type) -> str:
     """Return a type as readable text: `int >= 1`, `str | null`, `one of wait, drop`."""
     match info:
         case types.Metadata(type=inner):
-            if _mark(info) == "measured":
-                return f"{_type_text(inner)} | auto"
             return "path" if _mark(info) == "local_path" else _type_text(inner)
         case types.UnionType(types=parts):
             return " | ".join(_type_text(part) for part in parts)

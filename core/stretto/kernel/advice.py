@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -51,16 +51,13 @@ class Adviser:
 
     Args:
         document: the composed run as a plain mapping. Messages name its keys and values.
-        measurable: keys of the numbers that may be `auto`.
         quiet: give no advice, because nothing of it could be followed.
     """
 
-    def __init__(
-        self, document: Mapping[str, Any], measurable: Collection[str] = (), *, quiet: bool = False
-    ) -> None:
+    def __init__(self, document: Mapping[str, Any], *, quiet: bool = False) -> None:
         self._rules = () if quiet else RULES
         self._history = _History()
-        self._knobs = _Knobs(document, measurable)
+        self._knobs = _Knobs(document)
         self._true: Counter[str] = Counter()
         """Rule -> number of steps in a row at which its condition has held."""
         self._false: Counter[str] = Counter()
@@ -229,9 +226,8 @@ class _History:
 class _Knobs:
     """The keys and values of the run file, for suggestions."""
 
-    def __init__(self, document: Mapping[str, Any], measurable: Collection[str]) -> None:
+    def __init__(self, document: Mapping[str, Any]) -> None:
         self._document = document
-        self._measurable = measurable
 
     def get(self, path: str) -> Any:
         """Return the value at a dotted key; None if there is no such key."""
@@ -258,9 +254,12 @@ class _Knobs:
             return f"raise `{path}` from {_text(now)} to {_text(value)}"
         return f"set `{path}` to {_text(value)} (now {_text(now)})"
 
-    def measure(self, path: str) -> str:
-        """Return a suggestion to let the run measure a number; empty if it cannot, or does already."""
-        return self.set(path, "auto") if path in self._measurable else ""
+    def more_threads(self, section: str) -> str:
+        """Return a suggestion to give an engine one more thread; empty if it computes on GPUs, or if its bits
+        must not change: they depend on the number of threads."""
+        if self.number(f"{section}.gpus", 0) or self.get(f"{section}.deterministic"):
+            return ""
+        return self.set(f"{section}.threads", int(self.number(f"{section}.threads", 1)) + 1)
 
     def scale(self, path: str, factor: float) -> str:
         """Return a suggestion to multiply a key's number by a factor; empty if the value is not a number. An
@@ -664,7 +663,7 @@ def _training_waits(history: _History, knobs: _Knobs) -> _Finding | None:
         lines[0]["step"],
         f"training waits for generation {share:.0%} of the time",
         knobs.set("queue.max_staleness", 1) if synchronous else "",
-        "" if full else knobs.measure("inference.threads"),
+        "" if full else knobs.more_threads("inference"),
         "" if full else knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
     )
 
@@ -682,9 +681,8 @@ def _generation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
     return _finding(
         lines[0]["step"],
         f"generation waits for training: training works {share:.0%} of the time, the engines {busy:.0%}",
-        knobs.measure("training.threads"),
-        knobs.measure("training.processes")
-        or knobs.set("training.processes", int(knobs.number("training.processes", 1)) + 1),
+        knobs.more_threads("training"),
+        knobs.set("training.processes", int(knobs.number("training.processes", 1)) + 1),
         knobs.set("inference.replicas", replicas - 1) if replicas > 1 else "",
     )
 

@@ -108,10 +108,7 @@ class Crew:
         for name, number in numbers.items():
             if name in ranges and not ranges[name][0] <= number <= ranges[name][1]:
                 raise ConfigError(f"{name}={number} is outside elastic.{name}={list(ranges[name])}")
-            if name in groups:
-                if f"{name}.processes" in self._setup.division.numbers:
-                    raise ConfigError(f"{name}.processes is `auto`: the run measures it (see docs/cores.md)")
-            elif name not in self.roles:
+            if name not in groups and name not in self.roles:
                 known = ", ".join((*self.roles, *sorted(groups)))
                 raise ConfigError(f"this run has no {name!r} to scale; it has {known}")
 
@@ -135,8 +132,6 @@ class Crew:
         for worker in leaving:
             self._tasks.start_soon(self._dismiss, role, worker)
         self._setup.numbers.change(NUMBER_KEYS[role], number)
-        if role == "inference":
-            self._setup.division.set_members("inference.threads", number)
         change = f"{role}: {len(started)} -> {number}"
         if len(started) == number:
             return f"{role}: {number} already"

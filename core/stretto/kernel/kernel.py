@@ -7,11 +7,10 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
 import msgspec
@@ -54,7 +53,6 @@ from stretto.kernel.changes import differences, values_file
 from stretto.kernel.checkpoint import KernelState, checkpoint_name
 from stretto.kernel.checkpointer import Checkpointer
 from stretto.kernel.crew import Crew
-from stretto.kernel.division import StepLoad
 from stretto.kernel.ending import Ending
 from stretto.kernel.engines import Engines
 from stretto.kernel.fleet import FleetMember
@@ -628,8 +626,7 @@ class Kernel:
                     await self._changed.wait()
 
     def _beacon(self, state: Literal["running", "over"]) -> Beacon:
-        threads = self._setup.division.numbers.get("inference.threads", 0)
-        return Beacon(self._lease_epoch, self._scheduler.version, state, threads)
+        return Beacon(self._lease_epoch, self._scheduler.version, state)
 
     def _take_in_swap(self, worker: str, done: SwapDone) -> None:
         self._engine_errors.add(worker, done)
@@ -734,7 +731,7 @@ class Kernel:
         note = None if beside else await self._publish(version, divergence)
         # No await up to `announce`: no task may see the new ledger without the step's figures.
         self._scheduler.step_finished(hold=due, divergence=divergence)
-        metrics = self._report.step(start, result, waits, generate_busy_s=busy_s, divergence=divergence)
+        self._report.step(start, result, waits, generate_busy_s=busy_s, divergence=divergence)
         self._record_step(start, result, waits)
         self._traces.trained(trace, result.began)
         if note is None:
@@ -745,7 +742,6 @@ class Kernel:
         self._wake_carry_out()
         self._notify()
         self._drain_if_failing(version)
-        self._divide_cores(metrics)
         if due:
             await self._checkpointer.save()
             self._scheduler.release()
@@ -763,14 +759,13 @@ class Kernel:
         rows = _rows(start.groups)
         ahead = _rows(tuple(self._scheduler.done_groups))
         needed = self._scheduler.needed_versions
-        threads = self._setup.threads
         recorded, results, figures = anyio.Event(), list[StepResult](), list[float]()
 
         async def record() -> None:
             tickets = tuple(group.ticket for group in start.groups)
             incarnation, layout = self._journal.incarnation, self._setup.layout
             seed = self._config.seed
-            batch = JournalBatch(incarnation, start.version, rows, tickets, layout, seed, threads)
+            batch = JournalBatch(incarnation, start.version, rows, tickets, layout, seed)
             with tracing.span("journal"):
                 await self._journal.append(batch, "batch", start.version)
             recorded.set()
@@ -783,7 +778,7 @@ class Kernel:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(record)
                 incarnation = self._journal.incarnation
-                step = self._trainers.step(incarnation, start.version, rows, ahead, trace, recorded, threads)
+                step = self._trainers.step(incarnation, start.version, rows, ahead, trace, recorded)
                 results.append(await step)
             await self._published.wait()
             async with anyio.create_task_group() as tasks:
@@ -812,23 +807,6 @@ class Kernel:
             collapse := self._report.adviser.message_of("reward_collapse", version)
         ):
             self._ending.drain("failed", f"reward collapse (on_collapse: stop): {collapse}")
-
-    def _divide_cores(self, line: Mapping[str, Any]) -> None:
-        """Let the numbers that are `auto` follow from the figures of a step. Steps beside an evaluation do
-        not count. Another number of processes needs new processes: the next kernel starts them."""
-        division, composed = self._setup.division, self._setup.composed
-        if division.settled or self._scheduler.evaluating is not None:
-            return
-        generate_s = line.get("generate_busy_s", 0.0)  # a run may read its sequences from a dataset
-        load = StepLoad(line["tokens"], line["step_s"], line["train_s"], generate_s, line["cores_used"])
-        if not division.step(load):
-            return
-        self._notify()
-        if any(
-            key.endswith(".processes") and number != composed.section(key)
-            for key, number in division.numbers.items()
-        ):
-            self._ending.drain("repeated", "another number of processes")
 
     async def _end_evaluation(self, done: EvaluationDone) -> None:
         """Record a complete evaluation: its answers if the run keeps them, its journal entry, its report."""

@@ -29,7 +29,6 @@ from stretto.errors import ConfigError, RunError, StrettoError, leaves
 from stretto.kernel.changes import is_complete, newest_values, values_file, write_values
 from stretto.kernel.checkpoint import KernelState, newest_intact
 from stretto.kernel.clean import cleaner_of
-from stretto.kernel.division import division_of
 from stretto.kernel.ending import Ending, Interruptions
 from stretto.kernel.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
@@ -176,12 +175,11 @@ def _live_to_the_end(
 ) -> dict[str, Any]:
     """Run kernels until the run ends, and return the summary.
 
-    A kernel that finds that another number of processes may be faster writes a checkpoint and ends; the next
-    one goes on from there with that number (`stretto.kernel.division`).
+    A kernel that is asked for another number of trainers writes a checkpoint and ends; the next one goes on
+    from there with that number (`stretto.kernel.crew`).
     """
-    division = division_of(composed, folder)
     while True:
-        setup = RunSetup(composed, folder, resumed=checkpoint, forks=forks, values=values, division=division)
+        setup = RunSetup(composed, folder, resumed=checkpoint, forks=forks, values=values)
         summary, _ = live(setup, interruptions, accept_dataset)
         if summary["status"] != "repeated":
             return summary

@@ -10,7 +10,7 @@ left to go on from, it refuses the resume before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -55,9 +55,7 @@ class _Steps(Protocol):
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...]
     ) -> tuple[WeightsNote, ...]: ...
 
-    async def step(
-        self, incarnation: int, version: int, rows: tuple[RowRef, ...], *, threads: Mapping[str, int]
-    ) -> StepResult: ...
+    async def step(self, incarnation: int, version: int, rows: tuple[RowRef, ...]) -> StepResult: ...
 
     async def end(self, version: int, needed: tuple[int, ...]) -> None: ...
 
@@ -244,7 +242,7 @@ async def repeat_journal(
     incarnation, differs = state.incarnation, False
     for batch in journal.batches.values():
         start = scheduler.replay(batch.tickets, [done[name] for name in _names(batch)])
-        result = await trainers.step(incarnation, batch.version, batch.rows, threads=batch.threads)
+        result = await trainers.step(incarnation, batch.version, batch.rows)
         await trainers.end(batch.version, scheduler.needed_versions)
         note = await trainers.published(result.version)
         record = journal.steps.get(batch.version + 1)

@@ -187,8 +187,8 @@ class Report:
         *,
         generate_busy_s: float,
         divergence: float | None,
-    ) -> dict[str, Any]:
-        """Report a complete step, which may be a repeated one: write its line and log it. Returns the line.
+    ) -> None:
+        """Report a complete step, which may be a repeated one: write its line and log it.
 
         Args:
             waits: what training waited for before the step, with the seconds; empty for a repeated step.
@@ -244,7 +244,6 @@ class Report:
         self._metrics.append(_finite(self.last))
         shown = {key: self.last[key] for key in _SHOWN if key in self.last}
         log.info("step", **shown, waits=describe_waits(self.last))
-        return self.last
 
     def _draw(self, line: Mapping[str, Any]) -> None:
         """Add a step's figures to the curves."""

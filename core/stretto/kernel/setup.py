@@ -26,7 +26,6 @@ from stretto.errors import ConfigError, PluginError
 from stretto.kernel.advice import Adviser
 from stretto.kernel.changes import fingerprint_changes
 from stretto.kernel.checkpoint import KernelState
-from stretto.kernel.division import CoreDivision, division_of
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.forks import ForkServer
 from stretto.kernel.report import Report
@@ -55,7 +54,6 @@ class RunSetup:
         values: int = 1,
         goes_on: bool = True,
         replays: bool = False,
-        division: CoreDivision | None = None,
     ) -> None:
         """Make the components that the kernel uses.
 
@@ -67,14 +65,12 @@ class RunSetup:
             goes_on: whether the kernel continues to train after it has repeated the journal. If not, it
                 writes a checkpoint and ends, because other values come next.
             replays: whether the run is a replay, which is complete when the journal is repeated.
-            division: the division of the former kernel of this process, if it goes on.
 
         Raises:
             StrettoError: if a component cannot be made.
         """
-        self.division = division or division_of(composed, folder)
         self.numbers = WorkerNumbers(composed, folder)
-        composed = composed.with_numbers({**self.division.numbers, **self.numbers.in_force()})
+        composed = composed.with_numbers(self.numbers.in_force())
         config = composed.config
         self.composed = composed
         self.config = config
@@ -131,7 +127,7 @@ class RunSetup:
             sampled=self.graph.samples,
             source_of=self.sources["dataset"],
             canary=config.inference.canary,
-            adviser=Adviser(composed.document, composed.measurable, quiet=replays),
+            adviser=Adviser(composed.document, quiet=replays),
         )
         self.board = StatusBoard(config.name, config.steps, folder, self.report, self.scheduler, self.fleet)
         self.trackers = Trackers(folder, config.trackers, self.report.problems)
@@ -152,20 +148,10 @@ class RunSetup:
     def layout(self) -> str:
         """The training engine, processes and threads of each worker group, as text. With another layout, a
         repeated step may differ in some bits."""
-        threads = self.threads
         return "; ".join(
-            f"{group.path}: {group.section.use} x {group.section.processes}, "
-            f"{threads.get(group.path, group.section.threads)} threads"
+            f"{group.path}: {group.section.use} x {group.section.processes}, {group.section.threads} threads"
             for group in self.placement.groups.values()
         )
-
-    @property
-    def threads(self) -> dict[str, int]:
-        """The present number of threads of each worker group whose number is measured, by the group's path.
-        These numbers change while the kernel lives."""
-        numbers = self.division.numbers
-        keys = {group.path: f"{group.path}.threads" for group in self.placement.groups.values()}
-        return {path: numbers[key] for path, key in keys.items() if key in numbers}
 
     def check_datasets(self, *, accept: bool) -> None:
         """Refuse rows that have changed since the run began: tickets name rows by number.

@@ -119,7 +119,6 @@ class Trainers:
         ahead: tuple[RowRef, ...] = (),
         trace: StepTrace = UNTRACED,
         recorded: anyio.Event | None = None,
-        threads: Mapping[str, int] = {},
     ) -> StepResult:
         """Run the calls of one train step on a batch. Then call `end`.
 
@@ -127,13 +126,11 @@ class Trainers:
             ahead: rows that the next batches will probably need. The trainers fetch them while the present
                 rows train.
             recorded: set when the batch is in the journal; no weight changes before. None if it is there.
-            threads: number of compute threads of worker groups, by path. A group without an entry has the
-                number of the run file.
         """
         request = RunCall(
             self._lease_epoch, incarnation, version, "", rows, trace.span.traceparent, tuple(trace.groups)
         )
-        step = _Step(self, request, ahead, recorded, threads)
+        step = _Step(self, request, ahead, recorded)
         with one_error():
             async with anyio.create_task_group() as tasks:
                 for group in self.placement.groups.values():
@@ -207,14 +204,12 @@ class _Step:
         request: RunCall,
         ahead: tuple[RowRef, ...],
         recorded: anyio.Event | None,
-        threads: Mapping[str, int],
     ) -> None:
         self._trainers = trainers
         self._placement = trainers.placement
         self._request = request
         self._ahead = ahead
         self._recorded = recorded
-        self._threads = threads
         self.began = trainers.timeline.now()
         self._began = time.monotonic()
         self._done = {call.name: anyio.Event() for call in self._placement.graph.step_calls}
@@ -235,8 +230,7 @@ class _Step:
             if call.op == "train" and call.model == graph.lead and self._ahead:
                 await self._trainers.prefetch((*self._request.rows, *self._ahead), complete=True)
             start_s, start = time.monotonic() - self._began, self._trainers.timeline.now()
-            threads = self._threads.get(group.path, 0)
-            request = msgspec.structs.replace(self._request, name=call.name, threads=threads)
+            request = msgspec.structs.replace(self._request, name=call.name)
             done = await self._trainers.ask(group, "call", request, CallDone)
             prefix = "" if call.model in (None, graph.lead) else f"{call.model}/"
             self.statistics |= {f"{prefix}{name}": value for name, value in done.statistics.items()}

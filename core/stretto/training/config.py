@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from stretto.component import (
-    Measured,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -62,9 +61,6 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of an engine that trains a Hugging Face model."""
 
-    threads: Measured = 1
-    """Number of compute threads of each process. More threads than cores make a run many times slower. `auto`
-    measures over the first steps which number is best (docs/cores.md)."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimizer. `sgd` has no momentum and keeps no state; it is meant for comparisons."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)

@@ -20,7 +20,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -46,9 +45,8 @@ from stretto.bus.messages.inference import (
     Swap,
     SwapDone,
 )
-from stretto.bus.messages.membership import Beacon, Heartbeat, WorkerProcess
+from stretto.bus.messages.membership import Heartbeat, WorkerProcess
 from stretto.engine import (
-    AdjustableEngine,
     Chunk,
     GenerateRequest,
     InferenceEngine,
@@ -129,7 +127,6 @@ class InferenceWorker:
         self._context = context
         self._bus = context.bus
         self._engine: InferenceEngine | None = None
-        self._threads = context.composed.config.inference.threads
         self._subscriber: Subscriber | None = None
         self._tasks: TaskGroup
         self._images = ImageFetcher(context)
@@ -162,8 +159,6 @@ class InferenceWorker:
                 await engine.start(self._emit, tasks)
                 tasks.start_soon(self._send)
                 tasks.start_soon(self._forget)
-                if isinstance(engine, AdjustableEngine):
-                    context.on_beacon(partial(self._use_threads, engine))
                 await self._bus.subscribe(context.subject("generate"), Generate, self._generate)
                 await self._bus.subscribe(context.subject("confirm"), Confirm, self._confirm)
                 await self._bus.subscribe(context.subject("abort"), Abort, self._abort)
@@ -177,12 +172,6 @@ class InferenceWorker:
                 await engine.stop()
             subscriber.close()
             shutil.rmtree(self._merged_root, ignore_errors=True)
-
-    def _use_threads(self, engine: AdjustableEngine, beacon: Beacon) -> None:
-        if beacon.engine_threads and beacon.engine_threads != self._threads:
-            self._threads = beacon.engine_threads
-            log.info("threads", number=self._threads)
-            engine.use_threads(self._threads)
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Add the engine's own figures."""

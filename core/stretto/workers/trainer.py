@@ -309,8 +309,6 @@ class TrainerWorker:
         self._expect(message.version)
         self._incarnation = message.incarnation
         call = self._calls[message.name]
-        if message.threads:
-            await self._thread.run(_use_threads, message.threads)
         await self._rows.begin(message.version, message.rows)
         log.info("call", call=call.name, version=message.version)
         start = time.perf_counter()
@@ -503,15 +501,6 @@ def _join_saved(own: Saved, others: Sequence[Saved]) -> Saved:
     """Return the answer of all ranks: the files that any of them has uploaded."""
     uploaded = {name: value for each in (own, *others) for name, value in each.uploaded.items()}
     return Saved(own.seconds, uploaded)
-
-
-def _use_threads(threads: int) -> None:
-    """Set the number of threads with which this thread computes."""
-    import torch
-
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-        log.info("threads", number=threads)
 
 
 def _numbers(rows: Sequence[int]) -> Tensor:

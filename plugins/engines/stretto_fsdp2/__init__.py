@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from stretto.component import Component, Context, Measured, PositiveInt, Problem
+from stretto.component import Component, Context, PositiveInt, Problem
 from stretto.engine import TrainingEngine
 from stretto.hooks import hookimpl
 from stretto.models.files import known_config, modelling_imports, text_config
@@ -36,9 +36,6 @@ class PowerSgdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Data parallel over `processes` ranks, or over groups of `tensor_parallel` of them."""
 
-    processes: Measured = 1
-    """Number of ranks (processes) of the worker group. `auto` measures over the first steps whether more
-    ranks are faster than more threads (docs/cores.md)."""
     tensor_parallel: PositiveInt = 1
     """Number of ranks that compute each layer together, for models of the Llama, Qwen2 and Gemma types; must
     divide `processes`. Rank r is number r % tensor_parallel of its group."""

@@ -8,14 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from stretto.component import (
-    Component,
-    Context,
-    Measured,
-    PositiveFloat,
-    PositiveInt,
-    Problem,
-)
+from stretto.component import Component, Context, PositiveFloat, PositiveInt, Problem
 from stretto.engine import InferenceConfig, InferenceEngine, TrainingEngine
 from stretto.errors import PluginError
 from stretto.hooks import hookimpl
@@ -40,9 +33,6 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     kind of processor, the number of threads, and the versions of torch and its libraries.
     """
 
-    threads: Measured = 1
-    """Number of compute threads. More threads than cores make a run many times slower. `auto` measures over
-    the first steps which number is best (docs/cores.md); with `deterministic` it stays 1."""
     slots: PositiveInt = 32
     """Number of samples decoded at once. A larger number raises the total tokens per second and lowers those
     of each sample. On one core the gain flattens out at about 32."""

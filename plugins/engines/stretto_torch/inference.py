@@ -83,20 +83,15 @@ class _ScoreCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class _ThreadsCommand:
-    threads: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Command = _GenerateCommand | _AbortCommand | _SwapCommand | _ScoreCommand | _ThreadsCommand | _Stop
+_Command = _GenerateCommand | _AbortCommand | _SwapCommand | _ScoreCommand | _Stop
 
 
 class TorchInferenceEngine:
-    """Keeps `stretto.engine.AdjustableEngine`.
+    """Keeps `stretto.engine.InferenceEngine`.
 
     An exception in the compute thread breaks the engine permanently: it is raised in the task group given to
     `start`, unfinished and later requests get `abort` chunks, and `swap` raises.
@@ -193,10 +188,6 @@ class TorchInferenceEngine:
         command = _ScoreCommand(seen, sequences)
         self._commands.put(command)
         return await asyncio.wrap_future(command.scores)
-
-    def use_threads(self, threads: int) -> None:
-        """See `AdjustableEngine`."""
-        self._commands.put(_ThreadsCommand(threads))
 
     def load(self) -> Load:
         """See `InferenceEngine`."""
@@ -352,8 +343,6 @@ class TorchInferenceEngine:
                         self._swaps_due.append(command)
                     case _ScoreCommand():
                         self._score(batcher, command)
-                    case _ThreadsCommand(threads):
-                        torch.set_num_threads(threads)
                     case _Stop():
                         self._end_swaps(EngineError("the torch inference engine was stopped"))
                         _log_totals(batcher)

@@ -31,8 +31,6 @@ class JournalBatch(Message, frozen=True):
     """Training engines, processes and threads. With another layout, a repeated step may differ in some
     bits."""
     seed: int
-    threads: dict[str, int] = msgspec.field(default_factory=dict)
-    """Number of compute threads of each worker group whose run file says `auto`, by the group's path."""
 
 
 class JournalStep(Message, frozen=True):

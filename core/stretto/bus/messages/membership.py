@@ -40,8 +40,6 @@ class Beacon(Message, frozen=True, tag="Beacon/2"):
     """Training version."""
     state: Literal["running", "over"]
     """At `over` every worker leaves."""
-    engine_threads: int = 0
-    """Number of compute threads of each inference engine; 0: as the run file says."""
 
 
 class EngineFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):

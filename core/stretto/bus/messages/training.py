@@ -58,8 +58,6 @@ class RunCall(Message, frozen=True, tag="Call/2"):
     """Context of the step."""
     links: tuple[Traceparent, ...] = ()
     """Contexts of the batch's tickets, of those that are traced."""
-    threads: int = 0
-    """Number of compute threads of each rank; 0: as the run file says."""
 
 
 class CallDone(Message, frozen=True, tag="CallDone/2"):
