@@ -37,8 +37,8 @@ from stretto.bus.messages.tickets import (
     TrajectoryBundle,
     WireTrajectory,
 )
-from stretto.records.kept_sample import digest_of, kept_samples
-from stretto.records.sample_files import SegmentKind, Table
+from stretto.records.kept.kept_sample import digest_of, kept_samples
+from stretto.records.kept.sample_files import SegmentKind, Table
 from stretto.samples.join import Joiner
 from stretto.samples.segments import SegmentWriter
 

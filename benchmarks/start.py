@@ -79,7 +79,13 @@ def name_of(command: list[str]) -> str:
     if "stretto.workers" in text:
         last = Path(command[-1].rstrip("\0"))
         return last.stem if last.suffix == ".json" else "fork server"
-    for words in ("stretto.samples", "guard.py", "nats-server", "stretto.children", "stretto.kernel.clean"):
+    for words in (
+        "stretto.samples",
+        "guard.py",
+        "nats-server",
+        "stretto.children",
+        "stretto.kernel.durable.clean",
+    ):
         if words in text:
             return words
     return "kernel" if " run " in text else text[:40]

@@ -14,7 +14,7 @@ import msgspec
 
 from stretto import config, dataset, engine, launcher, reward, tracker, workflow
 from stretto.assembly.plugins import KINDS, Plugins
-from stretto.cli.schema import Field, fields_of
+from stretto.cli.make.schema import Field, fields_of
 from stretto.models import prompts
 from stretto.rl import policy_gradient, supervised
 from stretto.serving import config as serving

@@ -22,9 +22,9 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 from selenium.webdriver import Chrome
 
-from stretto.cli.plot import draw_text, panels_of
-from stretto.kernel.view import drawing
-from stretto.records.answers import newest_sample
+from stretto.cli.show.plot import draw_text, panels_of
+from stretto.kernel.observe.view import drawing
+from stretto.records.kept.answers import newest_sample
 from stretto.records.run import RunRecord
 from stretto.records.status import Status, read_status
 

@@ -21,8 +21,8 @@ from stretto.assembly.compose import compose
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
-from stretto.cli.audit import audit_run
-from stretto.cli.checks import faults_and_warnings
+from stretto.cli.audit.audit import audit_run
+from stretto.cli.start.checks import faults_and_warnings
 from stretto.config import BusConfig
 
 RUN = "test-run"

@@ -5,7 +5,7 @@ describes it in detail.
 """
 
 from stretto.algorithm import Algorithm, AlgorithmConfig
-from stretto.api import API_VERSION
+from stretto.base.api import API_VERSION
 from stretto.component import Component, Context, LocalPath, Problem
 from stretto.dataset import Dataset, DatasetConfig
 from stretto.engine import InferenceConfig, InferenceEngine, Sampling, TrainingConfig, TrainingEngine
@@ -13,7 +13,7 @@ from stretto.errors import ConfigError, PluginError, RunError, StrettoError
 from stretto.hooks import hookimpl
 from stretto.launcher import Launcher, LauncherConfig
 from stretto.reward import Reward, RewardConfig
-from stretto.run_handle import RunHandle, run
+from stretto.runs.handle import RunHandle, run
 from stretto.tracker import Tracker, TrackerConfig
 from stretto.weights import WeightsConfig, WeightsTransport
 from stretto.workflow import Workflow, WorkflowConfig

@@ -27,7 +27,7 @@ from openai import OpenAI
 from agent_session import FakeSession
 from stretto import Context
 from stretto.assembly.compose import compose
-from stretto.cli.checks import faults_and_warnings
+from stretto.cli.start.checks import faults_and_warnings
 from stretto.models.tokenizer import ByteTokenizer
 from stretto.workflow import Prompt, Session, Trajectory
 from stretto_online import OnlineConfig

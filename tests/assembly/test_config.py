@@ -15,8 +15,8 @@ from stretto.assembly.compose import Composed, compose, compose_mapping
 from stretto.assembly.plan import context_of, placement, resources_of, workers
 from stretto.assembly.plugins import Plugins
 from stretto.assembly.sections import FOREIGN_KEYS
-from stretto.cli.checks import problems
-from stretto.cli.schema import fields_of, json_schema
+from stretto.cli.make.schema import fields_of, json_schema
+from stretto.cli.start.checks import problems
 from stretto.config import RunConfig
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, PluginError

@@ -195,12 +195,12 @@ assert not heavy, heavy
         *(
             "stretto",
             "stretto.cli.main",
-            "stretto.cli.schema",
+            "stretto.cli.make.schema",
             "stretto.assembly.plan",
             "stretto.kernel.life",
         ),
-        *("stretto.workers.rollout", "stretto.workers.verifier", "stretto.children.reward"),
-        *("stretto.workers.inference", "stretto.workers.trainer"),
+        *("stretto.workers.sampling.rollout", "stretto.workers.scoring.verifier", "stretto.children.reward"),
+        *("stretto.workers.inference", "stretto.workers.training.trainer"),
         *("stretto_grpo", "stretto_torch", "stretto_mock", "stretto_math", "stretto_file", "stretto_local"),
     ],
 )

@@ -13,10 +13,10 @@ import yaml
 from stretto.assembly.compose import compose, compose_mapping
 from stretto.assembly.plugins import Plugins
 from stretto.assembly.variants import BASE, runs_of
-from stretto.cli.checks import problems
-from stretto.cli.schema import json_schema
+from stretto.cli.make.schema import json_schema
+from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, PluginError
-from stretto.kernel.changes import compose_changes, write_values
+from stretto.kernel.durable.changes import compose_changes, write_values
 
 RUN = """\
 name: test

@@ -37,8 +37,7 @@ from stretto.component import Problem
 from stretto.config import BusConfig
 from stretto.engine import Load
 from stretto.errors import NoAnswer
-from stretto.kernel import fleet
-from stretto.kernel.fleet import Fleet
+from stretto.kernel.fleet.fleet import Fleet, fleet
 from stretto.launcher import Job, Resources
 from stretto.workers.context import WorkerContext
 from stretto.workers.heartbeats import heartbeats

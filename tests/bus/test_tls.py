@@ -26,7 +26,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.bus.tls import TlsIdentity
-from stretto.cli.certs import write_certificates
+from stretto.cli.make.certs import write_certificates
 from stretto.config import BusConfig, TlsConfig
 from stretto.errors import BusError, ConfigError, NoAnswer
 

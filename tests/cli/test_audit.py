@@ -34,7 +34,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, Member, TrajectoryBundle, WireTrajectory
 from stretto.bus.messages.training import RowRef
 from stretto.bus.server import STORE, Bootstrap, NatsServer, lock_run
-from stretto.cli.audit import AuditReport, audit_run
+from stretto.cli.audit.audit import AuditReport, audit_run
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError, RunError
 

@@ -17,8 +17,8 @@ from stretto.assembly.compose import compose
 from stretto.assembly.contracts import expect_contract
 from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import NatsServer
-from stretto.cli import checks
-from stretto.cli.checks import problems
+from stretto.cli.start import checks
+from stretto.cli.start.checks import problems
 from stretto.config import BusConfig
 from stretto.dataset import Dataset
 from stretto.engine import TrainingEngine

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.api import API_VERSION
 from stretto.assembly.plugins import Plugins
-from stretto.cli.doctor import Observation, examine_machine, examine_plugins
+from stretto.base.api import API_VERSION
+from stretto.cli.make.doctor import Observation, examine_machine, examine_plugins
 from stretto.errors import PluginError
 
 GOOD = '''

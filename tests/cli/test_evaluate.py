@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from stretto.assembly.compose import compose
-from stretto.cli.checks import problems
-from stretto.cli.evaluate import EvaluationOptions, compose_evaluation, pass_at_k, result_of
+from stretto.cli.make.evaluate import EvaluationOptions, compose_evaluation, pass_at_k, result_of
+from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, PluginError
-from stretto.workers.answers import KeptAnswer
+from stretto.workers.sampling.answers import KeptAnswer
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 MODEL, HELDOUT = str(QUICKSTART / "model"), str(QUICKSTART / "heldout.jsonl")

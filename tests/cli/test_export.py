@@ -27,8 +27,8 @@ from stretto.cli.main import app
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, StrettoError
 from stretto.models.tokenizer import Tokenizer
-from stretto.workers.ticket_record import TicketNotes, record_of
-from stretto.workers.trajectory_log import wire_trajectories
+from stretto.workers.sampling.ticket_record import TicketNotes, record_of
+from stretto.workers.sampling.trajectory_log import wire_trajectories
 from stretto.workflow import Answer, Score, Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -249,7 +249,7 @@ def test_only_good_samples_and_the_best_of_each_group(lora_run: Path, tmp_path: 
 
 
 def stretto_samples(folder: Path) -> list[dict[str, Any]]:
-    from stretto.records.samples import SampleStore
+    from stretto.records.kept.samples import SampleStore
 
     return SampleStore(folder).find(limit=None)
 

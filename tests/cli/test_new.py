@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.assembly.plugins import KINDS, Plugins
-from stretto.cli.new import new_model, new_package, next_steps
+from stretto.cli.make.new import new_model, new_package, next_steps
 from stretto.errors import ConfigError, PluginError
 from stretto.models.files import known_config
 from stretto.models.tokenizer import load_tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.assembly.compose import compose
-from stretto.cli.quickstart import copy_quickstart
+from stretto.cli.start.quickstart import copy_quickstart
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart"

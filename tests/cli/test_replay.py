@@ -16,12 +16,12 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import StoredImage
 from stretto.bus.messages.training import RowRef
-from stretto.cli.audit_store import StoredRun
-from stretto.cli.recording import KeptGroups, WeightSums, read_weights
-from stretto.cli.replay_report import ComparedStep, Difference, ReplayReport, off_policy, report_lines
+from stretto.cli.audit.audit_store import StoredRun
+from stretto.cli.audit.recording import KeptGroups, WeightSums, read_weights
+from stretto.cli.audit.replay_report import ComparedStep, Difference, ReplayReport, off_policy, report_lines
 from stretto.errors import RunError
 from stretto.models.images import ImageFile
-from stretto.records.sample_images import SampleImages
+from stretto.records.kept.sample_images import SampleImages
 
 
 def test_importance_weights_give_the_off_policy_error() -> None:
@@ -96,7 +96,7 @@ async def test_added_images_are_those_of_the_samples_or_else_of_the_log(
             jetstream = bus.store._jetstream  # pyright: ignore[reportPrivateUsage]
             yield StoredRun(jetstream, names.root.removeprefix("st."))
 
-        monkeypatch.setattr("stretto.cli.recording.open_store", opened)
+        monkeypatch.setattr("stretto.cli.audit.recording.open_store", opened)
         groups = KeptGroups(tmp_path).groups
         for file in (b"another", large.file):
             with pytest.raises(RunError, match=f"image {large.digest} of ticket 7, attempt 1 is neither"):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from stretto.bus.server import lock_run
 from stretto.cli.main import app
-from stretto.cli.status import status_lines
+from stretto.cli.show.status import status_lines
 from stretto.errors import ConfigError
 from stretto.records.status import STATUS, Stall, Status, WorkerStatus, read_status, standstill
 

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.cli.sweep_grid import grid, split_values
+from stretto.cli.sweep.sweep_grid import grid, split_values
 from stretto.errors import ConfigError
 
 

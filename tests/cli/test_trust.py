@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stretto.cli.trust import require_trust
+from stretto.cli.start.trust import require_trust
 from stretto.errors import ConfigError
 
 STRANGER = 54321  # the id of no user

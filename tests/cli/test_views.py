@@ -21,15 +21,15 @@ from made_run import make_run
 from statuses import make_status
 from stretto.bus.server import lock_run
 from stretto.cli.main import app
-from stretto.cli.plot import draw_file, draw_text, panels_of
-from stretto.cli.report import report_html
-from stretto.cli.runs import runs_below
-from stretto.cli.svg import line_chart
+from stretto.cli.show.plot import draw_file, draw_text, panels_of
+from stretto.cli.show.report import report_html
+from stretto.cli.show.runs import runs_below
+from stretto.cli.show.svg import line_chart
 from stretto.errors import ConfigError
 from stretto.records.comparison import compare_runs
 from stretto.records.curves import smooth, thin_points
+from stretto.records.kept.samples import SampleFilter, SampleStore
 from stretto.records.run import RunRecord
-from stretto.records.samples import SampleFilter, SampleStore
 from stretto.records.status import STATUS
 
 

@@ -23,9 +23,9 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.membership import RunStatus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
-from stretto.cli.watch import watch_bus
+from stretto.cli.show.watch import watch_bus
 from stretto.errors import ConfigError
-from stretto.records.samples import SampleStore
+from stretto.records.kept.samples import SampleStore
 from stretto.records.status import STATUS
 from stretto.samples.join import Joiner
 from stretto.samples.segments import SegmentWriter

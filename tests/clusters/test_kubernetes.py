@@ -19,7 +19,7 @@ from tests.conftest import write_run_file
 from cluster_page import Section, filled
 from fake_kubernetes import NODES, ROOT, FakeKubernetes
 from stretto.bus.server import free_port
-from stretto.cli.audit import audit_run
+from stretto.cli.audit.audit import audit_run
 from stretto_kubernetes import KERNEL
 from terminals import Terminal
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tests.conftest import write_run_file
 
-from stretto.cli.audit import audit_run
+from stretto.cli.audit.audit import audit_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

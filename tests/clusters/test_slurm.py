@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import write_run_file
 
 from cluster_page import Section, filled
-from stretto.cli.audit import audit_run
+from stretto.cli.audit.audit import audit_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

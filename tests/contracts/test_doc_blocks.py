@@ -29,8 +29,8 @@ import yaml
 from stretto.assembly.compose import compose
 from stretto.assembly.plugins import Plugins
 from stretto.cli.main import app
-from stretto.cli.quickstart import copy_quickstart
-from stretto.cli.schema import json_schema
+from stretto.cli.make.schema import json_schema
+from stretto.cli.start.quickstart import copy_quickstart
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

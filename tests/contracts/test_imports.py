@@ -51,14 +51,14 @@ def test_the_import_rules_hold(checkout: Path) -> None:
             "import stretto.assembly.compose",
             "plugins use public modules only",
         ),
-        ("core/stretto/kernel/gate.py", "import stretto_grpo", "core knows no plugin"),
+        ("core/stretto/kernel/schedule/gate.py", "import stretto_grpo", "core knows no plugin"),
         (
             "plugins/rewards/stretto_exact/__init__.py",
             "import stretto_math",
             "plugins do not know each other",
         ),
         (
-            "core/stretto/kernel/gate.py",
+            "core/stretto/kernel/schedule/gate.py",
             "import stretto.rl.batch",
             "kernel, assembly, bus, records and samples run without torch",
         ),

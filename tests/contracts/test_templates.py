@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stretto.assembly.plugins import KINDS, Plugins
-from stretto.cli.new import new_package
+from stretto.cli.make.new import new_package
 from stretto.component import Kind
 
 

@@ -18,7 +18,7 @@ import yaml
 from pyarrow import parquet as pq
 
 from stretto.records import timeline
-from stretto.records.sample_files import SegmentName, schema_of
+from stretto.records.kept.sample_files import SegmentName, schema_of
 
 _BEGUN = 1_790_000_000.0
 _SEGMENT_ROWS = 65_536

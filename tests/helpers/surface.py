@@ -15,7 +15,7 @@ import typer
 
 from stretto.assembly.plugins import Plugins
 from stretto.cli.main import app
-from stretto.cli.schema import json_schema
+from stretto.cli.make.schema import json_schema
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)

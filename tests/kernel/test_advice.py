@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from stretto.kernel.advice import RULES, Advice, Adviser, bottleneck, causes
+from stretto.kernel.observe.advice import RULES, Advice, Adviser, bottleneck, causes
 
 Start = Callable[..., Any]
 Line = dict[str, Any]

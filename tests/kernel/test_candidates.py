@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.kernel.candidates import Candidates
+from stretto.kernel.fleet.candidates import Candidates
 
 LEAST = 8
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.kernel.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
-from stretto.kernel.scheduler import Ledger, Snapshot
+from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
+from stretto.kernel.schedule.scheduler import Ledger, Snapshot
 
 
 def state(version: int, lowest: int = 1) -> KernelState:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from tests.kernel.test_checkpoint import state
 
+from stretto.base.remote_folder import RemoteFolder
 from stretto.bus.messages.training import LoadCheckpoint, Save
 from stretto.component import Context
 from stretto.errors import ConfigError, EngineError
-from stretto.kernel.checkpoint import (
+from stretto.kernel.durable.checkpoint import (
     checkpoint_name,
     find_checkpoint,
     newest_intact,
@@ -20,8 +21,7 @@ from stretto.kernel.checkpoint import (
     prune,
     writing,
 )
-from stretto.remote_folder import RemoteFolder
-from stretto.workers.checkpoint_files import folder_to_load, folder_to_save
+from stretto.workers.training.checkpoint_files import folder_to_load, folder_to_save
 
 CONTEXT = Context(run="run-1", name="run", seed=1, worker="trainer-0")
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 
-from stretto.cores import CoreMeter, available_cores
+from stretto.base.cores import CoreMeter, available_cores
 
 
 def test_cores_that_other_programs_use_are_neither_used_nor_idle() -> None:

@@ -18,8 +18,8 @@ from stretto.algorithm import Group
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.dataset import Curriculum, TicketEnd
 from stretto.errors import ContractError
-from stretto.kernel.draws import Draws, RecordedDraw
-from stretto.kernel.scheduler import (
+from stretto.kernel.schedule.draws import Draws, RecordedDraw
+from stretto.kernel.schedule.scheduler import (
     Fail,
     Finish,
     Issue,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.kernel.elastic import ElasticPolicy, LoadObservation, NumberChange, RoleLoad
+from stretto.kernel.fleet.elastic import ElasticPolicy, LoadObservation, NumberChange, RoleLoad
 from stretto.launcher import Role
 
 STEADY_S = 900.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stretto.kernel.lending import Lending, Wish
+from stretto.kernel.schedule.lending import Lending, Wish
 
 BESIDE = Wish(10, (10,))
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from kernel_setup import make_setup
 from statuses import make_status
-from stretto.kernel.curve import Curve
-from stretto.kernel.view import drawing, sparkline
+from stretto.kernel.observe.curve import Curve
+from stretto.kernel.observe.view import drawing, sparkline
 from stretto.records.status import (
     AdviceStatus,
     EvaluationProgress,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stretto.kernel.open_tickets import DeadlineQueue, Holders
+from stretto.kernel.schedule.open_tickets import DeadlineQueue, Holders
 
 
 def test_a_deadline_queue_keeps_order_and_a_bounded_heap() -> None:

@@ -23,9 +23,9 @@ from stretto.bus.messages.membership import Wait
 from stretto.config import MetricsConfig
 from stretto.engine import Load
 from stretto.errors import RunError, leaves
-from stretto.kernel.advice import Advice
-from stretto.kernel.fleet import FleetMember
-from stretto.kernel.prometheus import serve_metrics
+from stretto.kernel.fleet.fleet import FleetMember
+from stretto.kernel.observe.advice import Advice
+from stretto.kernel.observe.prometheus import serve_metrics
 from stretto.kernel.setup import RunSetup
 
 

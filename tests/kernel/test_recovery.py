@@ -35,14 +35,14 @@ from stretto.bus.messages.training import RowRef
 from stretto.bus.server import Bootstrap, run_id
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError, RunError
-from stretto.kernel.changes import fingerprint_changes, is_complete
-from stretto.kernel.checkpoint import KernelState, LostData
+from stretto.kernel.calls.trainers import StepResult
+from stretto.kernel.durable.changes import fingerprint_changes, is_complete
+from stretto.kernel.durable.checkpoint import KernelState, LostData
+from stretto.kernel.durable.recovery import Recovered, Stored, read_store, repeat_journal
 from stretto.kernel.ending import Ending
 from stretto.kernel.kernel import own_run
-from stretto.kernel.metrics_file import MetricsFile
-from stretto.kernel.recovery import Recovered, Stored, read_store, repeat_journal
-from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings, Snapshot, StartBatch
-from stretto.kernel.trainers import StepResult
+from stretto.kernel.observe.metrics_file import MetricsFile
+from stretto.kernel.schedule.scheduler import Issue, Scheduler, SchedulerSettings, Snapshot, StartBatch
 from stretto.weights import WeightsNote
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]

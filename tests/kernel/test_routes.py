@@ -12,8 +12,8 @@ import anyio
 from stretto.bus.messages.membership import EngineFigures, Routes
 from stretto.bus.messages.subjects import Subjects
 from stretto.engine import Load
-from stretto.kernel.fleet import FleetMember
-from stretto.kernel.routes import RouteSender
+from stretto.kernel.fleet.fleet import FleetMember
+from stretto.kernel.fleet.routes import RouteSender
 from stretto.launcher import Role
 
 

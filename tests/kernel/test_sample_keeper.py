@@ -14,8 +14,8 @@ import pytest
 
 from bus_testing import until
 from kernel_setup import make_setup
-from stretto.kernel import sample_keeper
-from stretto.kernel.sample_keeper import SampleKeeper
+from stretto.kernel.observe import sample_keeper
+from stretto.kernel.observe.sample_keeper import SampleKeeper
 
 
 class Connected:

@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stretto.algorithm import Group
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
-from stretto.kernel.checkpoint import KernelState
-from stretto.kernel.gate import DivergenceGate
-from stretto.kernel.scheduler import (
+from stretto.kernel.durable.checkpoint import KernelState
+from stretto.kernel.schedule.gate import DivergenceGate
+from stretto.kernel.schedule.scheduler import (
     EvaluationDone,
     Fail,
     Finish,

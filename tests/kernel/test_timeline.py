@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Member, Ticket, TicketStarted
-from stretto.kernel.timeline import Timeline
+from stretto.kernel.observe.timeline import Timeline
 from stretto.records.timeline import (
     FILE,
     Cause,

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from stretto.assembly.compose import Composed, compose
-from stretto.kernel.changes import write_values
-from stretto.kernel.metrics_file import MetricsFile
-from stretto.kernel.trackers import Trackers
+from stretto.kernel.durable.changes import write_values
+from stretto.kernel.observe.metrics_file import MetricsFile
+from stretto.kernel.observe.trackers import Trackers
 
 PLUGIN = """
 import time

@@ -21,10 +21,10 @@ from stretto.bus.messages.tickets import GroupFailed
 from stretto.children.reward import Task, try_to_score
 from stretto.errors import printable
 from stretto.kernel.ending import Ending
-from stretto.kernel.outcomes import admit
-from stretto.kernel.scheduler import Issue
+from stretto.kernel.observe.view import View, final_lines
+from stretto.kernel.schedule.outcomes import admit
+from stretto.kernel.schedule.scheduler import Issue
 from stretto.kernel.setup import RunSetup
-from stretto.kernel.view import View, final_lines
 
 SAID = "no [/INST] \x1b]0;x\x07 \x9b2J [link=file:///etc] :smile: \ud800"
 SHOWN = "no [/INST] \\x1b]0;x\\x07 \\x9b2J [link=file:///etc] :smile: \\ud800"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.kernel.waits import Waits
+from stretto.kernel.observe.waits import Waits
 from stretto.records.timeline import Cause
 
 GROUPS = Cause("groups")

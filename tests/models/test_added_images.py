@@ -32,8 +32,8 @@ from stretto.models.tokenizer import ByteTokenizer
 from stretto.models.vision import Vision
 from stretto.testing import FakeSession
 from stretto.tools import ToolResult
-from stretto.workers.batch_store import BatchStore
 from stretto.workers.images import RolloutImages, TicketImages
+from stretto.workers.training.batch_store import BatchStore
 from stretto.workflow import Answer, Prompt, Score, Trajectory
 from stretto_multi_turn import MultiTurn, MultiTurnConfig
 from stretto_tool_use import ToolUse, ToolUseConfig

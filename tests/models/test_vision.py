@@ -25,11 +25,11 @@ import vision_models as vision_models_module
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.assembly.compose import compose_mapping
-from stretto.cli.checks import problems
+from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, EngineError
 from stretto.models.images import images_of
 from stretto.models.vision import Vision
-from stretto.records.samples import SampleStore
+from stretto.records.kept.samples import SampleStore
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining

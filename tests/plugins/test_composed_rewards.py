@@ -14,7 +14,7 @@ from tests.conftest import write_run_file
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plan import context_of
 from stretto.assembly.plugins import Plugins
-from stretto.cli.schema import json_schema
+from stretto.cli.make.schema import json_schema
 from stretto.errors import StrettoError
 from stretto.user_code.scoring import score_group
 

@@ -15,8 +15,8 @@ from tests.conftest import write_run_file
 
 from stretto import Context
 from stretto.assembly.compose import compose
-from stretto.cli.checks import faults_and_warnings
-from stretto.cli.submit import submitted_run
+from stretto.cli.start.checks import faults_and_warnings
+from stretto.cli.start.submit import submitted_run
 from stretto.errors import ConfigError, LaunchError
 from stretto.launcher import Job, Resources, Submission
 from stretto_kubernetes import KubernetesConfig, PodTemplate

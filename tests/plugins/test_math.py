@@ -21,7 +21,7 @@ from stretto.assembly.compose import compose_mapping
 from stretto.children.limits import AnswerLimits, score_within
 from stretto.children.protocol import HEAD, Started, framed
 from stretto.children.reward import COMMAND, ScoringResult, Task, setup_frame
-from stretto.cli.checks import problems
+from stretto.cli.start.checks import problems
 from stretto.errors import RewardError
 from stretto_math import MathConfig, check_row
 from stretto_math import make as make_math

@@ -25,10 +25,10 @@ import yaml
 from kept_samples import Kept
 from stretto.assembly.compose import compose
 from stretto.children.tracker import Mode, command, cursor_file
-from stretto.cli.track import track_run
+from stretto.cli.make.track import track_run
 from stretto.errors import printable
-from stretto.kernel.changes import write_values
-from stretto.kernel.metrics_file import MetricsFile
+from stretto.kernel.durable.changes import write_values
+from stretto.kernel.observe.metrics_file import MetricsFile
 
 Point = tuple[int, float]
 Curves = tuple[list[Point], list[Point]]

@@ -21,7 +21,7 @@ import pytest
 from stretto import Context
 from stretto.agents.conversation import Conversation
 from stretto.assembly.compose import compose
-from stretto.cli.checks import problems
+from stretto.cli.start.checks import problems
 from stretto.engine import Sampling
 from stretto.errors import ConfigError
 from stretto.models.tokenizer import ByteTokenizer

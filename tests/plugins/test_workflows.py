@@ -14,7 +14,7 @@ import pytest
 
 from stretto import Context
 from stretto.assembly.compose import compose
-from stretto.cli.checks import problems
+from stretto.cli.start.checks import problems
 from stretto.environment import feedback_of
 from stretto.errors import EngineError
 from stretto.models.tokenizer import ByteTokenizer, Message

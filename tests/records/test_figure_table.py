@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from stretto.cli import export, notebook, report, trace
-from stretto.kernel import prometheus, view
+from stretto.cli.make import export
+from stretto.cli.show import notebook, report, trace
+from stretto.kernel.observe import prometheus, view
 from stretto.records.figures import FIGURES, Figure, figure
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto.records.timeline import CAUSES

@@ -17,10 +17,10 @@ from statuses import make_status
 from stretto.bus.guard import is_locked
 from stretto.bus.server import lock_run
 from stretto.errors import ConfigError
-from stretto.kernel.metrics_file import MetricsFile
-from stretto.records.answers import read_answers
+from stretto.kernel.observe.metrics_file import MetricsFile
+from stretto.records.kept.answers import read_answers
+from stretto.records.kept.samples import SampleStore
 from stretto.records.run import RunRecord, find_runs
-from stretto.records.samples import SampleStore
 from stretto.records.timeline import read_timeline
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import Start, write_run_file
 
 from stretto.assembly.compose import compose
-from stretto.cli.checks import faults_and_warnings
+from stretto.cli.start.checks import faults_and_warnings
 from stretto.errors import ConfigError
 
 HIDDEN = Path(__file__).parent.parent / "helpers" / "hidden_folder.py"

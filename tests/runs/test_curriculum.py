@@ -10,8 +10,8 @@ from typing import Any
 import anyio
 
 from stretto.bus.messages.journal import JournalDraws, JournalEntry
-from stretto.cli.audit import audit_run
-from stretto.cli.audit_store import open_store
+from stretto.cli.audit.audit import audit_run
+from stretto.cli.audit.audit_store import open_store
 
 Start = Callable[..., Any]
 

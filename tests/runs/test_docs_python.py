@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cli.quickstart import copy_quickstart
+from stretto.cli.start.quickstart import copy_quickstart
 
 ROOT = Path(__file__).parents[2]
 _NOT_RUN = "<!-- not run: "

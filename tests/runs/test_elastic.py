@@ -21,7 +21,7 @@ from stretto.bus.joining import write_bootstrap
 from stretto.bus.messages.membership import Join, Welcome
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
-from stretto.cli.operate import numbers_of
+from stretto.cli.make.operate import numbers_of
 from stretto.errors import ConfigError, Refused
 from stretto.records.status import read_status
 from stretto.records.timeline import TicketDone, WorkerChanged, read_timeline

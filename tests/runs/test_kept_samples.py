@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from stretto.cli.ticket_story import ticket_story
-from stretto.records.samples import SampleFilter, SampleStore
+from stretto.cli.audit.ticket_story import ticket_story
+from stretto.records.kept.samples import SampleFilter, SampleStore
 
 Start = Callable[..., Any]
 

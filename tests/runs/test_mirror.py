@@ -20,7 +20,7 @@ from stretto.bus.client import connect
 from stretto.bus.messages.operation import AskRecord, AskRecords, RecordPart, Records
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
-from stretto.cli.mirror import mirror_run
+from stretto.cli.show.mirror import mirror_run
 from stretto.errors import ConfigError, Refused
 from stretto.records.shared import is_record, record_sizes
 

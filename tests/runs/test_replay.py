@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from stretto.cli.recording import groups_in_samples, read_recording
-from stretto.cli.replay import ReplayOptions, replay_run
+from stretto.cli.audit.recording import groups_in_samples, read_recording
+from stretto.cli.audit.replay import ReplayOptions, replay_run
 from stretto.errors import ConfigError
+from stretto.kernel.durable.replay import rows_of
 from stretto.kernel.life import owned
-from stretto.kernel.replay import rows_of
 
 Start = Callable[..., Any]
 

@@ -20,11 +20,11 @@ from stretto import Context, Sampling
 from stretto.algorithm import Loss
 from stretto.array import Array
 from stretto.engine import Chunk, GenerateRequest
-from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings
+from stretto.kernel.schedule.scheduler import Issue, Scheduler, SchedulerSettings
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.version_files import FolderPublisher
 from stretto.rl.batch import Batch
-from stretto.workers.session import sample_seed
+from stretto.workers.sampling.session import sample_seed
 from stretto_file import FileSubscriber
 from stretto_grpo import GRPO, GRPOConfig
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig

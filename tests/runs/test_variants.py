@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stretto.kernel.variants import variant_of
+from stretto.kernel.schedule.variants import variant_of
 
 Start = Callable[..., Any]
 

@@ -14,9 +14,9 @@ from pyarrow import parquet
 from kept_samples import Kept
 from sample_messages import failed, record, retired, trained, trajectories
 from stretto.errors import ConfigError
-from stretto.records.kept_sample import digest_of, kept_samples
-from stretto.records.sample_files import segments_in
-from stretto.records.samples import SampleFilter, SampleStore
+from stretto.records.kept.kept_sample import digest_of, kept_samples
+from stretto.records.kept.sample_files import segments_in
+from stretto.records.kept.samples import SampleFilter, SampleStore
 from stretto.samples.segments import SegmentWriter
 
 
@@ -58,7 +58,7 @@ def test_reading_does_not_import_pandas_which_takes_half_a_second(kept: Kept) ->
     )
     script = (
         "import importlib.util, sys; from pathlib import Path\n"
-        "from stretto.records.samples import SampleFilter, SampleStore\n"
+        "from stretto.records.kept.samples import SampleFilter, SampleStore\n"
         f"rows = SampleStore(Path({str(kept.folder)!r})).find(SampleFilter({conditions}), tokens=True)\n"
         "print(len(rows), bool(importlib.util.find_spec('pandas')), 'pandas' in sys.modules)"
     )

@@ -19,7 +19,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import Follow, Following, Kept, StoredImage
 from stretto.models.images import MAX_FILE_BYTES, ImageFile
-from stretto.records.samples import SampleFilter, SampleStore
+from stretto.records.kept.samples import SampleFilter, SampleStore
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 

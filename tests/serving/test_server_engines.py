@@ -24,7 +24,7 @@ from bus_testing import until
 from stand_in_engine import STAND_IN, StandInEngine
 from stretto.array import Array
 from stretto.assembly.compose import compose
-from stretto.cli.checks import problems
+from stretto.cli.start.checks import problems
 from stretto.component import Context
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, WeightsError, leaves

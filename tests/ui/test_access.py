@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
 from made_run import make_run
-from stretto.cli.certs import write_certificates
+from stretto.cli.make.certs import write_certificates
 from stretto.ui.access import Access
 from stretto.ui.server import application
 

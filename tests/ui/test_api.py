@@ -21,8 +21,8 @@ from kept_runs import keep_run
 from made_run import make_run
 from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
+from stretto.records.kept.sample_images import SampleImages
 from stretto.records.run import RunRecord
-from stretto.records.sample_images import SampleImages
 from stretto.ui import runs as ui_runs
 from stretto.ui.access import Access
 from stretto.ui.server import application

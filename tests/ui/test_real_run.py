@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from browser import complaints, open_browser, requested
 from pages import Page, curve_of, served
 from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
-from stretto.cli.audit_store import open_store
+from stretto.cli.audit.audit_store import open_store
 from stretto.cli.main import app
 from stretto.errors import printable
-from stretto.records.samples import SampleStore
+from stretto.records.kept.samples import SampleStore
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import torch
 from sample_messages import trajectories
 from stretto.bus.messages.tickets import TrajectoryBundle
 from stretto.bus.messages.training import RowRef
-from stretto.workers.batch_store import BatchStore
+from stretto.workers.training.batch_store import BatchStore
 
 pytestmark = pytest.mark.anyio
 

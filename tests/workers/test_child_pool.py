@@ -25,7 +25,7 @@ from stretto.children.environment import Question, Reaction
 from stretto.children.protocol import Started
 from stretto.user_code.guard import guarded
 from stretto.user_code.sandbox import kill
-from stretto.workers.child_pool import ChildEnded, ChildPool, Program
+from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
 
 OpenPool = Callable[..., AbstractAsyncContextManager[ChildPool]]
 

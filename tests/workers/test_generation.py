@@ -23,8 +23,8 @@ from stretto.bus.messages.membership import Beacon, EngineFigures, Peer, Routes
 from stretto.bus.messages.subjects import Subjects
 from stretto.engine import Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError
-from stretto.workers.generation import GeneratedSample, Generations, VersionFloor
-from stretto.workers.routing import Router
+from stretto.workers.sampling.generation import GeneratedSample, Generations, VersionFloor
+from stretto.workers.sampling.routing import Router
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 

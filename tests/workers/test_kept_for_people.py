@@ -13,8 +13,8 @@ from stretto.algorithm import Loss
 from stretto.bus.messages.tickets import Ticket
 from stretto.models.tokenizer import load_tokenizer
 from stretto.rl.batch import Batch
-from stretto.workers.step_recorder import ROW, StepFigures
-from stretto.workers.ticket_record import TicketNotes, record_of
+from stretto.workers.sampling.ticket_record import TicketNotes, record_of
+from stretto.workers.training.step_recorder import ROW, StepFigures
 from stretto.workflow import Score, Trajectory
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"

@@ -11,9 +11,9 @@ from torch import Tensor
 from stretto.errors import WeightsError
 from stretto.models.version_files import FolderPublisher, open_version
 from stretto.weights import WeightsNote
-from stretto.workers import publication
 from stretto.workers.context import ComputeThread
-from stretto.workers.publication import Publication
+from stretto.workers.training import publication
+from stretto.workers.training.publication import Publication
 
 DEADLINE_S = 60
 

@@ -28,7 +28,7 @@ from stretto.tools import (
     parse_calls,
     tool_of,
 )
-from stretto.workers.child_pool import ChildEnded, ChildPool, Program
+from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
 
 
 @dataclass

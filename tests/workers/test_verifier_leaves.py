@@ -16,9 +16,9 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.scoring import Scored, ScoreSamples
 from stretto.bus.messages.subjects import Subjects
 from stretto.errors import NoAnswer
-from stretto.workers import verifier
 from stretto.workers.context import WorkerContext
-from stretto.workers.verifier import VerifierWorker
+from stretto.workers.scoring import verifier
+from stretto.workers.scoring.verifier import VerifierWorker
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from stretto.base.private_file import write_private
 from stretto.errors import ConfigError
-from stretto.private_file import write_private
 
 __all__ = ["Authority", "Certificate"]
 

@@ -35,6 +35,7 @@ from anyio.abc import TaskGroup
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from stretto.base.interfaces import address_towards
 from stretto.bus.connection import (
     NatsClient,
     close_client,
@@ -52,7 +53,6 @@ from stretto.bus.payloads import Parts, decoder, encode, is_split, split
 from stretto.bus.server import Bootstrap
 from stretto.bus.store import Store
 from stretto.errors import NoAnswer, Refused, StrettoError
-from stretto.interfaces import address_towards
 
 __all__ = ["Bus", "connect"]
 

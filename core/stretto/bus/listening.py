@@ -6,9 +6,9 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
+from stretto.base.interfaces import address_towards
 from stretto.config import BusConfig
 from stretto.errors import ConfigError
-from stretto.interfaces import address_towards
 
 __all__ = ["Listening", "is_loopback", "listening", "own_hosts", "url_host"]
 

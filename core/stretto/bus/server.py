@@ -28,6 +28,7 @@ import msgspec
 import structlog
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from stretto.base.private_file import write_private
 from stretto.bus import guard
 from stretto.bus.listening import Listening, listening, url_host
 from stretto.bus.lock import KernelLock
@@ -37,7 +38,6 @@ from stretto.bus.tls import TlsIdentity
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
 from stretto.launcher import ROLES
-from stretto.private_file import write_private
 
 __all__ = [
     "OPERATOR",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.base.private_file import write_private
 from stretto.config import TlsConfig
 from stretto.errors import ConfigError
-from stretto.private_file import write_private
 
 __all__ = ["TlsIdentity", "client_context"]
 

@@ -32,11 +32,11 @@ import structlog
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.logs import log_to
 from stretto.assembly.plan import context_of
+from stretto.base.private_file import write_private
 from stretto.bus.messages.tickets import Purpose
 from stretto.bus.server import run_id
 from stretto.children.tracked_samples import settled_samples
 from stretto.errors import ConfigError, StrettoError, offer
-from stretto.private_file import write_private
 from stretto.records.metrics import is_evaluation
 from stretto.records.run import RunRecord
 from stretto.tracker import Sent, Tracker, TrackerConfig

@@ -42,9 +42,9 @@ from stretto.errors import ConfigError, PluginError, StrettoError, printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from stretto.cli.audit import AuditReport
-    from stretto.cli.doctor import Observation
-    from stretto.cli.evaluate import Result
+    from stretto.cli.audit.audit import AuditReport
+    from stretto.cli.make.doctor import Observation
+    from stretto.cli.make.evaluate import Result
     from stretto.component import Kind
     from stretto.records.run import RunRecord
 
@@ -172,8 +172,8 @@ def run(file: RunFile, overrides: Overrides = None, detach: Detach = False, dry_
     With the launcher of a cluster, submit the run instead. It begins when the cluster starts it.
     """
     from stretto.assembly.compose import compose
-    from stretto.cli.acceptance import accepted_start
-    from stretto.cli.submit import submitted_run
+    from stretto.cli.start.acceptance import accepted_start
+    from stretto.cli.start.submit import submitted_run
 
     composed = compose(file, overrides or ())
     if submitted_run(composed, file, overrides or (), dry_run=dry_run):
@@ -202,8 +202,8 @@ def quickstart(
 ) -> None:
     """Copy the quickstart into FOLDER and run it: a first run, on this machine's CPU."""
     from stretto.assembly.compose import compose
-    from stretto.cli.acceptance import accepted_start
-    from stretto.cli.quickstart import copy_quickstart
+    from stretto.cli.start.acceptance import accepted_start
+    from stretto.cli.start.quickstart import copy_quickstart
 
     if "=" in folder:  # `stretto quickstart steps=2`
         folder, overrides = "quickstart", [folder, *(overrides or ())]
@@ -234,8 +234,8 @@ def resume(
 
     With the launcher of a cluster, submit the run instead.
     """
-    from stretto.cli.submit import submitted_resume
-    from stretto.cli.trust import require_trust
+    from stretto.cli.start.submit import submitted_resume
+    from stretto.cli.start.trust import require_trust
 
     folder = folder.absolute()
     require_trust(folder, trusted=trust_plugins)
@@ -248,8 +248,8 @@ def resume(
             raise ConfigError(f"{folder} holds no run: it has no config.yaml")
         _detach(["resume", str(folder), *(overrides or ()), *chosen], folder)
         return
-    from stretto.cli.acceptance import accepted
-    from stretto.kernel.changes import compose_changes, put_into_force
+    from stretto.cli.start.acceptance import accepted
+    from stretto.kernel.durable.changes import compose_changes, put_into_force
     from stretto.kernel.life import owned, resume_to_end
 
     with owned(folder):
@@ -270,7 +270,7 @@ def scale(
 ) -> None:
     """Change how many processes a living run has. New workers start; those that leave finish their work."""
     from stretto.assembly.logs import log_nothing
-    from stretto.cli.operate import numbers_of, scale_run
+    from stretto.cli.make.operate import numbers_of, scale_run
 
     log_nothing()
     for line in scale_run(folder.absolute(), numbers_of(numbers)):
@@ -285,7 +285,7 @@ def stop(
     """End a living run: it finishes the step under way and writes a checkpoint. `stretto resume` continues
     it."""
     from stretto.assembly.logs import log_nothing
-    from stretto.cli.operate import stop_run
+    from stretto.cli.make.operate import stop_run
 
     log_nothing()
     typer.echo(printable(stop_run(folder.absolute(), now=now)))
@@ -315,15 +315,15 @@ def replay(
     Nothing is generated. Without overrides the weights are the same bit for bit, on the same machine. Exit
     status: 0 the replay is complete, and without overrides identical; 1 it differs, or failed.
     """
-    from stretto.cli.replay import ReplayOptions, replay_run
-    from stretto.cli.replay_report import report_lines, report_tables
-    from stretto.cli.trust import require_trust
+    from stretto.cli.audit.replay import ReplayOptions, replay_run
+    from stretto.cli.audit.replay_report import report_lines, report_tables
+    from stretto.cli.start.trust import require_trust
 
     require_trust(folder.absolute(), trusted=trust_plugins)
     replayed = replay_run(folder, ReplayOptions(start, stop, out), overrides or ())
     if replayed.report is None:
         from stretto.kernel.life import exit_status
-        from stretto.kernel.view import final_lines
+        from stretto.kernel.observe.view import final_lines
 
         typer.echo(final_lines(replayed.summary, replayed.folder), err=True)
         raise typer.Exit(exit_status(replayed.summary))
@@ -368,10 +368,10 @@ def sweep(
     Each run has its own processes and its own folder. The same command again skips complete runs, resumes
     others, and begins the rest; other values extend the sweep.
     """
-    from stretto.cli.sweep import Sweep, default_folder
-    from stretto.cli.sweep_grid import grid
-    from stretto.cli.sweep_report import report_of, report_tables, write_report
-    from stretto.cli.sweep_view import SweepView
+    from stretto.cli.sweep.sweep import Sweep, default_folder
+    from stretto.cli.sweep.sweep_grid import grid
+    from stretto.cli.sweep.sweep_report import report_of, report_tables, write_report
+    from stretto.cli.sweep.sweep_view import SweepView
 
     if jobs != "auto" and not (jobs.isdecimal() and int(jobs)):
         raise ConfigError(f"--jobs {jobs}: expected auto, or a number of runs of at least 1")
@@ -429,9 +429,9 @@ def evaluate(
     trust_plugins: TrustPlugins = False,
 ) -> None:
     """Evaluate a model, or a checkpoint of a run: avg@n and pass@k with 95 % intervals."""
-    from stretto.cli.acceptance import accepted_start
-    from stretto.cli.evaluate import EvaluationOptions, compose_evaluation, run_evaluation
-    from stretto.cli.trust import require_trust
+    from stretto.cli.make.evaluate import EvaluationOptions, compose_evaluation, run_evaluation
+    from stretto.cli.start.acceptance import accepted_start
+    from stretto.cli.start.trust import require_trust
 
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {json_file}: no folder {str(json_file.absolute().parent)!r}")
@@ -443,7 +443,7 @@ def evaluate(
         result, summary = run_evaluation(composed, folder, forks, threshold)
     if result is None:
         from stretto.kernel.life import exit_status
-        from stretto.kernel.view import final_lines
+        from stretto.kernel.observe.view import final_lines
 
         typer.echo(final_lines(summary, folder), err=True)
         raise typer.Exit(exit_status(summary) or 1)
@@ -461,7 +461,7 @@ def status(
 ) -> None:
     """Show what a run does now: its step, its workers, and who waits for whom since when."""
     from stretto.assembly.logs import log_nothing
-    from stretto.cli.status import status_lines, status_lines_over_bus
+    from stretto.cli.show.status import status_lines, status_lines_over_bus
 
     _require_begun(source)
     if source.is_file():
@@ -486,7 +486,7 @@ def logs(
     ] = None,
 ) -> None:
     """Print the log of a run's kernel, or of one of its workers."""
-    from stretto.cli.logs import log_lines
+    from stretto.cli.show.logs import log_lines
 
     for line in log_lines(folder, worker, newest=lines, follow=follow):
         print(line, flush=follow)
@@ -500,7 +500,7 @@ def watch(
     certificate: ElsewhereCertificate = None,
 ) -> None:
     """Show the live view of a run that another process owns. `q` ends the view; the run goes on."""
-    from stretto.cli.watch import watch_bus, watch_folder
+    from stretto.cli.show.watch import watch_bus, watch_folder
 
     _require_begun(source)
     if source.is_dir():
@@ -517,7 +517,7 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
     """List all runs below a folder, the newest first."""
-    from stretto.cli.runs import runs_below, runs_table
+    from stretto.cli.show.runs import runs_below, runs_table
 
     rows = runs_below(folder)
     if as_json:
@@ -545,7 +545,7 @@ def plot(
     ] = None,
 ) -> None:
     """Draw the curves of one run, or of several over each other, in the terminal or into a file."""
-    from stretto.cli.plot import draw_file, draw_text, panels_of
+    from stretto.cli.show.plot import draw_file, draw_text, panels_of
 
     wanted = [key.strip() for key in keys.split(",") if key.strip()]
     panels = panels_of(_runs_in(folders), wanted, window)
@@ -590,7 +590,7 @@ def trace(
     ] = None,
 ) -> None:
     """Write what happened when into a file for Perfetto (https://ui.perfetto.dev)."""
-    from stretto.cli.trace import write_trace
+    from stretto.cli.show.trace import write_trace
 
     file = out or folder / "trace.pftrace"
     write_trace(folder, file)
@@ -603,7 +603,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Compare runs: figures, values that differ, curves at equal steps, accuracies with 95 % intervals."""
-    from stretto.cli.compare import comparison_tables
+    from stretto.cli.show.compare import comparison_tables
     from stretto.records.comparison import compare_runs
 
     comparison = compare_runs(_runs_in(folders))
@@ -627,7 +627,7 @@ def report(
 
     The file needs no network and no other file.
     """
-    from stretto.cli.report import write_report
+    from stretto.cli.show.report import write_report
 
     if out is None and (out := Path("report.html")).exists():
         raise ConfigError(f"{out} exists; name the file to write, or to replace, with --out")
@@ -650,8 +650,8 @@ def audit(
     The audit reads journal, log and checkpoints by itself, from a copy of the run's store. Exit status: 0
     clean, 1 violations, 2 the run cannot be audited.
     """
-    from stretto.cli.audit import audit_run
-    from stretto.cli.ticket_story import ticket_story
+    from stretto.cli.audit.audit import audit_run
+    from stretto.cli.audit.ticket_story import ticket_story
 
     if ticket is not None:
         try:
@@ -682,8 +682,8 @@ def track(
     trust_plugins: TrustPlugins = False,
 ) -> None:
     """Send to the run's trackers what they have not received, such as after a time without a network."""
-    from stretto.cli.track import track_run
-    from stretto.cli.trust import require_trust
+    from stretto.cli.make.track import track_run
+    from stretto.cli.start.trust import require_trust
 
     folder = folder.absolute()
     require_trust(folder, trusted=trust_plugins)
@@ -728,7 +728,7 @@ def samples(
     """Show the samples that a run has kept, also while it runs: prompts, answers, rewards, outcomes."""
     from rich.console import Console
 
-    from stretto.cli.samples import (
+    from stretto.cli.show.samples import (
         bounds_of,
         open_samples,
         print_groups,
@@ -804,7 +804,7 @@ def export(
 ) -> None:
     """Write a run's model as a folder for transformers or peft, or its samples as rows for supervised
     training."""
-    from stretto.cli.export import export_model, export_samples, push_to_hub
+    from stretto.cli.make.export import export_model, export_samples, push_to_hub
     from stretto.records.run import RunRecord
 
     run_record = RunRecord(folder)
@@ -845,8 +845,8 @@ def check(
     """Check a run file, and print the run's processes, models and batches. No worker starts."""
     from stretto.assembly import plan
     from stretto.assembly.compose import compose
-    from stretto.cli.acceptance import accepted
-    from stretto.cli.describe import describe
+    from stretto.cli.start.acceptance import accepted
+    from stretto.cli.start.describe import describe
 
     composed = accepted(compose(file, overrides or ()), starting=False)
     if mermaid:
@@ -897,7 +897,7 @@ def new(
 
     `stretto new model NAME` writes the folder NAME with a tiny untrained model for a task of your own."""
     from stretto.assembly.plugins import Plugins
-    from stretto.cli.new import MODEL, new_model, new_package, next_steps
+    from stretto.cli.make.new import MODEL, new_model, new_package, next_steps
 
     if kind == MODEL:
         new_model(folder or Path(name), characters, seed)
@@ -922,7 +922,7 @@ def doctor(
     """Examine the installed plugins and this machine: what is wrong, and what to install. Exit status 1 if
     there is a fault."""
     from stretto.assembly.plugins import Plugins
-    from stretto.cli.doctor import examine_machine, examine_plugins
+    from stretto.cli.make.doctor import examine_machine, examine_plugins
 
     installed = Plugins()
     for file in path or []:
@@ -953,7 +953,7 @@ def worker(
     ] = None,
 ) -> None:
     """Join a living run as one more worker, from any machine. Ctrl-C lets it finish its work and leave."""
-    from stretto.cli.worker import work_by_hand
+    from stretto.cli.make.worker import work_by_hand
 
     if (folder is None) == (invitation is None) or (folder is None) != (role is None):
         raise ConfigError("expected --run RUN --role ROLE, or --invitation FILE")
@@ -973,7 +973,7 @@ def invite(
 ) -> None:
     """Let one more worker join a run, somebody watch it, or yourself use it from another machine: write the
     file with the credentials, and print the command that uses it."""
-    from stretto.cli.worker import invite_guest
+    from stretto.cli.make.worker import invite_guest
 
     print(shlex.join(invite_guest(folder.absolute(), guest)))
 
@@ -991,8 +991,8 @@ def mirror(
     """Keep a copy of the records of a run that is elsewhere, until the run ends. `ui`, `runs`, `watch`,
     `status`, `logs`, `samples`, `stop` and `scale` take the copy in place of the run's folder."""
     from stretto.bus.server import OPERATOR
-    from stretto.cli.mirror import mirror_run
-    from stretto.cli.watch import bootstrap_elsewhere
+    from stretto.cli.show.mirror import mirror_run
+    from stretto.cli.show.watch import bootstrap_elsewhere
 
     bootstrap = bootstrap_elsewhere(invitation, OPERATOR, url, credentials, certificate)
     typer.echo(mirror_run(bootstrap, folder.absolute()))
@@ -1014,7 +1014,7 @@ def certs(
 
     With an authority in FOLDER, it makes new certificates of the same authority.
     """
-    from stretto.cli.certs import explanation, write_certificates
+    from stretto.cli.make.certs import explanation, write_certificates
 
     clients = client or ["client"]
     write_certificates(folder, host or [], clients, days)
@@ -1025,7 +1025,7 @@ def certs(
 def schema() -> None:
     """Print the JSON schema of run files, for editors. It covers every installed component."""
     from stretto.assembly.plugins import Plugins
-    from stretto.cli.schema import json_schema
+    from stretto.cli.make.schema import json_schema
 
     typer.echo(json.dumps(json_schema(Plugins()), indent=2))
 
@@ -1054,7 +1054,7 @@ def _require_begun(source: Path) -> None:
 
 def _detach(arguments: Sequence[str], folder: Path) -> None:
     """Start a run in the background, and say how to follow it."""
-    from stretto.cli.detach import run_detached
+    from stretto.cli.start.detach import run_detached
 
     process = run_detached(arguments, folder)
     where = shlex.quote(str(folder))
@@ -1161,7 +1161,7 @@ def _print_table(table: Table) -> None:
 
 
 def _show_component(installed: Any, kind: Kind, name: str) -> None:
-    from stretto.cli.schema import fields_of
+    from stretto.cli.make.schema import fields_of
 
     component = installed.get(kind, name)
     typer.echo(f"{kind} {component.name}: {component.summary}\n")

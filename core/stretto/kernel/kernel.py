@@ -48,22 +48,25 @@ from stretto.bus.messages.training import RowRef
 from stretto.bus.server import restart_server
 from stretto.config import MetricsConfig
 from stretto.errors import BusError, ConfigError, RunError, one_error
-from stretto.kernel.canary import EngineErrors
-from stretto.kernel.changes import differences, values_file
-from stretto.kernel.checkpoint import KernelState, checkpoint_name
-from stretto.kernel.checkpointer import Checkpointer
-from stretto.kernel.crew import Crew
+from stretto.kernel.calls.canary import EngineErrors
+from stretto.kernel.calls.engines import Engines
+from stretto.kernel.calls.trainers import StepResult, Trainers
+from stretto.kernel.durable.changes import differences, values_file
+from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name
+from stretto.kernel.durable.checkpointer import Checkpointer
+from stretto.kernel.durable.journal import JournalWriter
+from stretto.kernel.durable.recovery import Stored, read_store, repeat_journal
 from stretto.kernel.ending import Ending
-from stretto.kernel.engines import Engines
-from stretto.kernel.fleet import FleetMember
-from stretto.kernel.journal import JournalWriter
-from stretto.kernel.lending import Wish
-from stretto.kernel.outcomes import Outcome
-from stretto.kernel.record_server import RecordServer
-from stretto.kernel.recovery import Stored, read_store, repeat_journal
-from stretto.kernel.routes import RouteSender
-from stretto.kernel.sample_keeper import SampleKeeper
-from stretto.kernel.scheduler import (
+from stretto.kernel.fleet.crew import Crew
+from stretto.kernel.fleet.fleet import FleetMember
+from stretto.kernel.fleet.routes import RouteSender
+from stretto.kernel.observe.record_server import RecordServer
+from stretto.kernel.observe.sample_keeper import SampleKeeper
+from stretto.kernel.observe.timeline import Timeline
+from stretto.kernel.observe.traces import RunTraces, StepTrace
+from stretto.kernel.schedule.lending import Wish
+from stretto.kernel.schedule.outcomes import Outcome
+from stretto.kernel.schedule.scheduler import (
     Command,
     EvaluationDone,
     Fail,
@@ -75,11 +78,8 @@ from stretto.kernel.scheduler import (
     StartBatch,
     Withdraw,
 )
+from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
-from stretto.kernel.tickets import TicketQueue
-from stretto.kernel.timeline import Timeline
-from stretto.kernel.traces import RunTraces, StepTrace
-from stretto.kernel.trainers import StepResult, Trainers
 from stretto.launcher import ROLES, ClusterLauncher, Role
 from stretto.records.timeline import Cause
 from stretto.weights import WeightsNote
@@ -250,7 +250,7 @@ class Kernel:
         Raises:
             RunError: if the address cannot be used.
         """
-        from stretto.kernel.prometheus import serve_metrics  # only here: it needs an extra
+        from stretto.kernel.observe.prometheus import serve_metrics  # only here: it needs an extra
 
         return await self._tasks.start(serve_metrics, config, self._setup, self._bus)
 

@@ -26,14 +26,14 @@ from stretto.assembly.logs import log_to
 from stretto.bus.client import connect
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
 from stretto.errors import ConfigError, RunError, StrettoError, leaves
-from stretto.kernel.changes import is_complete, newest_values, values_file, write_values
-from stretto.kernel.checkpoint import KernelState, newest_intact
-from stretto.kernel.clean import cleaner_of
+from stretto.kernel.durable.changes import is_complete, newest_values, values_file, write_values
+from stretto.kernel.durable.checkpoint import KernelState, newest_intact
+from stretto.kernel.durable.clean import cleaner_of
 from stretto.kernel.ending import Ending, Interruptions
-from stretto.kernel.forks import ForkServer, fork_server
+from stretto.kernel.fleet.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
+from stretto.kernel.observe.view import View, final_lines, terminal
 from stretto.kernel.setup import RunSetup
-from stretto.kernel.view import View, final_lines, terminal
 from stretto.records.run import MIRROR, REPLAY
 
 __all__ = ["exit_status", "live", "owned", "resume_to_end", "run", "run_to_end", "served"]
@@ -56,7 +56,7 @@ def run(composed: Composed, folder: Path, forks: ForkServer | None) -> dict[str,
 
     Args:
         folder: the run's folder, which is made.
-        forks: a fork server for the run, from `stretto.kernel.forks.fork_server`.
+        forks: a fork server for the run, from `stretto.kernel.fleet.forks.fork_server`.
 
     Raises:
         ConfigError: if the run's folder cannot be written, or if another process has begun a run in it.
@@ -176,7 +176,7 @@ def _live_to_the_end(
     """Run kernels until the run ends, and return the summary.
 
     A kernel that is asked for another number of trainers writes a checkpoint and ends; the next one goes on
-    from there with that number (`stretto.kernel.crew`).
+    from there with that number (`stretto.kernel.fleet.crew`).
     """
     while True:
         setup = RunSetup(composed, folder, resumed=checkpoint, forks=forks, values=values)

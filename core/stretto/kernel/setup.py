@@ -23,16 +23,16 @@ from stretto.bus.server import run_id
 from stretto.config import BusConfig
 from stretto.dataset import Curriculum, CurriculumDataset, Dataset
 from stretto.errors import ConfigError, PluginError
-from stretto.kernel.advice import Adviser
-from stretto.kernel.changes import fingerprint_changes
-from stretto.kernel.checkpoint import KernelState
-from stretto.kernel.fleet import Fleet
-from stretto.kernel.forks import ForkServer
-from stretto.kernel.report import Report
-from stretto.kernel.scheduler import Scheduler, SchedulerSettings
-from stretto.kernel.status import StatusBoard
-from stretto.kernel.trackers import Trackers
-from stretto.kernel.worker_numbers import WorkerNumbers
+from stretto.kernel.durable.changes import fingerprint_changes
+from stretto.kernel.durable.checkpoint import KernelState
+from stretto.kernel.fleet.fleet import Fleet
+from stretto.kernel.fleet.forks import ForkServer
+from stretto.kernel.fleet.worker_numbers import WorkerNumbers
+from stretto.kernel.observe.advice import Adviser
+from stretto.kernel.observe.report import Report
+from stretto.kernel.observe.status import StatusBoard
+from stretto.kernel.observe.trackers import Trackers
+from stretto.kernel.schedule.scheduler import Scheduler, SchedulerSettings
 from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher, ServiceLauncher
 from stretto.weights import WeightsTransport
 

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
-from stretto.records.answers import AnswerLine
 from stretto.records.intervals import Estimate, Z
+from stretto.records.kept.answers import AnswerLine
 
 __all__ = ["estimate", "estimate_difference", "estimate_share", "row_scores"]
 

@@ -18,10 +18,10 @@ import msgspec
 
 from stretto.errors import ConfigError
 from stretto.records.accuracy import estimate, estimate_difference, estimate_share, row_scores
-from stretto.records.answers import read_answers
 from stretto.records.figures import RECENT_STEPS, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
+from stretto.records.kept.answers import read_answers
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto.records.run import RunRecord
 from stretto.records.values import dotted_values

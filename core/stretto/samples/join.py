@@ -28,8 +28,8 @@ from stretto.bus.messages.tickets import (
     WireTrajectory,
 )
 from stretto.errors import printable
-from stretto.records.kept_sample import KeptSample, digest_of, kept_samples
-from stretto.records.sample_files import SegmentKind, Table, schema_of
+from stretto.records.kept.kept_sample import KeptSample, digest_of, kept_samples
+from stretto.records.kept.sample_files import SegmentKind, Table, schema_of
 
 __all__ = ["Attempt", "Joiner"]
 

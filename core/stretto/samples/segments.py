@@ -14,7 +14,7 @@ import msgspec
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from stretto.records.sample_files import (
+from stretto.records.kept.sample_files import (
     Schema,
     SegmentKind,
     SegmentName,

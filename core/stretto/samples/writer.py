@@ -24,6 +24,7 @@ import structlog
 from anyio.abc import TaskStatus
 
 from stretto.assembly.logs import log_to
+from stretto.base.private_file import write_private
 from stretto.bus.client import Bus, connect
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.subjects import Subjects
@@ -42,9 +43,8 @@ from stretto.bus.messages.tickets import (
 from stretto.bus.server import Bootstrap
 from stretto.errors import Malformed, MessageGone, NoAnswer, RunError, leaves
 from stretto.models.images import MAX_FILE_BYTES, ImageFile
-from stretto.private_file import write_private
-from stretto.records.sample_files import FOLDER, SegmentKind, Table
-from stretto.records.sample_images import SampleImages
+from stretto.records.kept.sample_files import FOLDER, SegmentKind, Table
+from stretto.records.kept.sample_images import SampleImages
 from stretto.samples.join import Joiner
 from stretto.samples.segments import SegmentWriter
 

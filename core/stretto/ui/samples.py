@@ -13,8 +13,8 @@ import msgspec
 
 from stretto.errors import ConfigError
 from stretto.models.images import ImageError, ImageFile, decode, file_of, images_of, names_in
-from stretto.records.sample_images import SampleImages
-from stretto.records.samples import SampleFilter, SampleStore
+from stretto.records.kept.sample_images import SampleImages
+from stretto.records.kept.samples import SampleFilter, SampleStore
 from stretto.ui.token_text import pieces
 
 __all__ = ["Samples", "filter_of"]

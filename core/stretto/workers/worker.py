@@ -43,9 +43,9 @@ from stretto.workers.context import RoleWorker, WorkerContext
 from stretto.workers.heartbeats import BEAT_S, Heartbeats, heartbeats
 from stretto.workers.inference import InferenceWorker
 from stretto.workers.output import limit_output
-from stretto.workers.rollout import RolloutWorker
-from stretto.workers.trainer import TrainerWorker
-from stretto.workers.verifier import VerifierWorker
+from stretto.workers.sampling.rollout import RolloutWorker
+from stretto.workers.scoring.verifier import VerifierWorker
+from stretto.workers.training.trainer import TrainerWorker
 
 __all__ = ["main"]
 

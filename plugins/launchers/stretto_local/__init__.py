@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 
 from stretto import Component, Context, LauncherConfig, Problem, hookimpl
-from stretto.cores import available_cores
+from stretto.base.cores import available_cores
 from stretto.errors import LaunchError
 from stretto.launcher import (
     Forks,

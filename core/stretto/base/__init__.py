@@ -1,0 +1,1 @@
+"""Small helpers under everything else: cores, files, addresses, the version of the API."""

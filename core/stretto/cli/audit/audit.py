@@ -1,0 +1,628 @@
+"""`stretto audit RUN`: compare a run's accounts with its raw journal, log and checkpoints.
+
+The audit computes everything again from the stored messages. It shares the message formats with the kernel,
+and none of the kernel's accounting. For each check it says which versions it could check, and which it could
+not: the log that no checkpoint needs any more is purged, for example.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isclose
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import msgspec
+
+from stretto.bus.messages.journal import Evaluation, JournalBatch
+from stretto.bus.messages.tickets import GroupDone, Member
+from stretto.bus.messages.training import RowRef
+from stretto.cli.audit.audit_records import (
+    CheckpointRecord,
+    JournalRecord,
+    LogRecord,
+    TrajectoryFacts,
+    read_checkpoints,
+    read_journal,
+    read_json,
+    read_lines,
+    read_log,
+)
+from stretto.cli.audit.audit_store import open_store
+from stretto.errors import ConfigError, RunError
+from stretto.kernel.durable.changes import values_file
+from stretto.records.document import read_document
+from stretto.records.run import RunRecord
+
+__all__ = ["AuditReport", "Check", "audit_run"]
+
+_RETIRED = ("filtered", "expired", "failed")
+_ATTEMPTS_PER_KERNEL = 1000
+"""Each kernel numbers its attempts from a multiple of this number."""
+
+
+class Check(msgspec.Struct, kw_only=True):
+    """The result of one check."""
+
+    name: str
+    checked: str
+    """What the audit compared."""
+    unchecked: str = ""
+    """What it could not compare, and why."""
+    violations: list[str]
+    empty: bool
+    """Whether there was nothing to compare, so that a check without violations says nothing."""
+
+
+class AuditReport(msgspec.Struct, kw_only=True):
+    """The result of an audit."""
+
+    run: str
+    folder: str
+    status: Literal["clean", "violations"]
+    lost: int
+    """Number of issued tickets that the run does not account for."""
+    doubled: int
+    """Number of tickets that were trained twice."""
+    checks: list[Check]
+
+
+def audit_run(folder: Path) -> AuditReport:
+    """Audit a run that has ended, or whose kernel is dead.
+
+    Raises:
+        ConfigError: if the folder holds no run.
+        RunError: if a kernel owns the run, or if a file of the run cannot be read.
+        BusError: if the copy of the run's store cannot be read.
+    """
+    return anyio.run(_audit, RunRecord(folder).folder)
+
+
+async def _audit(folder: Path) -> AuditReport:
+    async with open_store(folder) as store:
+        journal, log = await read_journal(store), await read_log(store)
+    checker = _Checker(folder, journal, log, read_checkpoints(folder))
+    checks = list(checker.checks())
+    return AuditReport(
+        run=store.run,
+        folder=str(folder),
+        status="violations" if any(check.violations for check in checks) else "clean",
+        lost=checker.lost,
+        doubled=checker.doubled,
+        checks=checks,
+    )
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """The values of a run that bound its batches."""
+
+    batch_size: int
+    max_staleness: int
+
+
+@dataclass(frozen=True)
+class _Account:
+    """A ledger of the training tickets that the run has written."""
+
+    place: str
+    version: int
+    """Training version at that moment."""
+    ledger: Mapping[str, int]
+    open: Set[int] | None = None
+    """Numbers of the open tickets; None if unknown."""
+    reasons: Mapping[str, int] | None = None
+    """Number of retired tickets, by reason; None if unknown."""
+
+
+class _Checker:
+    """The checks of one run."""
+
+    def __init__(
+        self, folder: Path, journal: JournalRecord, log: LogRecord, checkpoints: list[CheckpointRecord]
+    ) -> None:
+        self._folder = folder
+        self._journal = journal
+        self._log = log
+        self._checkpoints = checkpoints
+        for each in checkpoints:
+            if not each.damage and each.incarnation > journal.incarnation:
+                journal.enter(each.incarnation, each.version)  # it has no batch yet
+        self._batches = dict(sorted(journal.history.batches.items()))
+        """Version -> its batch, for all batches in force."""
+        self._first = min(self._batches, default=0)
+        self._trained_at = {
+            ticket: version for version, batch in self._batches.items() for ticket in batch.tickets
+        }
+        lines = read_lines(folder / "metrics.jsonl")
+        self._step_lines = [line for line in lines if "ledger" in line]
+        self._evaluation_lines = [line for line in lines if "ledger" not in line]
+        self._summary = read_json(folder / "summary.json")
+        self._terms: dict[int, _Terms] = {}
+        self.lost = 0
+        self.doubled = 0
+
+    @property
+    def _completed_at(self) -> int | None:
+        """The version at which the run completed; None if it has not completed."""
+        summary = self._summary
+        return summary["version"] if summary is not None and summary["status"] == "completed" else None
+
+    @property
+    def _present_version(self) -> int:
+        """The newest version whose step is complete."""
+        complete = [version + 1 for version in self._batches if self._digests_of_step(version + 1)]
+        return max(complete, default=0)
+
+    def checks(self) -> Iterator[Check]:
+        """Yield the results of all checks."""
+        yield self._check_journal()
+        yield self._check_doubled()
+        yield self._check_lost()
+        yield self._check_batches()
+        yield self._check_staleness()
+        yield self._check_log()
+        if self._journal.draws:
+            yield self._check_draws()
+        yield self._check_digests()
+        yield self._check_metrics()
+        yield self._check_evaluations()
+
+    # ------------------------------------------------------------------------------------- journal
+
+    def _check_journal(self) -> Check:
+        """Each version has one batch, and its batch came before its step."""
+        gaps = [each for one, two in pairwise(self._batches) for each in range(one + 1, two)]
+        incarnations = f", {self._journal.incarnation + 1} incarnations" if self._journal.incarnation else ""
+        return Check(
+            name="one batch a version",
+            checked=f"versions {_ranges(self._batches)}{incarnations}",
+            unchecked=self._before_journal,
+            violations=[
+                *(f"entry {sequence} of the journal is unreadable" for sequence in self._journal.unreadable),
+                *(f"version {version} has no batch" for version in gaps),
+                *self._journal.rewritten,
+                *self._journal.unordered,
+            ],
+            empty=not self._batches,
+        )
+
+    def _check_doubled(self) -> Check:
+        """No ticket and no trajectory is in two batches, or twice in one."""
+        tickets: defaultdict[int, list[int]] = defaultdict(list)
+        rows: defaultdict[str, list[int]] = defaultdict(list)
+        faults: list[str] = []
+        for version, batch in self._batches.items():
+            for ticket in batch.tickets:
+                tickets[ticket].append(version)
+            for row in batch.rows:
+                rows[row.id].append(version)
+            faults += _row_faults(version, batch)
+        twice = {ticket: versions for ticket, versions in tickets.items() if len(versions) > 1}
+        rows_twice = {id: versions for id, versions in rows.items() if len(versions) > 1}
+        self.doubled = len({*twice, *(int(id.split("/")[0]) for id in rows_twice)})
+        return Check(
+            name="no ticket twice",
+            checked=f"{len(tickets)} tickets, {len(rows)} trajectories, versions {_ranges(self._batches)}",
+            unchecked=self._before_journal,
+            violations=[
+                *(
+                    f"ticket {ticket} is in the batches of versions {_listed(twice[ticket])}"
+                    for ticket in twice
+                ),
+                *(
+                    f"trajectory {id} is in the batches of versions {_listed(rows_twice[id])}"
+                    for id in rows_twice
+                ),
+                *faults,
+            ],
+            empty=not self._batches,
+        )
+
+    def _check_batches(self) -> Check:
+        """Each batch has as many tickets as the values in force at its version say; a completed run has all
+        its steps."""
+        violations = [
+            f"the batch of version {version} has {len(batch.tickets)} tickets, expected {size}"
+            for version, batch in self._batches.items()
+            if len(batch.tickets) != (size := self._terms_at(version).batch_size)
+        ]
+        present = self._present_version
+        if (said := self._completed_at) not in (None, present):
+            violations.append(f"summary.json says completed at version {said}; the journal ends at {present}")
+        sizes = {self._terms_at(version).batch_size for version in self._batches}
+        return Check(
+            name="steps x batch_size",
+            checked=f"{present} steps, batch_size {_listed(sorted(sizes))}",
+            unchecked=self._before_journal,
+            violations=violations,
+            empty=not self._batches,
+        )
+
+    @property
+    def _before_journal(self) -> str:
+        return f"versions {_ranges(range(self._first))}: the journal begins later" if self._first else ""
+
+    def _terms_at(self, version: int) -> _Terms:
+        """Return the values that are in force for the batch of a version."""
+        number = self._journal.history.values_at(version)
+        if number not in self._terms:
+            file = values_file(self._folder, number)
+            try:
+                queue = read_document(file)["queue"]
+                self._terms[number] = _Terms(queue["batch_size"], queue["max_staleness"])
+            except (ConfigError, KeyError, TypeError) as error:
+                raise RunError(f"{file}: cannot read `queue` of values {number}: {error}") from error
+        return self._terms[number]
+
+    # -------------------------------------------------------------------------------------- ledgers
+
+    def _check_lost(self) -> Check:
+        """Every issued ticket was trained by a batch of the journal, is retired, or is open, in each ledger
+        that the run has written."""
+        accounts = [] if self._first else list(self._accounts())
+        violations: list[str] = []
+        trained, highest = [0], [-1]  # number of trained tickets and their highest, before each version
+        for version in range(max((account.version for account in accounts), default=0)):
+            tickets = self._batches[version].tickets if version in self._batches else ()
+            trained.append(trained[-1] + len(tickets))
+            highest.append(max(highest[-1], *tickets, -1))
+        for account in accounts:
+            violations += self._account_faults(account, trained[account.version], highest[account.version])
+        return Check(
+            name="no ticket lost",
+            checked=f"{len(accounts)} ledgers at versions {_ranges(account.version for account in accounts)}",
+            unchecked=self._before_journal,
+            violations=violations,
+            empty=not accounts,
+        )
+
+    def _accounts(self) -> Iterator[_Account]:
+        for line in self._step_lines:
+            yield _Account(f"metrics.jsonl, step {line['step']}", line["step"], line["ledger"])
+        for each in self._checkpoints:
+            if not each.damage and self._is_in_force(each.incarnation, each.version):
+                snapshot = each.state["snapshot"]
+                opened = {ticket["id"] for ticket in snapshot["open"]}
+                reasons = snapshot["reasons"]
+                yield _Account(f"checkpoint {each.name}", each.version, snapshot["ledger"], opened, reasons)
+        if self._summary is not None:
+            summary = self._summary
+            reasons = summary["reasons"]
+            yield _Account("summary.json", summary["version"], summary["ledger"], None, reasons)
+
+    def _account_faults(self, account: _Account, trained: int, highest: int) -> Iterator[str]:
+        """Yield what is wrong with a ledger.
+
+        Args:
+            trained: number of tickets that the journal's batches before `account.version` trained.
+            highest: highest number of these tickets; -1 if there are none.
+        """
+        ledger, place = account.ledger, account.place
+        known = sum(ledger[name] for name in ("trained", *_RETIRED, "in_flight"))
+        self.lost = max(self.lost, ledger["issued"] - known, ledger["trained"] - trained)
+        if known != ledger["issued"]:
+            yield f"{place}: issued {ledger['issued']} tickets, and accounts for {known}"
+        if ledger["trained"] != trained:
+            yield f"{place}: says {ledger['trained']} tickets trained; the journal has {trained}"
+        if highest >= ledger["issued"]:
+            yield f"{place}: issued {ledger['issued']} tickets, but the journal trained ticket {highest}"
+        if account.open is not None:
+            if len(account.open) != ledger["in_flight"]:
+                yield f"{place}: {ledger['in_flight']} tickets in flight, {len(account.open)} open"
+            for ticket in sorted(account.open):
+                if self._trained_at.get(ticket, account.version) < account.version:
+                    yield f"{place}: ticket {ticket} is open, but the journal trained it"
+        if account.reasons is not None:
+            for name in _RETIRED:
+                counts = [count for text, count in account.reasons.items() if text.startswith(f"{name}: ")]
+                if sum(counts) != ledger[name]:
+                    yield f"{place}: {ledger[name]} tickets {name}, with reasons for {sum(counts)}"
+
+    def _is_in_force(self, incarnation: int, version: int) -> bool:
+        """Whether a state of the run belongs to the history in force."""
+        latest = self._batches.get(version - 1)
+        return (
+            incarnation == self._journal.incarnation
+            or (latest is not None and latest.incarnation == incarnation)
+            or version == 0
+        )
+
+    # ------------------------------------------------------------------------------------------ log
+
+    def _check_staleness(self) -> Check:
+        """At its train step, each token under the loss mask is at most `max_staleness` versions old. Where
+        the log is purged, the figures in metrics.jsonl keep the bound."""
+        violations: list[str] = []
+        checked: Counter[int] = Counter()
+        purged: set[int] = set()
+        worst = 0
+        for version, row in self._rows():
+            facts = self._log.trajectories.get((row.sequence, row.index))
+            if facts is None:
+                if row.sequence < self._log.first:
+                    purged.add(version)
+                continue
+            bound = self._terms_at(version).max_staleness
+            checked[version] += 1
+            worst = max(worst, version - facts.oldest)
+            if not version - bound <= facts.oldest <= facts.newest <= version:
+                violations.append(
+                    f"trajectory {row.id} of version {version}: tokens of versions {facts.oldest} to "
+                    f"{facts.newest}, allowed {version - bound} to {version}"
+                )
+        for line in self._step_lines:
+            version = line["step"] - 1
+            if "staleness_max" in line and version in self._batches:
+                bound = self._terms_at(version).max_staleness
+                if line["staleness_max"] > bound:
+                    violations.append(
+                        f"step {version + 1} has staleness_max {line['staleness_max']}, allowed {bound}"
+                    )
+        return Check(
+            name="staleness of each token",
+            checked=f"{checked.total()} trajectories of versions {_ranges(checked)}, largest {worst}"
+            if checked
+            else "no trajectory",
+            unchecked=f"versions {_ranges(purged)}: purged from the log, only staleness_max in metrics.jsonl"
+            if purged
+            else "",
+            violations=violations,
+            empty=not checked,
+        )
+
+    def _check_log(self) -> Check:
+        """Each trained row is in the log where the journal says; its group is complete, and describes it."""
+        violations: list[str] = []
+        checked: set[int] = set()
+        for version, batch in self._batches.items():
+            rows = [row for row in batch.rows if row.length]
+            if not rows or min(row.sequence for row in rows) < self._log.first:
+                continue
+            checked.add(version)
+            for row in rows:
+                facts = self._log.trajectories.get((row.sequence, row.index))
+                if facts is None:
+                    violations.append(f"trajectory {row.id} of version {version}: not in the log")
+                elif (facts.id, facts.length) != (row.id, row.length):
+                    violations.append(
+                        f"trajectory {row.id} of version {version}: the log has {facts.id} there, with "
+                        f"{facts.length} tokens, expected {row.length}"
+                    )
+            violations += self._group_faults(version, rows)
+        ignored = len(self._log.unreadable)
+        return Check(
+            name="rows in the log",
+            checked=f"versions {_ranges(checked)}, log messages {self._log.first} to {self._log.last}"
+            + (f"; {ignored} malformed messages are no part of a batch" if ignored else ""),
+            unchecked=_purged(self._sampled_versions() - checked),
+            violations=violations,
+            empty=not checked,
+        )
+
+    def _check_draws(self) -> Check:
+        """Each ticket has one draw in the journal, and its trajectories are of that row."""
+        draws, rows = self._journal.draws, self._log.rows
+        return Check(
+            name="draws in the journal",
+            checked=f"{len(draws)} draws; trajectories of {len({ticket for ticket, _ in rows})} tickets",
+            violations=[
+                *self._journal.drawn_twice,
+                *(
+                    f"ticket {ticket} sampled row {row}; its draw in the journal: {draws.get(ticket, 'none')}"
+                    for ticket, row in sorted(rows)
+                    if draws.get(ticket) != row
+                ),
+            ],
+            empty=False,
+        )
+
+    def _rows(self) -> Iterator[tuple[int, RowRef]]:
+        """Yield the sampled rows of all batches in force, with their versions. Rows of a dataset have no
+        length and no versions."""
+        for version, batch in self._batches.items():
+            yield from ((version, row) for row in batch.rows if row.length)
+
+    def _sampled_versions(self) -> set[int]:
+        return {version for version, _ in self._rows()}
+
+    def _group_faults(self, version: int, rows: Iterable[RowRef]) -> Iterator[str]:
+        """Yield the differences between the rows of a batch, their groups' messages and their data."""
+        by_attempt: defaultdict[tuple[int, int], list[RowRef]] = defaultdict(list)
+        for row in rows:
+            by_attempt[row.group, int(row.id.split("/")[1])].append(row)
+        for (ticket, attempt), trained in by_attempt.items():
+            group = self._log.groups.get((ticket, attempt))
+            where = f"group {ticket}/{attempt} of version {version}"
+            if group is None:
+                yield f"{where}: the log has no message that it is done"
+                continue
+            if [member.id for member in group.members] != [row.id for row in trained]:
+                yield f"{where}: its trained rows are not its members, in order"
+            for member in group.members:
+                facts = self._log.trajectories.get((member.sequence, member.index))
+                if facts is not None and not _describes(member, facts):
+                    yield f"{where}: the data of {member.id} differ from what the group says"
+
+    # -------------------------------------------------------------------------------------- digests
+
+    def _check_digests(self) -> Check:
+        """Checkpoints are as their manifests say, and every record of a version has the same digest."""
+        records: defaultdict[tuple[int, int], list[tuple[str, str]]] = defaultdict(list)
+        for (incarnation, version), digests in self._journal.steps.items():
+            records[incarnation, version] += [("the journal", digest) for digest in digests]
+        violations: list[str] = []
+        for each in self._checkpoints:
+            if each.damage:
+                violations.append(f"checkpoint {each.name}: {each.damage}")
+                continue
+            key = each.incarnation, each.version
+            begins = each.incarnation > 0 and each.version not in {
+                version for incarnation, version in self._journal.steps if incarnation == each.incarnation
+            }  # the step to it was repeated, and gave other weights than the journal recorded
+            if each.version > self._first and key not in records and not begins:
+                violations.append(
+                    f"checkpoint {each.name}: the journal has no step to version {each.version}"
+                )
+            records[key].append((f"checkpoint {each.name}", each.state["digest"]))
+        for (incarnation, version), digests in sorted(records.items()):
+            if len({digest for _, digest in digests}) > 1:
+                listed = ", ".join(f"{place} has {digest[:12]}" for place, digest in digests)
+                violations.append(f"version {version} of incarnation {incarnation}: {listed}")
+        several = sum(len(digests) > 1 for digests in records.values())
+        repeated, differed = self._repetitions()
+        return Check(
+            name="digests",
+            checked=f"{len(self._checkpoints)} checkpoints against their manifests; {len(records)} versions, "
+            f"{several} recorded more than once; the kernels repeated {repeated} steps to the same digest"
+            + (f" and {differed} to another one" if differed else ""),
+            violations=violations,
+            empty=not records,
+        )
+
+    def _digests_of_step(self, version: int) -> list[str]:
+        """Return the digests that the journal recorded for the step to a version, in the incarnation of its
+        batch."""
+        return self._journal.steps.get((self._batches[version - 1].incarnation, version), [])
+
+    def _repetitions(self) -> tuple[int, int]:
+        """Return how many steps the kernels repeated to the same digest and to another one, by their log."""
+        events = Counter(line.get("event") for line in read_lines(self._folder / "logs" / "kernel.jsonl"))
+        return events["step repeated"], events["repetition differs"]
+
+    # --------------------------------------------------------------------------- metrics, evaluations
+
+    def _check_metrics(self) -> Check:
+        """metrics.jsonl has each step once, in order."""
+        steps, present = [line["step"] for line in self._step_lines], self._present_version
+        violations: list[str] = []
+        if steps != list(range(1, len(steps) + 1)):
+            odd = next(index for index, step in enumerate(steps, 1) if step != index)
+            violations.append(f"line {odd} of the steps is that of step {steps[odd - 1]}")
+        if len(steps) > present:
+            violations.append(f"{len(steps)} steps; the journal has {present}")
+        missing = range(len(steps) + 1, present + 1)
+        if missing and self._completed_at is not None:
+            violations.append(f"steps {_ranges(missing)} have no line")
+        return Check(
+            name="metrics.jsonl",
+            checked=f"steps {_ranges(steps)}",
+            unchecked=f"steps {_ranges(missing)}: the run ended before it wrote them; a resume writes them"
+            if missing and self._completed_at is None
+            else "",
+            violations=violations,
+            empty=not steps,
+        )
+
+    def _check_evaluations(self) -> Check:
+        """Each evaluated version has one result, from tokens of exactly this version."""
+        results: dict[tuple[int, int], Evaluation] = {}
+        violations: list[str] = []
+        for entry in self._journal.evaluations:
+            key = entry.incarnation, entry.result.version
+            if key in results:
+                violations.append(f"version {key[1]} has two results in incarnation {key[0]}")
+            results[key] = entry.result
+        groups: defaultdict[int, list[GroupDone]] = defaultdict(list)
+        for group in self._log.evaluation_groups:
+            versions = {each for member in group.members for each in (member.oldest, member.newest)}
+            if not versions:
+                continue  # a worker has sent it; it is no result
+            groups[min(versions)].append(group)
+            if len(versions) > 1:
+                name = f"{group.ticket}/{group.attempt}"
+                violations.append(f"evaluation ticket {name} has tokens of versions {_ranges(versions)}")
+        recomputed: set[int] = set()
+        for result in results.values():
+            samples, accuracy = _result_of(groups[result.version])
+            if accuracy is None or (samples < result.samples and self._log.first > 1):
+                continue  # several kernels evaluated it, or a part of it is purged
+            recomputed.add(result.version)
+            if samples != result.samples or not isclose(accuracy, result.accuracy or 0.0, abs_tol=1e-9):
+                said = f"{result.samples} samples, accuracy {result.accuracy}"
+                log_says = f"the log has {samples} samples, accuracy {accuracy}"
+                violations.append(f"the evaluation of version {result.version}: {said}; {log_says}")
+        violations += self._evaluation_line_faults(results.values())
+        versions = {version for _, version in results}
+        rest = versions - recomputed
+        return Check(
+            name="evaluations of one version",
+            checked=f"versions {_ranges(versions)}; recomputed from samples: {_ranges(recomputed)}",
+            unchecked=f"versions {_ranges(rest)}: the log no longer has all their samples" if rest else "",
+            violations=violations,
+            empty=not results,
+        )
+
+    def _evaluation_line_faults(self, results: Collection[Evaluation]) -> Iterator[str]:
+        """Yield what is wrong with the lines of evaluations in metrics.jsonl."""
+        written = Counter(line["step"] for line in self._evaluation_lines)
+        for version, count in written.items():
+            if count > 1:
+                yield f"metrics.jsonl has {count} evaluations of version {version}"
+        known = {(each.version, each.samples, each.accuracy) for each in results}
+        for line in self._evaluation_lines:
+            if (line["step"], line["evaluation/samples"], line["evaluation/accuracy"]) not in known:
+                yield f"metrics.jsonl: the evaluation of version {line['step']} is not in the journal"
+        if self._completed_at is not None:
+            for version in sorted({each.version for each in results} - written.keys()):
+                yield f"metrics.jsonl lacks the evaluation of version {version}"
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _row_faults(version: int, batch: JournalBatch) -> Iterator[str]:
+    """Yield what does not fit between the rows and the tickets of a batch."""
+    attempts: defaultdict[int, set[str]] = defaultdict(set)
+    for row in batch.rows:
+        ticket, attempt, _ = row.id.split("/")
+        attempts[row.group].add(attempt)
+        if ticket != str(row.group) or row.group not in batch.tickets:
+            yield f"trajectory {row.id} of version {version} belongs to no ticket of its batch"
+    for ticket in batch.tickets:
+        if len(attempts[ticket]) != 1:
+            yield f"ticket {ticket} of version {version} has rows of {len(attempts[ticket])} attempts"
+
+
+def _describes(member: Member, facts: TrajectoryFacts) -> bool:
+    """Whether a group's member agrees with its data."""
+    return member.id == facts.id and (
+        (member.length, member.sampled, member.oldest, member.newest, member.reward)
+        == (facts.length, facts.trained, facts.oldest, facts.newest, facts.reward)
+    )
+
+
+def _result_of(groups: list[GroupDone]) -> tuple[int, float | None]:
+    """Return samples and accuracy of an evaluation's groups. The accuracy is None if there are none, or if
+    several kernels worked on them: the first one's groups then do not count."""
+    first: dict[int, GroupDone] = {}
+    for group in groups:
+        first.setdefault(group.ticket, group)  # the first complete attempt counts
+    samples = [member for group in first.values() for member in group.members if not member.part]
+    scores = [member.metrics.get("accuracy", member.reward) for member in samples]
+    one_kernel = len({group.attempt // _ATTEMPTS_PER_KERNEL for group in groups}) == 1
+    return len(samples), sum(scores) / len(scores) if one_kernel else None
+
+
+def _purged(versions: Iterable[int]) -> str:
+    return f"versions {text}: purged from the log" if (text := _ranges(versions)) != "none" else ""
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as text, such as `0-3, 7`."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    texts = [str(start) if start == end else f"{start}-{end}" for start, end in parts]
+    return ", ".join(texts) or "none"
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))

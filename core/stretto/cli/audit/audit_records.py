@@ -1,0 +1,337 @@
+"""What a run has written, as the audit reads it: journal, log, checkpoints, metrics, summary.
+
+A version's batch is *in force* if it led to the run's present weights. A new incarnation replaces the batches
+from its first version on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from stretto.bus.messages.journal import (
+    JournalBatch,
+    JournalChange,
+    JournalDraws,
+    JournalEntry,
+    JournalEvaluation,
+    JournalStep,
+)
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, TrajectoryBundle, WireTrajectory
+from stretto.cli.audit.audit_store import StoredMessage, StoredRun
+from stretto.errors import RunError
+from stretto.records.files import read_record
+
+__all__ = [
+    "BatchHistory",
+    "CheckpointRecord",
+    "JournalRecord",
+    "LogRecord",
+    "TrajectoryFacts",
+    "read_checkpoints",
+    "read_journal",
+    "read_json",
+    "read_lines",
+    "read_log",
+]
+
+_PIECE = 2**20
+"""Bytes that are read at once."""
+
+# -------------------------------------------------------------------------------- journal and log
+
+
+@dataclass
+class BatchHistory:
+    """The batches of one incarnation and of those before it, as far as they are in force."""
+
+    batches: dict[int, JournalBatch] = field(default_factory=dict[int, JournalBatch])
+    """Version -> batch."""
+    values: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
+    """(version from which they are in force, number of the values), in order."""
+
+    def cut(self, version: int) -> BatchHistory:
+        """Return the history up to a version, for an incarnation that begins there."""
+        batches = {each: batch for each, batch in self.batches.items() if each < version}
+        return BatchHistory(batches, [each for each in self.values if each[0] <= version])
+
+    def values_at(self, version: int) -> int:
+        """Return the number of the values with which the batch of a version was made."""
+        return next(number for start, number in reversed(self.values) if start <= version)
+
+
+@dataclass
+class JournalRecord:
+    """The journal of a run."""
+
+    histories: dict[int, BatchHistory] = field(default_factory=lambda: {0: BatchHistory()})
+    """Incarnation -> its history."""
+    incarnation: int = 0
+    """The present incarnation."""
+    steps: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list[str]))
+    """(incarnation, version) -> the recorded digests of the step that led to the version."""
+    evaluations: list[JournalEvaluation] = field(default_factory=list[JournalEvaluation])
+    rewritten: list[str] = field(default_factory=list[str])
+    """Batches that replaced another one in the same incarnation."""
+    draws: dict[int, int] = field(default_factory=dict[int, int])
+    """Ticket -> the row that the run's curriculum chose for it."""
+    drawn_twice: list[str] = field(default_factory=list[str])
+    """Draws that replaced another one."""
+    unordered: list[str] = field(default_factory=list[str])
+    """Steps without an earlier batch."""
+    unreadable: list[int] = field(default_factory=list[int])
+    """Sequence numbers of entries that cannot be read."""
+
+    @property
+    def history(self) -> BatchHistory:
+        """The history in force."""
+        return self.histories[self.incarnation]
+
+    def enter(self, incarnation: int, version: int) -> BatchHistory:
+        """Return the history of an incarnation in which something happens at a version. A higher incarnation
+        than the present one begins there. A lower one continues: a kernel went back to it."""
+        if incarnation > self.incarnation:
+            self.histories[incarnation] = self.history.cut(version)
+        self.incarnation = incarnation
+        return self.histories.setdefault(incarnation, BatchHistory())
+
+    def add(self, entry: JournalEntry) -> None:
+        """Take in the next entry."""
+        match entry:
+            case JournalBatch(incarnation, version):
+                batches = self.enter(incarnation, version).batches
+                former = batches.get(version)
+                if former is not None and former.rows != entry.rows:
+                    self.rewritten.append(f"version {version} has two batches in incarnation {incarnation}")
+                batches[version] = entry
+            case JournalStep(incarnation, version, digest):
+                if version - 1 not in self.histories.get(incarnation, BatchHistory()).batches:
+                    self.unordered.append(f"the step to version {version} has no earlier batch")
+                self.steps[incarnation, version].append(digest)
+            case JournalEvaluation():
+                self.evaluations.append(entry)
+            case JournalChange(incarnation, version, values):
+                history = self.enter(incarnation, version)
+                history.values = [each for each in history.values if each[1] < values] + [(version, values)]
+            case JournalDraws(draws=draws):
+                self.drawn_twice += [
+                    f"ticket {ticket} has two draws in the journal"
+                    for ticket, _ in draws
+                    if ticket in self.draws
+                ]
+                self.draws |= dict(draws)
+
+
+@dataclass(frozen=True)
+class TrajectoryFacts:
+    """The facts of one trajectory in the log, computed from its arrays."""
+
+    id: str
+    length: int
+    trained: int
+    """Number of tokens under the loss mask."""
+    oldest: int
+    newest: int
+    reward: float
+
+
+@dataclass
+class LogRecord:
+    """What is left of the log of a run."""
+
+    first: int
+    last: int
+    """Sequence numbers of the first and the last message."""
+    trajectories: dict[tuple[int, int], TrajectoryFacts] = field(
+        default_factory=dict[tuple[int, int], TrajectoryFacts]
+    )
+    """(sequence number, position in the bundle) -> trajectory."""
+    groups: dict[tuple[int, int], GroupDone] = field(default_factory=dict[tuple[int, int], GroupDone])
+    """(ticket, attempt) -> group, for training."""
+    evaluation_groups: list[GroupDone] = field(default_factory=list[GroupDone])
+    rows: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    """(ticket, row of the dataset) of each bundle of trajectories, for training."""
+    unreadable: list[int] = field(default_factory=list[int])
+
+    def add(self, message: StoredMessage) -> None:
+        """Take in the next message."""
+        match message.content:
+            case TrajectoryBundle(ticket=ticket, row=row, trajectories=trajectories):
+                self.rows.add((ticket, row))
+                try:
+                    facts = [_facts(each) for each in trajectories]
+                except (TypeError, ValueError):
+                    self.unreadable.append(message.sequence)
+                    return
+                self.trajectories |= {(message.sequence, index): each for index, each in enumerate(facts)}
+            case GroupDone("train", ticket, attempt) as group:
+                self.groups.setdefault((ticket, attempt), group)
+            case GroupDone() as group:
+                self.evaluation_groups.append(group)
+            case GroupFailed():
+                pass
+            case _:
+                self.unreadable.append(message.sequence)
+
+
+def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
+    """Compute the facts of a trajectory.
+
+    Raises:
+        TypeError: if an array names no dtype.
+        ValueError: if its arrays do not fit each other, or if no token is trained.
+    """
+    mask, versions = trajectory.loss_mask.numpy().astype(bool), trajectory.versions.numpy()
+    lengths = {len(trajectory.tokens), len(mask), len(versions), len(trajectory.logprobs)}
+    if len(lengths) != 1 or not mask.any():
+        raise ValueError(f"{trajectory.id}: arrays of {sorted(lengths)} tokens, {int(mask.sum())} trained")
+    trained = versions[mask]
+    return TrajectoryFacts(
+        id=trajectory.id,
+        length=len(mask),
+        trained=len(trained),
+        oldest=int(trained.min()),
+        newest=int(trained.max()),
+        reward=trajectory.reward,
+    )
+
+
+async def read_journal(store: StoredRun) -> JournalRecord:
+    """Read the whole journal."""
+    journal = JournalRecord()
+    async for message in store.messages(store.names.journal_stream, {store.names.journal: JournalEntry}):
+        if isinstance(message.content, JournalEntry):
+            journal.add(message.content)
+        else:
+            journal.unreadable.append(message.sequence)
+    return journal
+
+
+async def read_log(store: StoredRun) -> LogRecord:
+    """Read what is left of the log. The arrays of trajectories are not kept."""
+    names = store.names
+    kinds = {names.trajectories: TrajectoryBundle, names.groups: GroupDone | GroupFailed}
+    log = LogRecord(*await store.span(names.log_stream))
+    async for message in store.messages(names.log_stream, kinds):
+        log.add(message)
+    return log
+
+
+# ------------------------------------------------------------------------------- files of the run
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """One checkpoint folder, read as plain JSON."""
+
+    name: str
+    damage: str
+    """What is wrong with its files; empty if they are as the manifest says."""
+    state: Mapping[str, Any]
+    """Content of `kernel.json`; empty if it cannot be read."""
+
+    @property
+    def version(self) -> int:
+        """Training version."""
+        return self.state["version"]
+
+    @property
+    def incarnation(self) -> int:
+        """Incarnation of the weights."""
+        return self.state["incarnation"]
+
+
+def read_checkpoints(folder: Path) -> list[CheckpointRecord]:
+    """Read all checkpoints of the run in a folder, also damaged ones."""
+    return [_checkpoint(each) for each in sorted((folder / "checkpoints").glob("step-*"))]
+
+
+def _checkpoint(folder: Path) -> CheckpointRecord:
+    """Read a checkpoint, and compare its files with the hashes in its manifest. Those in a store are read
+    there.
+
+    Raises:
+        RunError: if the store cannot be read.
+    """
+    try:
+        hashes: dict[str, str] = json.loads((folder / "manifest.json").read_bytes())
+        state = json.loads((folder / "kernel.json").read_bytes())
+        there = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+        store = json.loads(there.pop("store.json").read_bytes())["url"] if "store.json" in there else ""
+    except (OSError, ValueError, KeyError) as error:
+        return CheckpointRecord(folder.name, str(error), {})
+    found = {name: _sha256(path.open("rb")) for name, path in there.items()}
+    if store:
+        found = _read_store(store) | found
+    del found["manifest.json"]
+    damage = "; ".join(
+        [
+            *(
+                f"{name} differs from its hash"
+                for name in hashes
+                if found.get(name, hashes[name]) != hashes[name]
+            ),
+            *(f"{name}: unexpected or missing" for name in sorted(found.keys() ^ hashes.keys())),
+        ]
+    )
+    return CheckpointRecord(folder.name, damage, state)
+
+
+def _read_store(url: str) -> dict[str, str]:
+    """Return the name and the SHA-256 of every file in a folder of a store."""
+    import fsspec.core
+
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+        return {
+            path.removeprefix(root).lstrip("/"): _sha256(system.open(path, "rb"))
+            for path in system.find(root)
+        }
+    except Exception as error:  # every file system has errors of its own
+        raise RunError(f"the files of the checkpoint in {url} cannot be read: {error}") from error
+
+
+def _sha256(opened: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    with opened as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of JSON objects; none if there is no file.
+
+    Raises:
+        RunError: if it cannot be read, or if a line is not JSON.
+    """
+    try:
+        lines = read_record(file).splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error}") from error
+    except ValueError as error:
+        raise RunError(f"{file}: a line is not JSON: {error}") from error
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if there is no file.
+
+    Raises:
+        RunError: if it cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(read_record(file))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error}") from error
+    except ValueError as error:
+        raise RunError(f"{file} is not JSON: {error}") from error

@@ -1,0 +1,261 @@
+"""`stretto replay RUN`: train the recorded steps of a run again, and compare with the recorded weights.
+
+Nothing is generated: the batches are those of the journal, with the trajectories that the run has kept. The
+replay has a folder of its own, and changes no file of the run.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.assembly.compose import Composed, compose
+from stretto.assembly.plan import placement
+from stretto.bus.messages.journal import JournalBatch
+from stretto.cli.audit.recording import KeptGroups, Recording, read_recording
+from stretto.cli.audit.replay_report import ReplayReport, report_of
+from stretto.cli.start.acceptance import accepted, print_notice
+from stretto.cli.start.folders import is_free
+from stretto.errors import ConfigError
+from stretto.kernel.durable.changes import document_of, newest_values, values_file
+from stretto.kernel.durable.checkpoint import KernelState, find_checkpoint, state_of
+from stretto.kernel.durable.replay import ReplaySegment, train_again
+from stretto.records.document import read_document
+from stretto.records.run import REPLAY, RunRecord
+
+__all__ = ["ReplayOptions", "replay_run"]
+
+_UNUSED = ("dataset", "evaluation", "inference", "queue", "reward", "rollout", "verifier", "workflow")
+"""Sections that decide what is generated. A replay uses nothing of them."""
+_LAYOUT = re.compile(r"(?:\A|; )(\S+): \S+ x (\d+), ")
+
+
+class ReplayOptions(msgspec.Struct, frozen=True):
+    """What the command line says besides the overrides."""
+
+    start: str | None
+    """Version, or name of the checkpoint, to begin with; None for the initial models."""
+    stop: int | None
+    """The last step; None for all."""
+    out: Path | None
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """A replay that has ended."""
+
+    folder: Path
+    summary: dict[str, Any]
+    report: ReplayReport | None
+    """The comparison with the run; None if the replay did not complete."""
+
+
+def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -> Replayed:
+    """Replay a run that has ended, or whose kernel is dead.
+
+    Raises:
+        ConfigError: if the folder holds no run, if the run has kept too little, or if the overrides do not
+            fit its checkpoint or its samples.
+        RunError: if a kernel owns the run, or if a part of its store is lost.
+        BusError: if the copy of its store cannot be read.
+    """
+    folder = RunRecord(folder).folder
+    if (folder / REPLAY).exists():
+        raise ConfigError(f"{folder} is a replay itself; replay the run that it came from")
+    if read_document(values_file(folder, newest_values(folder)))["bus"].get("url"):
+        raise ConfigError(
+            f"the journal of {folder} is on a server of your own (`bus.url`), not in its folder"
+        )
+    recording = read_recording(folder)
+    start = _start(folder, options.start)
+    batches = _chosen(recording, start[1].version if start else 0, options.stop)
+    out = _free_folder(folder, options.out)
+    former = _segments(folder, recording, batches, (), out)
+    segments = _segments(folder, recording, batches, overrides, out)
+    _check(folder, former, segments, start)
+    _accept(former, segments, overrides)
+    kept = KeptGroups(folder)
+    if placement(segments[0].composed).graph.samples and (missing := kept.missing(batches)):
+        raise _kept_too_little(folder, recording, missing)
+    out.mkdir(parents=True, exist_ok=True)
+    report = ReplayReport.begun(folder, batches, overrides)
+    report.write(out)
+    if (fingerprints := folder / "fingerprints.json").exists():
+        shutil.copy(fingerprints, out)
+    summary = train_again(out, segments, start, kept)
+    if summary["status"] != "completed":
+        return Replayed(out, summary, None)
+    report = report_of(report, recording, batches, RunRecord(folder), RunRecord(out))
+    report.write(out)
+    return Replayed(out, summary, report)
+
+
+# ---------------------------------------------------------------------------------- which batches
+
+
+def _start(folder: Path, version: str | None) -> tuple[Path, KernelState] | None:
+    """Return the checkpoint to begin with; None for the initial models."""
+    if version is None or version == "0":
+        return None
+    checkpoint = find_checkpoint(folder, version, option="--from")
+    return checkpoint, state_of(checkpoint)
+
+
+def _chosen(recording: Recording, first: int, stop: int | None) -> list[JournalBatch]:
+    end = len(recording.batches)
+    if stop is not None and not first < stop <= end:
+        raise ConfigError(f"--to {stop}: expected a step from {first + 1} to {end}, the last one of the run")
+    if first >= end:
+        raise ConfigError(f"--from {first}: the run has no step after version {first}")
+    return [recording.batches[version] for version in range(first, stop or end)]
+
+
+def _free_folder(run: Path, out: Path | None) -> Path:
+    if out is not None:
+        if not is_free(out.expanduser()):
+            raise ConfigError(f"--out {out}: exists and is not an empty folder")
+        return out.expanduser().absolute()
+    number, folder = 1, run.with_name(f"{run.name}-replay")
+    while not is_free(folder):
+        number += 1
+        folder = run.with_name(f"{run.name}-replay-{number}")
+    return folder
+
+
+def _kept_too_little(folder: Path, recording: Recording, missing: Sequence[int]) -> ConfigError:
+    """Return the error for steps whose trajectories are gone, with the steps that can be replayed."""
+    last = len(recording.batches)
+    keep = read_document(values_file(folder, newest_values(folder)))["samples"]["keep"]
+    after = max(missing) + 1
+    checkpoints = sorted(
+        state_of(path).version
+        for path in (folder / "checkpoints").glob("step-*")
+        if (path / "kernel.json").exists()
+    )
+    later = [version for version in checkpoints if after <= version < last]
+    hint = f"; steps after {later[0]} are kept: --from {later[0]}" if later else ""
+    return ConfigError(
+        f"{folder} has not kept the trajectories of {len(missing)} of the steps, the first of them step "
+        f"{missing[0] + 1} (samples.keep: {keep}); a run that is to be replayed from its beginning needs "
+        f"samples.keep: all, which is the default{hint}"
+    )
+
+
+# ------------------------------------------------------------------------------- which values
+
+
+def _segments(
+    folder: Path,
+    recording: Recording,
+    batches: Sequence[JournalBatch],
+    overrides: Sequence[str],
+    out: Path,
+) -> list[ReplaySegment]:
+    """Return the batches in parts with the same values and the same numbers of processes."""
+
+    def terms(batch: JournalBatch) -> tuple[int, str]:
+        return recording.values_at(batch.version), batch.layout
+
+    return [
+        ReplaySegment(_composed(folder, values, layout, overrides, out), tuple(part), recording.draws)
+        for (values, layout), part in groupby(batches, terms)
+    ]
+
+
+def _composed(folder: Path, values: int, layout: str, overrides: Sequence[str], out: Path) -> Composed:
+    """Compose the recorded values with this number for a replay: nothing is evaluated or tracked, and worker
+    groups have as many processes as in this layout, which `stretto scale` may have changed."""
+    document = document_of(folder, values)
+    document |= {"out": str(out), "evaluation": None, "metrics": None, "tracing": None, "trackers": []}
+    document["checkpoint"] = {**document["checkpoint"], "store": None}
+    document["samples"] = {"keep": "all"}  # the trainers then record the importance weights
+    for path, processes in _LAYOUT.findall(layout):
+        section: dict[str, Any] = document
+        for part in path.split("."):
+            section = section[part]
+        section["processes"] = int(processes)
+    return compose(values_file(folder, values), overrides, document=document)
+
+
+def _check(
+    folder: Path,
+    former: Sequence[ReplaySegment],
+    segments: Sequence[ReplaySegment],
+    start: tuple[Path, KernelState] | None,
+) -> None:
+    """Refuse overrides that do not fit the recorded samples or the checkpoint.
+
+    Args:
+        former: the segments without the overrides.
+
+    Raises:
+        ConfigError: for the first that does not fit, or if the rows that the trainers read have changed.
+    """
+    for one, other in zip(former, segments, strict=True):
+        composed = other.composed
+        was, now = placement(one.composed).graph, placement(composed).graph
+        if was.samples != now.samples:
+            kind = "samples" if was.samples else "rows of a dataset"
+            raise ConfigError(
+                f"{composed.place('algorithm')}: the run has trained on {kind}; this algorithm does not"
+            )
+        had, needs = (
+            {name for name, model in graph.models.items() if model.trainable} for graph in (was, now)
+        )
+        if start is not None and (missing := sorted(needs - had)):
+            raise ConfigError(
+                f"{composed.place('algorithm')}: checkpoint {start[0].name} has no model {missing[0]!r}; "
+                "replay from the beginning, without --from"
+            )
+        if not now.samples:
+            _check_rows(folder, composed)
+
+
+def _accept(
+    former: Sequence[ReplaySegment], segments: Sequence[ReplaySegment], overrides: Sequence[str]
+) -> None:
+    """Refuse values with errors. Print the warnings that the recorded values do not have, and the overrides
+    without effect.
+
+    Raises:
+        ConfigError: for all errors, one on each line.
+    """
+    from stretto.cli.start.checks import faults_and_warnings  # it imports what examines run files
+
+    told: set[str] = set()
+
+    def tell(level: str, text: str) -> None:
+        if text not in told:
+            told.add(text)
+            print_notice(level, text)
+
+    for one, other in zip(former, segments, strict=True):
+        told |= set(faults_and_warnings(one.composed, starting=False)[1])
+        accepted(other.composed, starting=False, tell=tell)
+    for item in overrides:
+        key = item.partition("=")[0]
+        if key.split(".")[0] in _UNUSED:
+            tell("note", f"{key} changes nothing: a replay generates and scores nothing")
+
+
+def _check_rows(folder: Path, composed: Composed) -> None:
+    """Refuse a dataset whose rows have changed.
+
+    Raises:
+        ConfigError: if they have.
+    """
+    from stretto.assembly.plan import context_of
+
+    dataset = composed.make("dataset", context_of(composed.config))
+    recorded = msgspec.json.decode((folder / "fingerprints.json").read_bytes(), type=dict[str, str])
+    if recorded.get("dataset", dataset.fingerprint) != dataset.fingerprint:
+        raise ConfigError(
+            f"{composed.place('dataset')}: the rows have changed since the run began (fingerprint "
+            f"{recorded['dataset']}, now {dataset.fingerprint}), and the journal names them by number; put "
+            "the former rows back"
+        )

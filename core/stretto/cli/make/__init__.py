@@ -1,0 +1,1 @@
+"""Commands that make something: a project, a model, an invitation, a certificate."""

@@ -1,0 +1,206 @@
+"""`stretto doctor`: what is wrong with the installed plugins, and what this machine has.
+
+It imports every plugin, so a fault shows here and not in a run. Private to the core.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import psutil
+
+from stretto.assembly.plugins import Listing, Plugins, missing_extra
+from stretto.base.api import API_VERSION, mismatch
+from stretto.base.cores import available_cores
+from stretto.bus.server import binary, free_port
+from stretto.cli.make.schema import fields_of
+from stretto.component import Component, ComponentParts
+from stretto.errors import BusError, PluginError, nearest
+from stretto.launcher import visible_gpus
+from stretto.user_code.sandbox import sandbox_problem
+
+__all__ = ["Observation", "examine_machine", "examine_plugins"]
+
+Level = Literal["ok", "note", "warning", "fault"]
+
+_LIBRARIES = ("torch", "transformers", "msgspec", "nats-py", "pluggy", "pyarrow", "vllm", "sglang", "trl")
+"""Libraries whose versions a report of a fault needs."""
+_SHARED_MEMORY_GB = 1.0
+"""Weights travel through shared memory; containers often have 64 MiB of it."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One line of the report."""
+
+    level: Level
+    """`fault`: it does not work. `warning`: it may fail later. `note`: it is not installed, and not needed
+    by other components."""
+    subject: str
+    text: str
+
+
+def examine_plugins(name: str | None, plugins: Plugins) -> list[Observation]:
+    """Examine all components of a distribution, or of all distributions.
+
+    Raises:
+        PluginError: if no distribution of this name has a component.
+    """
+    listing = plugins.listing()
+    names = sorted({line.distribution for line in listing})
+    if name is not None and name not in names:
+        raise PluginError(
+            f"no distribution {name!r} offers a component{nearest(name, names)}; those that do: "
+            f"{', '.join(names)}"
+        )
+    chosen = [line for line in listing if name in (None, line.distribution)]
+    return [each for line in chosen for each in _examine(line, listing, plugins)]
+
+
+def examine_machine() -> list[Observation]:
+    """Return the facts about this machine that runs depend on."""
+    return [
+        Observation(
+            "ok", "python", f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
+        ),
+        Observation("ok", "stretto", f"{version('stretto')}, API {API_VERSION}"),
+        Observation("ok", "cores", f"{available_cores():g} of {os.cpu_count()}"),
+        *_memory(),
+        Observation("ok", "gpus", ", ".join(visible_gpus(os.environ)) or "none visible"),
+        _server(),
+        _loopback(),
+        _sandbox(),
+        Observation("ok", "libraries", ", ".join(_versions()) or "none of those that engines need"),
+    ]
+
+
+# ------------------------------------------------------------------------------------------ plugins
+
+
+def _examine(line: Listing, listing: Iterable[Listing], plugins: Plugins) -> Iterator[Observation]:
+    subject = f"{line.kind} {line.name}"
+    rivals = [
+        each.distribution
+        for each in listing
+        if (each.kind, each.name) == (line.kind, line.name) and each.distribution != line.distribution
+    ]
+    if rivals:
+        yield Observation(
+            "warning",
+            subject,
+            f"{', '.join(rivals)} offers it too, so a run file has to name one: "
+            f"`use: {line.distribution}:{line.name}`",
+        )
+    try:
+        component = plugins.get(line.kind, f"{line.distribution}:{line.name}")
+    except PluginError as error:
+        yield Observation("fault", subject, str(error))
+        return
+    faults = list(_faults_of(component))
+    yield from (Observation("fault", subject, fault) for fault in faults)
+    yield from (Observation("warning", subject, warning) for warning in _warnings_of(component))
+    if missing := missing_extra(component):
+        yield Observation("note", subject, missing)
+    elif not faults:
+        yield Observation("ok", subject, f"{line.distribution} {line.version}: {component.summary}")
+
+
+def _faults_of(component: Component[Any]) -> Iterator[str]:
+    """Yield what would end a run with this component."""
+    has_parts = any(field.type is ComponentParts for field in msgspec.structs.fields(component.config))
+    calls = {
+        "factory": ("config", "context", *(("parts",) if has_parts else ())),
+        "check": ("config", "run"),
+        "check_row": ("config", "row"),
+        "imports": ("config", "run"),
+    }
+    for name, arguments in calls.items():
+        function = getattr(component, name)
+        if function is None:
+            continue
+        if not callable(function):
+            yield f"{name} is {function!r}; expected a function"
+            continue
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            yield f"{name} cannot be called as {name}({', '.join(arguments)}): {error}"
+        except ValueError:
+            continue  # a class of an extension module has no signature
+    try:
+        mismatch(component.api or API_VERSION)
+    except (TypeError, ValueError) as error:
+        yield f"api: {error}"
+    config = component.config.__struct_config__
+    if not config.frozen:
+        yield f"the config {component.config.__name__} is not frozen: components must not change it"
+    if not config.forbid_unknown_fields:
+        yield f"the config {component.config.__name__} accepts unknown keys; add forbid_unknown_fields=True"
+
+
+def _warnings_of(component: Component[Any]) -> Iterator[str]:
+    """Yield what users of this component would miss, and what may fail later."""
+    with suppress(TypeError, ValueError):  # `_faults_of` yields it
+        if reason := mismatch(component.api or API_VERSION):
+            yield reason
+    if not component.summary:
+        yield "has no summary; `stretto plugins` shows it"
+    for field in fields_of(component.config):
+        if not field.meaning and "." not in field.name:
+            yield f"the key {field.name!r} has no meaning: write a docstring under the field"
+
+
+# ------------------------------------------------------------------------------------------ machine
+
+
+def _memory() -> Iterator[Observation]:
+    yield Observation("ok", "memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB")
+    shared = Path("/dev/shm")  # noqa: S108 - where weights go, and not to write a file here
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free / 2**30
+        few = free < _SHARED_MEMORY_GB
+        advice = "; a container gets more with `--shm-size`, or use `weights: file`" if few else ""
+        yield Observation("warning" if few else "ok", "shared memory", f"{free:.1f} GiB free{advice}")
+
+
+def _server() -> Observation:
+    try:
+        path = binary()
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
+    except (BusError, OSError, subprocess.SubprocessError) as error:
+        return Observation("fault", "nats-server", str(error))
+    return Observation("ok", "nats-server", f"{done.stdout.strip().removeprefix('nats-server: ')} at {path}")
+
+
+def _loopback() -> Observation:
+    try:
+        free_port()
+    except OSError as error:
+        return Observation("fault", "loopback", f"no port of 127.0.0.1 can be used: {error}")
+    return Observation("ok", "loopback", "ports of 127.0.0.1 can be used")
+
+
+def _sandbox() -> Observation:
+    if problem := sandbox_problem():
+        return Observation("warning", "sandbox", f"{problem}; tools and agents need it, or `sandbox: unsafe`")
+    return Observation("ok", "sandbox", "bubblewrap works")
+
+
+def _versions() -> Iterator[str]:
+    for name in _LIBRARIES:
+        try:
+            yield f"{distribution(name).metadata['Name']} {version(name)}"
+        except PackageNotFoundError:
+            continue

@@ -1,0 +1,310 @@
+"""`stretto evaluate`: one evaluation of a model, or of a run's checkpoint, by the system that trains.
+
+This module composes a run without train steps. The run publishes the weights unchanged and evaluates
+version 0. The figures follow from its answers, with R rows and n answers to each row, of which c pass:
+
+- avg@n, the mean score (`accuracy` where the reward gives one, else the reward);
+- pass@k = the mean over rows of 1 - C(n - c, k) / C(n, k), the unbiased estimate of the probability that at
+  least one of k answers passes (Chen et al. 2021, arXiv 2107.03374, eq. 1);
+- 95 % intervals, mean ± 1.96 s / √R where s is the standard deviation of the rows' values (see
+  `stretto.records.accuracy`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+import msgspec
+
+from stretto.assembly.compose import Composed, compose
+from stretto.assembly.plugins import Plugins
+from stretto.errors import ConfigError, offer
+from stretto.kernel.durable.checkpoint import checkpoint_name, find_checkpoint
+from stretto.kernel.fleet.forks import ForkServer
+from stretto.records.accuracy import estimate
+from stretto.records.document import read_document
+from stretto.records.intervals import Estimate
+from stretto.workers.sampling.answers import KeptAnswer
+
+__all__ = [
+    "EvaluationOptions",
+    "Result",
+    "compose_evaluation",
+    "pass_at_k",
+    "result_of",
+    "run_evaluation",
+]
+
+# An evaluation of a checkpoint takes over the run's keys, except those for training and the output folder.
+_EXCLUDED_KEYS = {
+    *("algorithm", "dataset", "groups", "models", "queue", "checkpoint", "trackers", "out", "variants")
+}
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """The options of the command line; None means the run's own value, or the default."""
+
+    version: str | None = None
+    """A version of the run, or the name of one of its checkpoints."""
+    dataset: str | None = None
+    """A file with one JSON object on each line, or the name of a dataset component."""
+    reward: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+    rows: int | None = None
+    inference: str | None = None
+    out: str | None = None
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one evaluation."""
+
+    source: str
+    """The model: a folder, or a hub id."""
+    rows: int
+    """Rows with scored answers."""
+    failed: int
+    """Rows that failed and have no score."""
+    n: int
+    """Answers to each row; the smallest number where rows differ."""
+    samples: int
+    """Answers to all rows."""
+    avg: Estimate
+    """Score of an answer: its `accuracy`, or its reward."""
+    reward: Estimate
+    """Reward of an answer."""
+    pass_at: dict[int, Estimate]
+    """k -> pass@k, for the powers of two up to n, and n itself."""
+    threshold: float
+    """An answer with at least this score passes."""
+    length: float
+    """Mean number of sampled tokens of an answer."""
+    truncated: float
+    """Share of answers that reached the length limit."""
+    tokens_per_s: float
+    """Sampled tokens per second of all engines together, while they were busy."""
+
+
+# ------------------------------------------------------------------------------------- composing
+
+
+def compose_evaluation(source: str, options: EvaluationOptions, overrides: Sequence[str] = ()) -> Composed:
+    """Compose the run that evaluates a run's checkpoint, or a model.
+
+    Args:
+        source: a run's folder, a model folder, or a hub id.
+
+    Raises:
+        ConfigError: if there is no model to evaluate, no held-out rows, or no reward.
+        PluginError: for a component that is not installed or cannot be loaded.
+    """
+    if misplaced := next(
+        (item for item in overrides if item.partition("=")[0].split(".")[0] == "dataset"), None
+    ):
+        raise ConfigError(
+            f"override {misplaced!r}: an evaluation reads `evaluation.dataset`; write evaluation.{misplaced}"
+        )
+    folder = Path(source).expanduser()
+    if (folder / "config.yaml").is_file():
+        file, document = folder / "config.yaml", _document_of_run(folder.absolute(), options.version)
+    elif options.version is not None:
+        raise ConfigError(
+            f"--version {options.version}: {source!r} is not a run's folder; only a run has versions"
+        )
+    elif folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{source!r} is neither a run (no config.yaml) nor a model (no config.json)")
+    else:
+        file, document = Path("evaluate"), {"name": _name_of(source), "model": source, "evaluation": {}}
+    _apply_options(document, options)
+    _require_rows_and_reward(document, overrides)
+    document |= {
+        "steps": 0,
+        "algorithm": "grpo",  # any algorithm that samples from one model: the run trains nothing
+        "dataset": "${evaluation.dataset}",
+    }
+    engine = [f"inference.use={options.inference}"] if options.inference else []
+    composed = compose(file, [*engine, *overrides], document=document)
+    evaluation = composed.config.evaluation
+    assert evaluation is not None
+    greedy = evaluation.sampling is not None and evaluation.sampling.temperature == 0
+    if greedy and evaluation.samples > 1:
+        note = f"at temperature 0 the {evaluation.samples} answers to a row are identical"
+        composed = replace(composed, notices=(*composed.notices, note))
+    return composed
+
+
+def _document_of_run(folder: Path, version: str | None) -> dict[str, Any]:
+    """Return the document for a run's checkpoint, before the options of the command line."""
+    # Keep the references to environment variables: they are resolved when the evaluation is composed.
+    run = read_document(folder / "config.yaml")
+    evaluation: dict[str, Any] = run.get("evaluation") or {}
+    return {
+        **{key: value for key, value in run.items() if key not in _EXCLUDED_KEYS and value is not None},
+        "name": f"evaluate-{run['name']}",
+        "model": _model_of(folder, run, version),
+        "training": {"use": "frozen", "dtype": run["training"].get("dtype", "auto")},
+        "sampling": evaluation.get("sampling") or run["sampling"],
+        "evaluation": {
+            key: evaluation[key] for key in ("dataset", "rows", "samples") if evaluation.get(key) is not None
+        },
+    }
+
+
+def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
+    """Return the model of a version: a folder, or the run's `model` for version 0 without a checkpoint.
+    `version` None means the newest intact checkpoint."""
+    first = checkpoint_name(0)
+    if version in ("0", first) and run.get("model") and not (folder / "checkpoints" / first).is_dir():
+        return run["model"]
+    advice = "; `--version 0` evaluates the model it started from"
+    checkpoint = find_checkpoint(folder, version, advice)
+    if not (checkpoint / "model").is_dir():
+        raise ConfigError(
+            f"{checkpoint} has no model: the training engine {run['training']['use']!r} does not save one"
+        )
+    return str(checkpoint / "model")
+
+
+def _name_of(source: str) -> str:
+    """Return the name of the run that evaluates a model."""
+    stem = Path(source).absolute().name
+    return "evaluate-" + "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in stem)
+
+
+def _apply_options(document: dict[str, Any], options: EvaluationOptions) -> None:
+    """Write the command line's options into the document. They replace the run's values."""
+    evaluation: dict[str, Any] = document["evaluation"]
+    evaluation |= {"sampling": "${sampling}", "every": 0, "keep_answers": True}
+    if options.dataset is not None:
+        evaluation["dataset"] = _dataset_of(options.dataset)
+        evaluation.pop("rows", None)
+    counts = {"samples": options.n, "rows": options.rows}
+    evaluation |= {key: value for key, value in counts.items() if value is not None}
+    sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+    document["sampling"] = {
+        **document.get("sampling", {}),
+        **{key: value for key, value in sampling.items() if value is not None},
+    }
+    document.setdefault("training", {"use": "frozen"})
+    if options.reward is not None:
+        document["reward"] = {"use": options.reward}
+    if options.out is not None:
+        document["out"] = options.out
+
+
+def _dataset_of(name: str) -> dict[str, Any]:
+    """Return the dataset section that `--dataset` means."""
+    if Path(name).expanduser().is_file():
+        return {"use": "jsonl", "path": str(Path(name).expanduser().absolute())}
+    installed = Plugins().names("dataset")
+    if name not in installed:
+        hint = offer(name, installed, "installed")
+        raise ConfigError(f"--dataset {name!r} is neither a file nor a dataset component{hint}")
+    return {"use": name}
+
+
+def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Refuse an evaluation without held-out rows, or without a reward or a workflow that may score."""
+    keys = [item.partition("=")[0] for item in overrides]
+    if "dataset" not in document["evaluation"] and not any(
+        key.startswith("evaluation.dataset") for key in keys
+    ):
+        raise ConfigError(
+            "no held-out rows: give `--dataset FILE.jsonl`, or the name of a dataset component and its keys, "
+            "for example `--dataset hf evaluation.dataset.path=openai/gsm8k`"
+        )
+    # Some workflows score answers themselves.
+    overridden = any(key.split(".")[0] in ("reward", "workflow") for key in keys)
+    if not overridden and not {"reward", "workflow"} & document.keys():
+        raise ConfigError("no reward to score the answers: give `--reward NAME`, for example `--reward math`")
+
+
+# --------------------------------------------------------------------------------------- running
+
+
+def run_evaluation(
+    composed: Composed, folder: Path, forks: ForkServer | None, threshold: float
+) -> tuple[Result | None, dict[str, Any]]:
+    """Run the evaluation to its end. Return its result and the run's summary; see `stretto.kernel.life.run`.
+
+    The result is None if the run did not complete or has no answer. Otherwise `summary.json` also gets the
+    result.
+    """
+    from stretto.kernel.life import run
+
+    summary = run(composed, folder, forks)
+    file = folder / "answers" / "step-000000.jsonl"
+    if summary["status"] != "completed" or not file.exists():
+        return None, summary
+    decode = msgspec.json.Decoder(KeptAnswer).decode
+    answers = [decode(line) for line in file.read_bytes().splitlines()]
+    if not answers:
+        return None, summary
+    busy_s = summary["busy_s"]["generate"] / composed.config.inference.replicas
+    result = result_of(
+        answers,
+        source=cast("str", composed.config.model),
+        failed=summary["evaluation"][-1]["failed"],
+        threshold=threshold,
+        tokens_per_s=summary["tokens"]["generated"] / busy_s if busy_s else 0.0,
+    )
+    full_summary = {**summary, "result": msgspec.to_builtins(result, str_keys=True)}
+    temporary = folder / ".summary.json"
+    temporary.write_text(json.dumps(full_summary, indent=1) + "\n")
+    temporary.rename(folder / "summary.json")
+    return result, full_summary
+
+
+# -------------------------------------------------------------------------------------- counting
+
+
+def result_of(
+    answers: Sequence[KeptAnswer], *, source: str, failed: int, threshold: float, tokens_per_s: float
+) -> Result:
+    """Compute the figures of one or more answers. If a sample has several lines, its last line counts, and
+    the tokens of all its lines."""
+    tokens = sum(answer.tokens for answer in answers)
+    answers = list({(answer.row, answer.sample): answer for answer in answers}.values())
+    rows: defaultdict[int, list[KeptAnswer]] = defaultdict(list)
+    for answer in answers:
+        rows[answer.row].append(answer)
+    scores = {row: [_score(answer) for answer in of_row] for row, of_row in rows.items()}
+    n = min(map(len, scores.values()))
+    counts = [(len(of_row), sum(score >= threshold for score in of_row)) for of_row in scores.values()]
+    finishes = Counter(answer.finish for answer in answers)
+    return Result(
+        source=source,
+        rows=len(rows),
+        failed=failed,
+        n=n,
+        samples=len(answers),
+        avg=estimate([fmean(of_row) for of_row in scores.values()]),
+        reward=estimate([fmean(answer.reward for answer in of_row) for of_row in rows.values()]),
+        pass_at={
+            k: estimate([pass_at_k(of_row, correct, k) for of_row, correct in counts])
+            for k in sorted({n, *(2**power for power in range(n.bit_length()))})
+        },
+        threshold=threshold,
+        length=tokens / len(answers),
+        truncated=finishes["length"] / len(answers),
+        tokens_per_s=tokens_per_s,
+    )
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the probability that k of n answers, drawn without replacement, contain at
+    least one of the c that pass (Chen et al. 2021, eq. 1). 1 <= k <= n."""
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def _score(answer: KeptAnswer) -> float:
+    return answer.metrics.get("accuracy", answer.reward)

@@ -1,0 +1,339 @@
+"""`stretto export`: what a run has made, for other programs.
+
+- The model of a checkpoint as a folder that `transformers` loads, or its adapter as one that `peft` loads,
+  with the tokenizer, the generation config and a model card. `--push-to-hub` uploads it.
+- Kept samples as rows for supervised training: `prompt` and `completion`, both text or both chat messages.
+  The algorithm `sft` trains the same tokens on them as the run did.
+
+A model card names no file of this machine and no value of the run file that could be a secret: it has a fixed
+list of keys, and numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from stretto.algorithm import Encoded
+from stretto.assembly.run_file import RunFile, read
+from stretto.cli.show.samples import open_samples
+from stretto.cli.start.folders import is_free
+from stretto.errors import ConfigError, StrettoError
+from stretto.kernel.durable.checkpoint import find_checkpoint
+from stretto.models.files import fetch_config
+from stretto.models.images import names_in
+from stretto.models.tokenizer import load_tokenizer
+from stretto.models.vision import Vision, is_vision_language
+from stretto.records.figures import FIGURES
+from stretto.records.kept.samples import SampleFilter
+from stretto.records.metrics import ACCURACY
+from stretto.records.run import RunRecord
+from stretto.rl.supervised import prompt_and_answer
+
+__all__ = ["ExportedSamples", "export_model", "export_samples", "push_to_hub"]
+
+Form = Literal["merged", "adapter"]
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_KEYS = (
+    *("algorithm.use", "algorithm.group_size", "reward.use", "dataset.use", "training.use", "training.lr"),
+    *("queue.batch_size", "queue.max_staleness", "sampling.temperature", "sampling.max_tokens", "seed"),
+)
+"""Keys of the run file whose values a model card shows."""
+_FIGURES = ("reward", "length", "entropy", "staleness")
+"""Keys of `metrics.jsonl` whose values a model card shows, of the step that made the version."""
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
+"""Files of a model that its adapter does without."""
+
+
+# ------------------------------------------------------------------------------------------- models
+
+
+def export_model(run: RunRecord, version: str | None, form: Form, to: Path | None) -> Path:
+    """Write the model of a checkpoint to a folder, and return the folder. It is complete or absent.
+
+    Args:
+        version: a version of the run, or the name of a checkpoint; None for the newest intact one.
+        form: the whole model, with adapters merged, or only the adapter.
+        to: a folder that does not exist, or is empty. None: `<run>-step-000040` in the working directory.
+
+    Raises:
+        ConfigError: if there is no such checkpoint, if it has no model or no adapter, or if the folder is not
+            empty or cannot be written.
+    """
+    checkpoint = find_checkpoint(run.folder, version)
+    source, model = checkpoint / ("model" if form == "merged" else "adapter"), checkpoint / "model"
+    if not model.is_dir():
+        engine = run.document["training"]["use"]
+        raise ConfigError(f"{checkpoint} has no model: the training engine {engine!r} does not save one")
+    if not source.is_dir():
+        raise ConfigError(
+            f"{checkpoint} has no adapter: `training.lora` is not set; export it without --adapter"
+        )
+    to = to or Path(f"{run.folder.name}-{checkpoint.name}")
+    with _written_aside(to) as aside:
+        shutil.copytree(source, aside, dirs_exist_ok=True)
+        if form == "adapter":
+            ignore = shutil.ignore_patterns(*_WEIGHTS)
+            shutil.copytree(model, aside, dirs_exist_ok=True, ignore=ignore)
+            _name_base(aside / "adapter_config.json", run)
+        (aside / "README.md").write_text(_card(run, checkpoint, form))
+    return to
+
+
+def push_to_hub(folder: Path, repository: str) -> str:
+    """Upload a folder to a repository of the Hugging Face hub, and return its address. A repository that does
+    not exist is made, as a private one. The token is that of `hf auth login`, or of HF_TOKEN.
+
+    Raises:
+        StrettoError: if the hub refuses it. The text does not contain the token.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    hub = HfApi()
+    try:
+        address = hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by stretto export")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error)
+        if token := get_token():
+            reason = reason.replace(token, "<token>")
+        # Without the cause: its traceback has the request and its headers.
+        raise StrettoError(f"--push-to-hub {repository}: {reason}") from None
+    return str(address)
+
+
+@contextmanager
+def _written_aside(to: Path) -> Generator[Path]:
+    """Give a new folder beside `to`, and rename it to `to` at the end of the block. Remove it after an
+    error."""
+    if not is_free(to):
+        raise ConfigError(f"{to} exists and is not empty; give another folder with --to")
+    aside = to.absolute().with_name(f".{to.name}-{os.getpid()}")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        aside.replace(to)
+    except OSError as error:
+        raise ConfigError(f"{to}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _name_base(file: Path, run: RunRecord) -> None:
+    """Name the base model of an adapter by its hub id; a folder of this machine by its last part."""
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "base_model_name_or_path": _base_of(run)[0]}, indent=2) + "\n")
+
+
+def _base_of(run: RunRecord) -> tuple[str, bool]:
+    """Return the name of the model that the run started from, and whether it is one of the hub."""
+    model = str(run.document.get("model") or "")
+    if "$" in model:  # it is read from the environment
+        return "unknown", False
+    on_hub = _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
+    return (model, True) if on_hub else (Path(model).name or "unknown", False)
+
+
+def _card(run: RunRecord, checkpoint: Path, form: Form) -> str:
+    base, on_hub = _base_of(run)
+    architectures = json.loads((checkpoint / "model" / "config.json").read_text()).get("architectures") or []
+    algorithm = run.document["algorithm"]["use"]
+    head = {
+        **({"base_model": base} if on_hub else {}),
+        "library_name": "peft" if form == "adapter" else "transformers",
+        **({"pipeline_tag": "text-generation"} if str(architectures).endswith("ForCausalLM']") else {}),
+        "tags": ["stretto", algorithm],
+    }
+    version = int(checkpoint.name.rpartition("-")[2])
+    what = "A LoRA adapter for" if form == "adapter" else "Trained from"
+    origin = f"`{base}`" if on_hub else f"a local model named `{base}`"
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value)}" for key, value in head.items()),
+        "---",
+        "",
+        f"# {run.name}, version {version}",
+        "",
+        f"{what} {origin}: {version} train steps with the algorithm `{algorithm}` of",
+        f"stretto {version_of('stretto')}.",
+        "",
+        *_table("figure", list(_figures(run, version))),
+        *_table("key of the run file", list(_values(run))),
+    ]
+    return "\n".join(lines)
+
+
+def _figures(run: RunRecord, version: int) -> Iterator[tuple[str, str]]:
+    for key in (ACCURACY, *_FIGURES):
+        value = dict(run.series(key)).get(version)
+        if value is not None:
+            yield FIGURES[key].name, FIGURES[key].text(value)
+
+
+def _values(run: RunRecord) -> Iterator[tuple[str, str]]:
+    for key in _KEYS:
+        value: Any = run.document
+        for part in key.split("."):
+            value = cast("dict[str, Any]", value).get(part) if isinstance(value, dict) else None
+        if value is not None and "$" not in str(value):
+            yield f"`{key}`", str(value)
+
+
+def _table(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
+    if not rows:
+        return []
+    return [f"| {title} | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
+
+
+# ------------------------------------------------------------------------------------------ samples
+
+_PAGE = 500
+"""Samples whose tokens are in memory at the same time."""
+
+
+@dataclass(frozen=True)
+class ExportedSamples:
+    """What `export_samples` has written."""
+
+    rows: int
+    with_tokens: int
+    """Rows with the columns `tokens` and `loss_mask`, because encoding their text gives other tokens."""
+    truncated: int
+    """Samples that reached the limit of tokens. They are left out: a model would learn to stop there."""
+    unusable: int
+    """Samples that are left out because their row has its images in itself, or because they are conversations
+    with images."""
+
+
+def export_samples(
+    folder: Path, file: Path, *, min_reward: float | None = None, best_of_group: bool = False
+) -> ExportedSamples:
+    """Write the training samples of a run as JSON lines with `id`, `prompt`, `completion` and `reward`, and
+    with `images`, if the rows have some.
+
+    A row trains the tokens that the run has trained. If the algorithm `sft` would make other tokens of its
+    prompt and completion, the row also has `tokens` and `loss_mask`.
+
+    Args:
+        file: is replaced if it exists. It is complete or unchanged.
+        min_reward: leave out samples with a lower reward.
+        best_of_group: take only the sample with the highest reward of each group; of equal ones, the first.
+
+    Raises:
+        ConfigError: if the run keeps no samples, if none fits, if the file cannot be written, or if the
+            model's tokenizer cannot be loaded.
+    """
+    wanted = SampleFilter(purpose="train", reward=(min_reward, None))
+    store = open_samples(folder)
+    every = store.find(wanted, limit=None, texts=False)
+    found = [row for row in every if row["reward"] is not None]
+    whole = [row for row in found if row["finish"] == "stop"]
+    chosen = {row["id"] for row in (_best(whole) if best_of_group else whole)}
+    parts = Counter(map(_sample_of, whole))
+    encode = _encoder_of(folder)
+    rows: list[str] = []
+    with_tokens = 0
+    for offset in range(0, len(every), _PAGE):
+        for sample in store.find(wanted, limit=_PAGE, offset=offset, tokens=True):
+            if sample["id"] not in chosen or (row := _row_of(sample, parts[_sample_of(sample)])) is None:
+                continue
+            kept = Encoded(sample["tokens"], sample["loss_mask"])
+            if encode(row) != kept:
+                row |= {"tokens": kept.tokens, "loss_mask": [int(trained) for trained in kept.loss_mask]}
+                with_tokens += 1
+            rows.append(json.dumps(row, ensure_ascii=False))
+    if not rows:
+        raise ConfigError(
+            f"{folder} has no sample to export: {len(found)} have a reward that fits, and {len(whole)} of "
+            "these ended by themselves; images must be files, and not in a conversation"
+        )
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=file.absolute().parent, delete=False) as aside:
+            aside.writelines(f"{row}\n" for row in rows)
+        Path(aside.name).replace(file)
+    except OSError as error:
+        raise ConfigError(f"--samples {file}: cannot write there: {error}") from error
+    return ExportedSamples(len(rows), with_tokens, len(found) - len(whole), len(chosen) - len(rows))
+
+
+def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
+    """Return the function that encodes a row as `sft` does with the run's model; it returns None for a row
+    that `sft` would refuse."""
+    model = read(RunFile(folder / "config.yaml", ()))[0].get("model")
+    vision = Vision(model) if model is not None and is_vision_language(fetch_config(model)) else None
+    tokenizer = load_tokenizer(model)
+
+    def encode(row: dict[str, Any]) -> Encoded | None:
+        try:
+            tokens, mask = prompt_and_answer(row, "completion", vision.of(row) if vision else tokenizer)
+        except ConfigError:
+            return None
+        return Encoded(list(tokens), list(mask))
+
+    return encode
+
+
+def _best(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all rows of the sample with the highest reward of each group."""
+    best: dict[Any, dict[str, Any]] = {}
+    for sample in samples:
+        former = best.setdefault(sample["ticket"], sample)
+        if sample["reward"] > former["reward"]:
+            best[sample["ticket"]] = sample
+    chosen = set(map(_sample_of, best.values()))
+    return [each for each in samples if _sample_of(each) in chosen]
+
+
+def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return what all trajectories of a sample share."""
+    return row["ticket"], row["attempt"], row["sample"]
+
+
+def _row_of(sample: Mapping[str, Any], parts: int) -> dict[str, Any] | None:
+    """Return the row of a trajectory; None if the dataset has its images in itself, or if it is a
+    conversation with images.
+
+    Args:
+        parts: number of trajectories of its sample.
+    """
+    columns = cast("dict[str, Any]", sample["dataset_row"]) if isinstance(sample["dataset_row"], dict) else {}
+    images = names_in(columns)
+    prompt: Any = columns.get("prompt")
+    completion: Any = None
+    if prompt and parts == 1 and sample["metrics"].get("turns", 1) == 1 and not sample["messages"]:
+        if not all(isinstance(name, str) for name in images):
+            return None
+        text = sample["text"]
+        completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    elif images or sample["images"] is not None:
+        return None
+    else:
+        prompt, completion = _conversation_of(sample)
+    row = {"id": sample["id"], "prompt": prompt, "completion": completion, "reward": sample["reward"]}
+    return {**row, "images": images} if images else row
+
+
+def _conversation_of(sample: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the messages before the first answer of a trajectory, and those from there to its last answer. A
+    trajectory without them gives its text: only the last one of a chat has the messages."""
+    if isinstance(sample["messages"], list):
+        messages = cast("list[dict[str, Any]]", sample["messages"])
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = int(np.count_nonzero(np.diff(sample["loss_mask"], prepend=False)) + 1) // 2
+        if turns and (start := turns[-answers:][0]) > 0:
+            return messages[:start], messages[start : turns[-1] + 1]
+    return sample["prompt_text"], sample["text"]

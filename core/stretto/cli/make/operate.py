@@ -1,0 +1,142 @@
+"""Commands to a living run: `stretto scale` and `stretto stop`. They go to its kernel over the bus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+
+from stretto.assembly.compose import Composed, compose
+from stretto.assembly.placement import sections
+from stretto.bus.client import connect
+from stretto.bus.guard import is_locked
+from stretto.bus.joining import operator_bootstrap
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
+from stretto.bus.messages.subjects import Subjects
+from stretto.errors import ConfigError, one_error
+from stretto.kernel.fleet.worker_numbers import NUMBER_KEYS
+from stretto.records.run import MIRROR
+
+__all__ = ["numbers_of", "scale_run", "stop_run"]
+
+A = TypeVar("A", bound=Message)
+
+_MOST = 10_000
+_ANSWER_S = 120.0
+"""Deadline for the kernel's answer. A launcher may need some time to start workers."""
+
+
+def numbers_of(items: Sequence[str]) -> dict[str, int]:
+    """Return the numbers that `ROLE=N` items name.
+
+    Raises:
+        ConfigError: if an item is not of that form, or names a role twice.
+    """
+    numbers: dict[str, int] = {}
+    for item in items:
+        name, equals, text = item.partition("=")
+        if not (equals and text.isdecimal() and 1 <= int(text) <= _MOST):
+            raise ConfigError(f"{item!r}: expected ROLE=N with N from 1 to {_MOST:,}, such as rollout=6")
+        if name in numbers:
+            raise ConfigError(f"{item!r}: {name} is given twice")
+        numbers[name] = int(text)
+    return numbers
+
+
+def scale_run(folder: Path, numbers: Mapping[str, int]) -> tuple[str, ...]:
+    """Change the numbers of processes of a living run. Return what its kernel does.
+
+    Raises:
+        ConfigError: if no kernel owns the run, or if the run cannot have these numbers.
+        Refused: if the kernel refuses.
+        NoAnswer: if the kernel, or the bus, does not answer.
+    """
+    _require_kernel(folder)
+    _check_groups(folder, numbers)
+    bootstrap = operator_bootstrap(folder / "bus")
+    return _tell(folder, "scale", ScaleRun(bootstrap.token, dict(numbers)), RunScaled).done
+
+
+def stop_run(folder: Path, *, now: bool) -> str:
+    """End a living run. Return what its kernel does until then.
+
+    Args:
+        now: end without a checkpoint.
+
+    Raises:
+        ConfigError: if no kernel owns the run.
+        Refused: if the kernel refuses.
+        NoAnswer: if the kernel, or the bus, does not answer.
+    """
+    _require_kernel(folder)
+    bootstrap = operator_bootstrap(folder / "bus")
+    return _tell(folder, "stop", StopRun(bootstrap.token, now), RunStopping).state
+
+
+def _require_kernel(folder: Path) -> None:
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
+    if not is_locked(folder / "bus" / "kernel.lock"):
+        raise ConfigError(
+            f"no kernel owns the run in {folder}; to continue it, also with other numbers: "
+            f"stretto resume {folder} [KEY=VALUE]..."
+        )
+
+
+def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
+    """Check other numbers of trainers as a resume with them would be: the kernel cannot take them back."""
+    from stretto.cli.start.acceptance import accepted
+    from stretto.kernel.durable.changes import compose_changes
+
+    groups = {name: number for name, number in numbers.items() if name not in NUMBER_KEYS}
+    if not groups:
+        return
+    elsewhere = (folder / MIRROR).exists()
+    former = compose(folder / "config.yaml", elsewhere=elsewhere)
+    known = sections(former.config)
+    for name in groups:
+        if name not in known:
+            names = ", ".join((*NUMBER_KEYS, *known))
+            hint = "; trainers are scaled by their worker group" if name == "trainer" else ""
+            raise ConfigError(f"no {name!r} to scale: expected one of {names}{hint}")
+    overrides = [f"{name}.processes={number}" for name, number in groups.items()]
+    changed = compose_changes(folder, overrides)
+    if elsewhere:
+        _refuse_new_faults(former, changed)
+    else:
+        accepted(changed, starting=True, resumed=True)
+
+
+def _refuse_new_faults(former: Composed, changed: Composed) -> None:
+    """Refuse values for what is wrong with them and not with the former ones. This machine may lack the files
+    that both name, and has other resources than the run's.
+
+    Raises:
+        ConfigError: for all such errors, one on each line.
+    """
+    from stretto.cli.start.checks import problems
+
+    present = set(problems(former, starting=False, resumed=True))
+    faults = [
+        f"{changed.place(problem.path)}: {changed.redact(problem.message)}"
+        for problem in problems(changed, starting=False, resumed=True)
+        if problem.severity == "error" and problem not in present
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _tell(folder: Path, verb: str, command: Message, answer: type[A]) -> A:
+    """Send a command to the kernel of a run, and return its answer."""
+    bootstrap = operator_bootstrap(folder / "bus")
+
+    async def ask() -> A:
+        async with connect(bootstrap) as bus:
+            subject = Subjects(bootstrap.run).kernel("operator", verb)
+            return await bus.request(subject, command, answer, who="kernel", deadline_s=_ANSWER_S)
+
+    with one_error():
+        return anyio.run(ask)

@@ -1,0 +1,107 @@
+"""`stretto worker`: a worker that a user starts by hand. `stretto invite`: the file with which one may join.
+
+The worker runs in a session of its own. So Ctrl-C in the terminal reaches this command alone, which passes it
+on to the worker and not to the processes that the worker has started: those finish what they do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from stretto.bus.joining import invite_operator, reserve_worker, write_bootstrap
+from stretto.bus.server import OPERATOR, VIEWER, Bootstrap
+from stretto.errors import ConfigError
+from stretto.kernel.fleet.worker_numbers import NUMBER_KEYS
+
+__all__ = ["invite_guest", "work_by_hand"]
+
+
+def work_by_hand(
+    folder: Path | None, role: str, invitation: Path | None, *, url: str | None, credentials: str | None
+) -> int:
+    """Run a worker until it leaves, and return its exit status.
+
+    Args:
+        folder: the run's folder, if the worker may take the next free id there; None with an invitation.
+        url: address of nats-server as it is reached from here; None for the one in the file.
+        credentials: a file with a login for a server of the user's own.
+
+    Raises:
+        ConfigError: if a file is not what it should be, or if the role has no such workers.
+    """
+    options = [*(["--bus", url] if url else []), *(["--credentials", credentials] if credentials else [])]
+    with _bootstrap_file(folder, role, invitation) as file:
+        bootstrap = Bootstrap.read(file).reached(url, credentials)
+        if not bootstrap.worker:
+            raise ConfigError(f"{file} is no invitation of a worker; `stretto invite RUN rollout` writes one")
+        print(
+            f"{bootstrap.worker} joins {bootstrap.run} at {bootstrap.url}; Ctrl-C: it leaves", file=sys.stderr
+        )
+        return _run([sys.executable, "-m", "stretto.workers", str(file), "--by-hand", *options])
+
+
+def invite_guest(folder: Path, guest: str) -> list[str]:
+    """Write the file with which a guest may join a run, and return the command that uses the file.
+
+    Args:
+        guest: a role, a worker's id, `viewer`, or `operator`.
+
+    Raises:
+        ConfigError: if the guest is none of these, or if the folder holds no credentials.
+    """
+    bus = folder / "bus"
+    if guest == VIEWER:
+        Bootstrap.read(bus / f"{VIEWER}.json")
+        return ["stretto", "watch", str(bus / f"{VIEWER}.json")]
+    if guest == OPERATOR:
+        return ["stretto", "mirror", str(invite_operator(bus)), "FOLDER"]
+    file = reserve_worker(bus, _role(guest)) if guest.isalpha() else write_bootstrap(bus, guest)
+    return [sys.executable, "-m", "stretto", "worker", "--invitation", str(file)]
+
+
+def _role(name: str) -> str:
+    if name not in NUMBER_KEYS:
+        raise ConfigError(
+            f"{name!r}: expected {', '.join(NUMBER_KEYS)}; ranks of trainers join only together"
+        )
+    return name
+
+
+@contextmanager
+def _bootstrap_file(folder: Path | None, role: str, invitation: Path | None) -> Generator[Path]:
+    """Give the worker's bootstrap file. One that was made for this worker alone is removed at the end."""
+    if invitation is not None:
+        yield invitation
+        return
+    assert folder is not None
+    file = reserve_worker(folder.absolute() / "bus", _role(role))
+    try:
+        yield file
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> int:
+    """Run a command in a session of its own, and pass signals on to it. Return its exit status. No process of
+    its session is left."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def pass_on(number: int, frame: object) -> None:
+        del frame
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    signal.signal(signal.SIGINT, pass_on)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: pass_on(signal.SIGTERM, frame))
+    try:
+        return process.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,110 @@
+"""`stretto status`: what a run does now, from its folder alone, even if its kernel hangs; or over the bus."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from stretto.bus.client import connect
+from stretto.bus.guard import is_locked
+from stretto.bus.messages.membership import RunStatus
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.server import VIEWER, Bootstrap
+from stretto.cli.show.watch import bootstrap_elsewhere
+from stretto.errors import ConfigError, NoAnswer, printable
+from stretto.records.status import (
+    LATE_S,
+    STATUS,
+    Status,
+    decode_status,
+    is_of_former_kernel,
+    read_status,
+    standstill,
+)
+
+__all__ = ["status_lines", "status_lines_over_bus"]
+
+
+def status_lines(folder: Path) -> list[str]:
+    """Describe the state of the run in `folder`.
+
+    Raises:
+        ConfigError: if the folder holds no status.
+    """
+    status = read_status(folder)
+    if status is None:
+        raise ConfigError(f"{folder} has no {STATUS}: it holds no run, or the run has not started")
+    lines = _head(status)
+    age_s = time.time() - status.written
+    if not is_locked(folder / "bus" / "kernel.lock"):
+        return [*lines, f"no kernel owns the run; this was its state {age_s:.0f} s ago"]
+    remark = standstill(folder, status)
+    if is_of_former_kernel(folder, status):
+        return [*lines, remark]
+    return [*lines, *([remark] if remark else []), *_details(status)]
+
+
+def status_lines_over_bus(
+    file: Path, url: str | None, credentials: str | None, certificate: Path | None
+) -> list[str]:
+    """Describe the state of a run whose kernel sends its status over the bus.
+
+    Args:
+        file: the viewer's bootstrap file, `bus/viewer.json` of the run.
+        url: the address of nats-server as it is reached from here; None for the one in the file.
+        credentials: a file with a login for a server of the user's own.
+        certificate: a certificate for such a server, beside its key.
+
+    Raises:
+        ConfigError: if a file is not what it should be.
+        NoAnswer: if the server cannot be reached, or refuses the login, or if the kernel is silent.
+    """
+    status = anyio.run(_receive_status, bootstrap_elsewhere(file, VIEWER, url, credentials, certificate))
+    return [*_head(status), *_details(status)]
+
+
+async def _receive_status(bootstrap: Bootstrap) -> Status:
+    """Return the next status that the kernel sends."""
+    received: list[RunStatus] = []
+    arrived = anyio.Event()
+
+    def take_in(message: RunStatus) -> None:
+        received.append(message)
+        arrived.set()
+
+    subject = Subjects(bootstrap.run).status
+    async with connect(bootstrap) as bus:
+        await bus.subscribe(subject, RunStatus, take_in)
+        with anyio.move_on_after(LATE_S):
+            await arrived.wait()
+    if not received:
+        raise NoAnswer("the kernel", subject, LATE_S)
+    try:
+        return decode_status(received[0].content)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the kernel sent what is not a status: {error}") from error
+
+
+def _head(status: Status) -> list[str]:
+    bottleneck = [f"bottleneck {status.bottleneck}"] if status.bottleneck else []
+    return [
+        printable(each) for each in (f"step {status.version} of {status.steps}, {status.now}", *bottleneck)
+    ]
+
+
+def _details(status: Status) -> list[str]:
+    """Describe what the kernel knows of its processes."""
+    lines: list[str] = []
+    if not status.connected:
+        lines.append("the kernel has no connection to nats-server")
+    if status.metrics_url:
+        lines.append(printable(f"figures for Prometheus: {status.metrics_url}"))
+    for worker in status.workers:
+        ready = "leaving, with its work still to finish" if worker.leaving else "ready"
+        state = ready if worker.ready else status.starting.get(worker.worker, "not ready")
+        blocked = f", its event loop stands still for {worker.blocked_s:.0f} s" if worker.blocked_s else ""
+        lines.append(printable(f"{worker.worker}: {state}, heard {worker.silent_s:.0f} s ago{blocked}"))
+    return [*lines, *(printable(str(stall)) for stall in status.waits)]

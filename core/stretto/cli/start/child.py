@@ -1,0 +1,109 @@
+"""The kernel process of a run that was started from Python: `python -m stretto.cli.start.child DESCRIPTOR`.
+
+It is `stretto run` for a program: it reads a `RunRequest` from stdin, and tells what becomes of the run
+through the pipe DESCRIPTOR, one JSON object on each line. The end of stdin ends the run as Ctrl-C ends
+`stretto run`: the system closes stdin however the program ends. SIGTERM after it is the second Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.errors import StrettoError
+
+__all__ = ["RunAccepted", "RunNotice", "RunRefused", "RunRequest", "message_of"]
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The run that a program asks for."""
+
+    file: str
+    """The run file. If there is a `document`, only messages name it."""
+    document: dict[str, Any] | None = None
+    """The content in place of that of a file."""
+    overrides: list[str] = []
+    """`dotted.key=value`, as on the command line."""
+
+
+class RunNotice(msgspec.Struct, frozen=True, tag="notice"):
+    """A note or a warning about the run."""
+
+    level: str
+    text: str
+
+
+class RunAccepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """The run starts now."""
+
+    folder: str
+
+
+class RunRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The run was refused, or failed before it had a summary: the error's class and what it carries."""
+
+    error: str
+    text: str
+    path: str = ""
+    value: Any = None
+    kind: str = ""
+    name: str = ""
+
+
+_Message = RunNotice | RunAccepted | RunRefused
+message_of: Callable[[bytes], _Message] = msgspec.json.Decoder(_Message).decode
+"""Decode a line of the pipe."""
+
+
+def main(descriptor: int) -> int:
+    """Run the requested run to its end, and return the exit status, which is that of `stretto run`."""
+    os.umask(0o077)
+    os.set_inheritable(descriptor, False)  # the reader sees the end of the pipe when this process ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the run sets its own handlers
+        signal.signal(number, lambda number, frame: sys.exit(130))
+    encode = msgspec.json.Encoder(enc_hook=repr).encode
+
+    def send(message: _Message) -> None:
+        try:
+            os.write(descriptor, encode(message) + b"\n")
+        except BrokenPipeError:  # the program has ended: so does the run, by the end of stdin
+            return
+
+    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=RunRequest)
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    try:
+        return _run(request, send)
+    except StrettoError as error:
+        carried = {
+            key: getattr(error, key) for key in ("path", "value", "kind", "name") if hasattr(error, key)
+        }
+        send(RunRefused(type(error).__name__, str(error), **carried))
+        return 1
+
+
+def _run(request: RunRequest, send: Callable[[_Message], None]) -> int:
+    from stretto.assembly.compose import compose
+    from stretto.cli.start.acceptance import accepted_start
+    from stretto.kernel.life import run_to_end
+
+    composed = compose(Path(request.file), request.overrides, document=request.document)
+    with accepted_start(composed, lambda level, text: send(RunNotice(level, text))) as (folder, forks):
+        send(RunAccepted(str(folder)))
+        return run_to_end(composed, folder, forks)
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 1024):  # sys.stdin has a lock, for which the end of the interpreter would wait
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,73 @@
+"""`stretto run --detach`: a run in the background, in a session of its own, that outlives the terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from stretto.cli.start.folders import OUTPUT
+from stretto.errors import ConfigError, RunError
+from stretto.records.status import read_status
+
+__all__ = ["run_detached"]
+
+_LOOK_S = 0.2
+_TAIL_BYTES = 4000
+
+
+def run_detached(arguments: Sequence[str], folder: Path) -> int:
+    """Start a command of stretto that owns the run in a folder, and wait until the run trains. Return the
+    process id.
+
+    Args:
+        arguments: the arguments of `stretto`, such as `run FILE`.
+
+    Raises:
+        RunError: if the run does not start. The message has the end of what the command printed.
+        ConfigError: if the folder cannot be written.
+    """
+    output = folder / OUTPUT
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with output.open("ab") as file:
+            start = file.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "stretto", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise ConfigError(f"out: cannot write to {folder}: {error}", path="out") from error
+    while not _trains(folder, process.pid):
+        if (status := process.poll()) is not None:
+            if status == 0:  # it was short
+                break
+            raise RunError(_failure(folder, start, status))
+        time.sleep(_LOOK_S)
+    return process.pid
+
+
+def _trains(folder: Path, pid: int) -> bool:
+    status = read_status(folder)
+    return status is not None and status.pid == pid and status.started
+
+
+def _failure(folder: Path, start: int, status: int) -> str:
+    """Say why a run did not start. A folder that holds nothing else is removed."""
+    output = folder / OUTPUT
+    with output.open("rb") as file:
+        file.seek(start)
+        printed = file.read()[-_TAIL_BYTES:].decode(errors="replace").strip()
+    if not (folder / "config.yaml").exists():
+        output.unlink()
+        for left in (folder / "bus" / "kernel.lock", folder / "bus", folder):
+            with suppress(OSError):  # it holds more
+                left.unlink() if left.is_file() else left.rmdir()
+    reasons = "\n".join(line.removeprefix("error: ") for line in printed.splitlines())
+    return f"the run did not start (exit status {status}):\n{reasons}"

@@ -1,0 +1,1 @@
+"""What the kernel asks of engines and trainers."""

@@ -1,0 +1,249 @@
+"""The kernel's side of the inference workers. It keeps each engine at the newest weights, or at the weights
+of the evaluation that the engine is lent to.
+
+The kernel names an engine to rollout workers only when the engine serves the right weights. The run fails if
+an engine serves other weights than the announced ones. With `inference.canary.on_drift: stop` it also fails
+if an engine drifts too far from the trainer. The engine's worker has then sent no token of that version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import count
+
+import anyio
+import structlog
+
+from stretto import tracing
+from stretto.bus.client import Bus
+from stretto.bus.messages.inference import AskLoad, LoadReport, Swap, SwapDone
+from stretto.bus.messages.membership import WorkerProcess
+from stretto.bus.messages.subjects import Subjects
+from stretto.errors import BusError, NoAnswer, RunError
+from stretto.kernel.fleet.fleet import Fleet, FleetMember
+from stretto.kernel.observe.timeline import Timeline
+from stretto.kernel.observe.traces import RunTraces
+from stretto.kernel.observe.waits import Waits
+from stretto.kernel.schedule.lending import Lending, Wish
+from stretto.records.timeline import Cause
+from stretto.weights import WeightsNote
+
+__all__ = ["Engines"]
+
+log = structlog.get_logger()
+
+_SWAP_S = 300.0
+"""Deadline of one swap."""
+_ASKED = 32
+"""Up to this many engines, the kernel asks all of them for their figures after each step."""
+_TRIES = 5
+"""Number of failed swaps in a row to the same weights after which the run fails."""
+
+
+class Engines:
+    """All inference workers of the run.
+
+    Args:
+        on_swapped: called after each swap, with the worker and its answer.
+        on_callable: called with an engine that rollout workers may call, and again when it serves a new
+            version or is lent.
+        waits: is told which engines sample for training.
+        turn_s: length of an evaluation's first turn at a single engine, in seconds.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        names: Subjects,
+        fleet: Fleet,
+        lease_epoch: int,
+        timeline: Timeline,
+        traces: RunTraces,
+        *,
+        on_swapped: Callable[[str, SwapDone], None],
+        on_callable: Callable[[FleetMember], None],
+        waits: Waits,
+        turn_s: float,
+    ) -> None:
+        self._bus = bus
+        self._names = names
+        self._fleet = fleet
+        self._lease_epoch = lease_epoch
+        self._timeline = timeline
+        self._traces = traces
+        self._on_swapped = on_swapped
+        self._on_callable = on_callable
+        self._waits = waits
+        self._news: dict[str, anyio.Event] = {}
+        """Worker -> set when the weights that it has to serve may have changed, or when it is lost."""
+        self._lending_news = anyio.Event()
+        self._numbers = count()
+        self._lending = Lending(turn_s)
+        self._wish = Wish()
+        self._busy: dict[str, float] = {}
+        """Seconds of work of each engine, by the nonce of its process, at the last call of `busy_s`."""
+        self._mean_busy_s = 0.0
+        self.trainer: WorkerProcess | None = None
+        """Rank 0 of the lead group. The kernel sets it when all trainers are ready."""
+        self.note: WeightsNote | None = None
+        """The newest weights."""
+        self.notes: dict[int, WeightsNote] = {}
+        """By version: the newest weights, and the weights that evaluations need."""
+
+    def announce(self, note: WeightsNote) -> None:
+        """Announce new weights. The call does not wait until the engines serve them."""
+        self.note = note
+        self.remember([note])
+        self._tell_engines()
+
+    def remember(self, notes: Iterable[WeightsNote]) -> None:
+        """Store the notes of versions that evaluations may need."""
+        self.notes |= {note.version: note for note in notes}
+
+    def lend(self, wish: Wish) -> None:
+        """Set what evaluations need from the engines, from now on."""
+        if wish != self._wish:
+            self._wish = wish
+            self.notes = {
+                version: note
+                for version, note in self.notes.items()
+                if version in wish.needed or note is self.note
+            }
+            self._tell_engines()
+            self._look_at_lending()
+
+    def changed(self, member: FleetMember) -> None:
+        """Take in that a worker is lost, has left, or begins to drain."""
+        if member.worker in self._news and not self._is_present(member):
+            self._news.pop(member.worker).set()
+            self._waits.gone(member.worker)
+        self._look_at_lending_in_use()
+
+    def _tell_engines(self) -> None:
+        """Check again what each engine has to serve. This costs as much as there are engines."""
+        for news in self._news.values():
+            news.set()
+
+    def _look_at_lending_in_use(self) -> None:
+        """Check again which engines are lent, if there is an evaluation. Without one, none is lent, and a
+        change of the engines costs nothing."""
+        if self._wish.version is not None:
+            self._look_at_lending()
+
+    def _look_at_lending(self) -> None:
+        """Check again which engines are lent."""
+        self._lending_news.set()
+        self._lending_news = anyio.Event()
+
+    async def look_after_lending(self) -> None:
+        """Lend engines to the evaluation under way and take them back, until cancelled."""
+        while True:
+            news, now = self._lending_news, anyio.current_time()
+            former = self._lending.lent
+            workers = {
+                member.worker: member.exact_version
+                for member in self._fleet.of("inference")
+                if not member.leaving
+            }
+            again = self._lending.choose(self._wish, workers, now)
+            if self._lending.lent != former:
+                log.info("engines lent", version=self._wish.version, workers=sorted(self._lending.lent))
+                self._tell_engines()
+                continue
+            with anyio.move_on_at(again):
+                await news.wait()
+
+    async def keep_current(self, member: FleetMember) -> None:
+        """Keep one worker at the newest weights, or at the weights of the evaluation that it is lent to,
+        until the worker is gone. The worker skips versions in between.
+
+        Raises:
+            RunError: if the worker cannot swap, serves other weights than the announced ones, or reports that
+                its drift ends the run. The message names the worker, the version and the reason, such as the
+                first tensors that differ.
+        """
+        failures = 0
+        served: tuple[WeightsNote, bool] | None = None  # weights, and whether only for their evaluation
+        self._look_at_lending_in_use()
+        while self._is_present(member):
+            news = self._news[member.worker] = anyio.Event()
+            target = self._target(member)
+            if target is None or target == served:
+                await news.wait()
+                continue
+            note, exact = target
+            try:
+                done = await self._swap(member, note, exact=exact)
+            except BusError as error:
+                if not self._is_present(member):
+                    return
+                # Only repeated failures with the same weights count: old ones may be gone and replaced.
+                failures = failures + 1 if self._target(member) == target else 0
+                # After a failed swap to or from an evaluation, the worker answers no request.
+                served = None
+                log.warning("swap failed", worker=member.worker, version=note.version, error=str(error))
+                if failures == _TRIES:
+                    raise RunError(f"{member.worker} cannot serve version {note.version}: {error}") from error
+                await anyio.sleep(0.2 * failures)
+                continue
+            if not self._is_present(member):
+                return  # lost before it answered
+            if served is None or served[0] != note:
+                self._on_swapped(member.worker, done)
+            failures, served = 0, target
+            member.callable, member.exact_version = True, note.version if exact else None
+            if not exact:
+                self._waits.serves(member.worker, note.version, done.report.pause_s)
+            self._fleet.serves(member, note.version)
+            self._on_callable(member)
+            self._look_at_lending_in_use()  # the turn of a single engine begins when it has its weights
+
+    async def busy_s(self) -> float:
+        """Return the present engines' mean seconds of work since the kernel's start. Ask a few engines for
+        theirs; of many, the latest heartbeats are exact enough.
+
+        Engines come and go, so the mean grows by the mean of what the present ones have done since the last
+        call.
+        """
+        members = self._fleet.of("inference")
+        for member in members if len(members) <= _ASKED else ():
+            subject = self._names.worker("inference", member.worker, member.nonce, "load")
+            try:
+                report = await self._bus.request(
+                    subject, AskLoad(), LoadReport, who=member.worker, deadline_s=2
+                )
+                member.load, member.busy_s = report.load, report.load.busy_s
+            except NoAnswer as error:
+                log.warning("no load figures", worker=member.worker, error=str(error))
+        former, self._busy = self._busy, {member.nonce: member.busy_s for member in members}
+        new = sum(busy_s - former.get(nonce, 0.0) for nonce, busy_s in self._busy.items())
+        self._mean_busy_s += new / max(1, len(members))
+        return self._mean_busy_s
+
+    def _target(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
+        """Return the weights that a worker has to serve now, and whether only their evaluation may use
+        them."""
+        if member.worker in self._lending.lent and self._wish.version in self.notes:
+            return self.notes[self._wish.version], True
+        return (self.note, False) if self.note is not None else None
+
+    async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone:
+        if exact:  # from now until the next swap, the worker takes no request of training
+            self._waits.away(member.worker, Cause("evaluation", note.version))
+        start = self._timeline.now()
+        cause = self._traces.cause_of_swap(note.version, exact=exact)
+        with tracing.span("swap", cause, worker=member.worker, version=note.version) as span:
+            done = await self._bus.request(
+                self._names.worker("inference", member.worker, member.nonce, "swap"),
+                Swap(self._lease_epoch, next(self._numbers), note, exact, span.traceparent, self.trainer),
+                SwapDone,
+                who=member.worker,
+                deadline_s=_SWAP_S,
+            )
+        if done.fault:
+            raise RunError(f"{member.worker}: {done.fault}")
+        self._timeline.swap(start, member.worker, done.report.version, done.report.pause_s, exact=exact)
+        return done
+
+    def _is_present(self, member: FleetMember) -> bool:
+        return self._fleet.members.get(member.worker) is member

@@ -1,0 +1,245 @@
+"""The kernel's side of the worker groups: load models, run the calls of a step, save.
+
+A call begins as soon as the calls that it depends on are done. The calls of one group run in order; the calls
+of different groups run at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import msgspec
+
+from stretto.assembly.placement import Placement, WorkerGroup
+from stretto.bus.client import Bus
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.training import (
+    AskPublished,
+    CallDone,
+    EndStep,
+    LoadCheckpoint,
+    Loaded,
+    Prefetch,
+    Published,
+    RowRef,
+    RunCall,
+    Save,
+    Saved,
+    StepEnded,
+)
+from stretto.errors import one_error
+from stretto.kernel.durable.checkpoint import Draft, place_of
+from stretto.kernel.observe.timeline import Timeline
+from stretto.kernel.observe.traces import UNTRACED, StepTrace
+from stretto.weights import WeightsNote
+
+__all__ = ["CallTime", "StepResult", "Trainers"]
+
+A = TypeVar("A", bound=Message)
+
+_DEADLINE_S = 24 * 3600.0
+"""Deadline of one call, load or save. The fleet notices a dead trainer long before."""
+
+
+@dataclass(frozen=True)
+class CallTime:
+    """When a call ran, in seconds from the start of its step."""
+
+    call: str
+    group: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one step's calls."""
+
+    statistics: dict[str, float]
+    """Statistics of the calls. Names of a model other than the lead model begin with its name and a slash."""
+    times: list[CallTime]
+    version: int
+    """Version of the weights after the step."""
+    began: float
+    """Unix time at which the step began."""
+    divergence: float | None = None
+    """KL(behaviour || policy at the start of the step) of the batch, in nats a token. It includes the
+    engines' error. None if it was not measured."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which at least one call ran."""
+        total, covered = 0.0, 0.0
+        for each in sorted(self.times, key=lambda each: each.start_s):
+            total += max(0.0, each.end_s - max(each.start_s, covered))
+            covered = max(covered, each.end_s)
+        return total
+
+
+class Trainers:
+    """Sends the kernel's requests to rank 0 of every worker group."""
+
+    def __init__(
+        self, bus: Bus, names: Subjects, placement: Placement, lease_epoch: int, timeline: Timeline
+    ) -> None:
+        self._bus = bus
+        self._names = names
+        self._lease_epoch = lease_epoch
+        self.placement = placement
+        self.nonces: Mapping[str, str] = {}
+        """Nonces of the trainers, by worker. The kernel sets them when all trainers have joined."""
+        self.timeline = timeline
+
+    async def load(
+        self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...] = ()
+    ) -> tuple[WeightsNote, ...]:
+        """Load a checkpoint in all groups, or the initial models if `folder` is None.
+
+        Returns:
+            The notes of the published weights: first the `needed` older versions from the checkpoint, then
+            `version`.
+        """
+        place, manifest = place_of(folder)
+        request = LoadCheckpoint(self._lease_epoch, place, version, needed, manifest)
+        answers = await self._ask_all("load", request, Loaded)
+        again = [note for answer in answers for note in answer.needed]
+        return (*again, _note_of([answer.note for answer in answers]))
+
+    async def step(
+        self,
+        incarnation: int,
+        version: int,
+        rows: tuple[RowRef, ...],
+        ahead: tuple[RowRef, ...] = (),
+        trace: StepTrace = UNTRACED,
+        recorded: anyio.Event | None = None,
+    ) -> StepResult:
+        """Run the calls of one train step on a batch. Then call `end`.
+
+        Args:
+            ahead: rows that the next batches will probably need. The trainers fetch them while the present
+                rows train.
+            recorded: set when the batch is in the journal; no weight changes before. None if it is there.
+        """
+        request = RunCall(
+            self._lease_epoch, incarnation, version, "", rows, trace.span.traceparent, tuple(trace.groups)
+        )
+        step = _Step(self, request, ahead, recorded)
+        with one_error():
+            async with anyio.create_task_group() as tasks:
+                for group in self.placement.groups.values():
+                    tasks.start_soon(step.run_group, group)
+        divergence = step.statistics.pop("divergence", None)
+        return StepResult(step.statistics, step.times, version + 1, step.began, divergence)
+
+    async def end(self, version: int, needed: tuple[int, ...] = (), trace: StepTrace = UNTRACED) -> None:
+        """End the step that began at a version. The trainers are then ready for the next one, and have begun
+        to publish the weights.
+
+        Args:
+            needed: published versions that the trainers keep, because evaluations need them.
+        """
+        await self._ask_all(
+            "end", EndStep(self._lease_epoch, version, needed, trace.span.traceparent), StepEnded
+        )
+
+    async def published(self, version: int) -> WeightsNote:
+        """Wait until the weights after the last step that ended are published, and return their note."""
+        request = AskPublished(self._lease_epoch, version)
+        return (await self.ask(self.placement.lead, "published", request, Published)).note
+
+    async def save(self, draft: Draft, version: int, needed: tuple[int, ...] = ()) -> None:
+        """Write the models and optimizers of all groups into a draft of a checkpoint, and the published
+        weights of the `needed` older versions, which evaluations need."""
+        for saved in await self._ask_all(
+            "save", Save(self._lease_epoch, draft.place, version, needed), Saved
+        ):
+            draft.uploaded.update(saved.uploaded)
+
+    async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:
+        """Tell every rank to fetch these rows.
+
+        Args:
+            complete: also tell them to drop all other rows, except those of the present batch.
+        """
+        message = Prefetch(rows, complete)
+        for group in self.placement.groups.values():
+            for worker in group.workers:
+                await self._bus.publish(self._subject(worker, "prefetch"), message)
+
+    async def ask(self, group: WorkerGroup, verb: str, message: Message, answer: type[A]) -> A:
+        """Send a request to rank 0 of one group, and return its answer."""
+        worker = group.workers[0]
+        subject = self._subject(worker, verb)
+        return await self._bus.request(subject, message, answer, who=worker, deadline_s=_DEADLINE_S)
+
+    def _subject(self, worker: str, verb: str) -> str:
+        return self._names.worker("trainer", worker, self.nonces[worker], verb)
+
+    async def _ask_all(self, verb: str, message: Message, answer: type[A]) -> list[A]:
+        answers: list[A] = []
+
+        async def ask(group: WorkerGroup) -> None:
+            answers.append(await self.ask(group, verb, message, answer))
+
+        with one_error():
+            async with anyio.create_task_group() as tasks:
+                for group in self.placement.groups.values():
+                    tasks.start_soon(ask, group)
+        return answers
+
+
+class _Step:
+    """The calls of one step under way."""
+
+    def __init__(
+        self,
+        trainers: Trainers,
+        request: RunCall,
+        ahead: tuple[RowRef, ...],
+        recorded: anyio.Event | None,
+    ) -> None:
+        self._trainers = trainers
+        self._placement = trainers.placement
+        self._request = request
+        self._ahead = ahead
+        self._recorded = recorded
+        self.began = trainers.timeline.now()
+        self._began = time.monotonic()
+        self._done = {call.name: anyio.Event() for call in self._placement.graph.step_calls}
+        self.statistics: dict[str, float] = {}
+        self.times: list[CallTime] = []
+
+    async def run_group(self, group: WorkerGroup) -> None:
+        """Run one group's calls in the graph's order, each after the calls that it depends on."""
+        graph = self._placement.graph
+        for call in graph.step_calls:
+            if self._placement.group_of(call) is not group:
+                continue
+            for earlier in graph.before(call):
+                if earlier in self._done:
+                    await self._done[earlier].wait()
+            if call.op == "train" and self._recorded is not None:
+                await self._recorded.wait()
+            if call.op == "train" and call.model == graph.lead and self._ahead:
+                await self._trainers.prefetch((*self._request.rows, *self._ahead), complete=True)
+            start_s, start = time.monotonic() - self._began, self._trainers.timeline.now()
+            request = msgspec.structs.replace(self._request, name=call.name)
+            done = await self._trainers.ask(group, "call", request, CallDone)
+            prefix = "" if call.model in (None, graph.lead) else f"{call.model}/"
+            self.statistics |= {f"{prefix}{name}": value for name, value in done.statistics.items()}
+            self.times.append(CallTime(call.name, group.path, start_s, start_s + done.seconds))
+            version = self._request.version
+            self._trainers.timeline.call(start, group.path, call.name, version, done.seconds)
+            self._done[call.name].set()
+
+
+def _note_of(notes: Sequence[WeightsNote | None]) -> WeightsNote:
+    [note] = [note for note in notes if note is not None]
+    return note

@@ -1,0 +1,1 @@
+"""What survives the kernel: journal, checkpoints, recovery."""

@@ -1,0 +1,290 @@
+"""The values of a run: the files that hold them, and the changes with which a run may be resumed.
+
+    config.yaml        the values in force
+    config-1.yaml …    the former values, in order; config-1.yaml has the values that the run started with
+    references.yaml    keys that were written as a reference to another key, such as `${steps}`
+    fingerprints.json  fingerprint of each dataset, by the key of its section
+
+A change is decided when `config.yaml` is replaced. A resumed run first repeats the steps that were trained
+with former values. It changes to the next values where the journal records the change, or at the journal's
+end (`kernel.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import yaml
+
+from stretto.assembly.compose import Composed, compose
+from stretto.assembly.placement import Placement
+from stretto.assembly.plan import context_of, placement
+from stretto.assembly.variants import variants_of
+from stretto.base.private_file import write_private
+from stretto.component import Problem
+from stretto.dataset import Dataset
+from stretto.errors import ConfigError
+from stretto.kernel.durable.checkpoint import newest_intact
+from stretto.records.run import MIRROR
+from stretto.records.values import dotted_values
+from stretto.training.config import ModelTrainingConfig
+
+__all__ = [
+    "compose_changes",
+    "differences",
+    "document_of",
+    "fingerprint_changes",
+    "is_complete",
+    "newest_values",
+    "put_into_force",
+    "values_file",
+    "write_values",
+]
+
+log = structlog.get_logger()
+
+
+def newest_values(folder: Path) -> int:
+    """Return the number of the values in `config.yaml`; 1 for a run whose values never changed."""
+    number = 1
+    while (folder / f"config-{number}.yaml").exists():
+        number += 1
+    return number
+
+
+def values_file(folder: Path, number: int) -> Path:
+    """Return the file that holds the values with this number."""
+    return folder / ("config.yaml" if number == newest_values(folder) else f"config-{number}.yaml")
+
+
+def write_values(folder: Path, composed: Composed) -> None:
+    """Write the values of a composed run as the values in force.
+
+    Raises:
+        OSError: if the files cannot be written.
+    """
+    references = folder / "references.yaml"
+    if composed.references or references.exists():
+        _write(references, yaml.safe_dump(dict(composed.references)))
+    _write(folder / "config.yaml", yaml.safe_dump(dict(composed.document), sort_keys=False))
+
+
+def is_complete(folder: Path, steps: int) -> bool:
+    """Whether a run has completed at least this number of steps."""
+    file = folder / "summary.json"
+    if not file.exists():
+        return False
+    try:
+        summary = json.loads(file.read_bytes())
+        return summary["status"] == "completed" and summary["version"] >= steps
+    except (ValueError, TypeError, KeyError) as error:  # the kernel writes it again at the end of the run
+        log.warning("summary is damaged", file=str(file), damage=f"{type(error).__name__}: {error}")
+        return False
+
+
+def fingerprint_changes(
+    folder: Path, datasets: Mapping[str, Dataset], *, accept: bool
+) -> dict[str, tuple[str, str]]:
+    """Compare datasets with their fingerprints in `fingerprints.json`, and record those that are new there.
+
+    Args:
+        datasets: datasets by the key of their section.
+        accept: record the fingerprints that differ, too.
+
+    Returns:
+        Key of each dataset whose rows have changed -> its former and its new fingerprint.
+
+    Raises:
+        ConfigError: if the file is damaged.
+    """
+    recorded = _read_fingerprints(folder)
+    present = {path: dataset.fingerprint for path, dataset in datasets.items()}
+    changed = {
+        path: (recorded[path], present[path])
+        for path in present
+        if recorded.get(path, present[path]) != present[path]
+    }
+    now = recorded | present if accept else present | recorded
+    if now != recorded:
+        _write_fingerprints(folder, now)
+    return changed
+
+
+def forget_fingerprint(folder: Path, path: str) -> None:
+    """Remove a dataset from `fingerprints.json`, because the run gets another one.
+
+    Raises:
+        ConfigError: if the file is damaged.
+    """
+    recorded = _read_fingerprints(folder)
+    if recorded.pop(path, None) is not None:
+        _write_fingerprints(folder, recorded)
+
+
+def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
+    """Compose a run's values with some of them changed. In a copy of a run that is elsewhere, the paths of
+    the run may be missing.
+
+    Raises:
+        ConfigError: if the folder holds no run, or if the run cannot continue with these values.
+        PluginError: if a component is not available.
+    """
+    file = folder / "config.yaml"
+    if not file.exists():
+        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
+    elsewhere = (folder / MIRROR).exists()
+    document = document_of(folder, newest_values(folder))
+    changed = compose(file, overrides, document=document, elsewhere=elsewhere)
+    faults = list(_faults(compose(file, elsewhere=elsewhere), changed, folder))
+    if faults:
+        raise ConfigError("\n".join(f"{changed.place(fault.path)}: {fault.message}" for fault in faults))
+    return changed
+
+
+def document_of(folder: Path, number: int) -> dict[str, Any]:
+    """Return the values with this number as a run file: keys that were written as a reference to another key
+    are references again, so that they follow an override of that key."""
+    document: dict[str, Any] = yaml.safe_load(values_file(folder, number).read_text())
+    references = folder / "references.yaml"
+    if references.exists():
+        for path, text in yaml.safe_load(references.read_text()).items():
+            _put(document, path, text)
+    return document
+
+
+def put_into_force(folder: Path, changed: Composed) -> None:
+    """Replace `config.yaml`, and keep the former file under its number. If no value differs, do nothing. The
+    caller owns the run."""
+    changes = differences(yaml.safe_load((folder / "config.yaml").read_text()), changed.document)
+    if not changes:
+        return
+    if any(key.startswith("evaluation.dataset") for key in changes):
+        forget_fingerprint(folder, "evaluation.dataset")
+    former = folder / f"config-{newest_values(folder)}.yaml"
+    _write(former, (folder / "config.yaml").read_text())
+    write_values(folder, changed)
+
+
+def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the dotted keys whose values differ, each with its former and its new value as JSON. A missing
+    value is `null`."""
+    before, after = dict(dotted_values(former)), dict(dotted_values(changed))
+    return {
+        key: values
+        for key in sorted(before.keys() | after.keys())
+        if (values := (before.get(key, "null"), after.get(key, "null")))[0] != values[1]
+    }
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Problem]:
+    """Yield the changes that a resumed run refuses, because they would make it a different run."""
+    was, now = former.config, changed.config
+    fixed = {
+        "model": "the run's weights come from it",
+        "seed": "the order of the rows is drawn from it",
+        "dataset.shuffle": "it decides the order of the rows",
+        "out": "the run lies there",
+    }
+    for path, why in fixed.items():
+        if former.section(path) != changed.section(path):
+            yield _fixed(path, former.section(path), changed.section(path), why)
+    if set(was.bus.servers) != set(now.bus.servers) and not set(was.bus.servers) & set(now.bus.servers):
+        yield _fixed("bus.url", was.bus.url, now.bus.url, "the run's journal lies there")
+    for name in sorted(was.models.keys() | now.models.keys()):
+        before, after = (run.models[name].path if name in run.models else None for run in (was, now))
+        if before != after:
+            yield _fixed(f"models.{name}.path", before, after, "the model's weights come from it")
+    before, after = (
+        {name: variant.weight for name, variant in variants_of(run).items()} for run in (was, now)
+    )
+    if before != after:
+        yield _fixed("variants", before, after, "its tickets got their variants by these names and weights")
+    yield from _structure_faults(placement(former), placement(changed))
+    if former.section("dataset") != changed.section("dataset"):  # the same rows need not be here
+        before, after = (_fingerprint(composed) for composed in (former, changed))
+        if before != after:
+            yield Problem(
+                "dataset",
+                f"has other rows ({after[0]}, fingerprint {after[1]}) than before ({before[0]}, "
+                f"{before[1]}); a resumed run keeps its rows and their order; start a new run for others",
+            )
+    found = newest_intact(folder / "checkpoints")
+    if found and now.steps < found[1].version:
+        yield Problem("steps", f"is {now.steps}, and the run is at version {found[1].version} already")
+    elif is_complete(folder, now.steps):
+        yield Problem("steps", f"is {now.steps}, and the run is complete: give it more to go on with it")
+
+
+def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem]:
+    """Yield the refused changes of the models, their adapters, and the number of samples of a prompt."""
+    before, after = former.graph, changed.graph
+    if before.source.samples != after.source.samples:
+        why = "the groups in the ledger have as many samples"
+        yield _fixed("algorithm.group_size", before.source.samples, after.source.samples, why)
+    if (before.samples, before.lead, before.models) != (after.samples, after.lead, after.models):
+        models = (", ".join(sorted(graph.models)) for graph in (before, after))
+        yield _fixed("algorithm.use", *models, why="checkpoints hold the models of the former algorithm")
+    elif _adapters(former) != _adapters(changed):
+        yield Problem("training.lora", "cannot change: checkpoints hold the adapters as they were")
+
+
+def _adapters(placed: Placement) -> dict[str, object]:
+    """Return what says which adapters each model has that has some."""
+    return {
+        model: (section.lora.rank, section.lora.alpha, section.lora.targets, section.freeze_vision_tower)
+        for group in placed.groups.values()
+        for model in group.models
+        for section in [group.section]
+        if isinstance(section, ModelTrainingConfig) and section.lora is not None
+    }
+
+
+def _fixed(path: str, former: object, changed: object, why: str) -> Problem:
+    return Problem(
+        path,
+        f"cannot change from {former!r} to {changed!r} in a resumed run: {why}; start a new run for that",
+    )
+
+
+def _fingerprint(composed: Composed) -> tuple[int, str]:
+    dataset: Dataset = composed.make("dataset", context_of(composed.config))
+    return len(dataset), dataset.fingerprint
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _read_fingerprints(folder: Path) -> dict[str, str]:
+    file = folder / "fingerprints.json"
+    try:
+        return msgspec.json.decode(file.read_bytes() if file.exists() else b"{}", type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{file}: {error}; if the datasets have not changed, remove the file and resume again"
+        ) from error
+
+
+def _write_fingerprints(folder: Path, fingerprints: Mapping[str, str]) -> None:
+    _write(folder / "fingerprints.json", json.dumps(fingerprints, indent=2) + "\n")
+
+
+def _write(file: Path, text: str) -> None:
+    write_private(file, text.encode())
+
+
+def _put(document: dict[str, Any], path: str, value: str) -> None:
+    """Set the value at a dotted key, if the document has that key. A change that was killed may have left
+    references to keys of values that never came into force."""
+    *above, last = path.split(".")
+    for part in above:
+        document = document.get(part) or {}
+    if last in document:
+        document[last] = value

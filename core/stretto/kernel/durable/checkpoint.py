@@ -1,0 +1,407 @@
+"""Checkpoint folders: write them atomically, find the newest intact one, and remove old ones.
+
+    step-000040/model/          the lead model; it loads with transformers
+    step-000040/                further files of its training engine, and the algorithm's state
+    step-000040/models/<name>/  the same for each other model that is trained
+    step-000040/evaluation/     weights of older versions that still have to be evaluated
+    step-000040/kernel.json     ledger, dataset cursor, and positions in journal and log
+    step-000040/manifest.json   SHA-256 of every other file; it is written last
+
+A checkpoint is written under a temporary name and then renamed, so it is complete or absent.
+
+With `checkpoint.store`, the trainers write their files to a folder at that URL. The kernel adds `kernel.json`
+and then the manifest, which makes that folder a complete checkpoint. The run's own folder has the same
+`kernel.json` and manifest, and `store.json` with the URL. A checkpoint without them in the run's folder does
+not count, and is removed from the store.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import AsyncGenerator, Collection, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import anyio.to_thread
+import msgspec
+import structlog
+
+from stretto.base.remote_folder import RemoteFolder, file_hash
+from stretto.errors import ConfigError
+from stretto.kernel.schedule.scheduler import Ledger, Snapshot
+from stretto.weights import WeightsNote
+
+__all__ = [
+    "Draft",
+    "KernelState",
+    "LostData",
+    "checkpoint_name",
+    "damage_of",
+    "find_checkpoint",
+    "newest_intact",
+    "place_of",
+    "prune",
+    "state_of",
+    "writing",
+]
+
+log = structlog.get_logger()
+
+_PREFIX = "step-"
+_MANIFEST = "manifest.json"
+_STORE = "store.json"
+
+
+class _StoreEntry(msgspec.Struct, frozen=True):
+    """The content of `store.json`: where the files are that the run's folder does not have."""
+
+    url: str
+
+
+class LostData(msgspec.Struct, frozen=True):
+    """What a run has lost for good, because its store or its checkpoints were damaged."""
+
+    steps: int = 0
+    """Train steps that were complete and could not be repeated."""
+    groups: int = 0
+    """Finished groups whose trajectories were gone, or were sampled by the weights of lost steps."""
+    messages: int = 0
+    """Messages that were missing in the part of the log that no checkpoint covered."""
+
+    def __bool__(self) -> bool:
+        return self != LostData()
+
+    def __add__(self, other: LostData) -> LostData:
+        return LostData(self.steps + other.steps, self.groups + other.groups, self.messages + other.messages)
+
+
+class KernelState(msgspec.Struct, frozen=True):
+    """The kernel's own part of a checkpoint."""
+
+    version: int
+    incarnation: int
+    digest: str
+    """Digest of the weights."""
+    snapshot: Snapshot
+    log_sequence: int
+    """Sequence number of the last log message that the snapshot has taken in."""
+    lowest_sequence: int
+    """Sequence number of the first log message that a resumed run needs."""
+    layout: str
+    seed: int
+    trained_tokens: int
+    generated_tokens: int
+    wall_s: float
+    values: int = 1
+    """Number of the run's values with which the checkpoint was written."""
+    needed: tuple[WeightsNote, ...] = ()
+    """Older versions that still have to be evaluated. Their weights are in the checkpoint too."""
+    lost: LostData = LostData()
+    """All losses up to the checkpoint."""
+
+    @classmethod
+    def initial(cls) -> KernelState:
+        """Return the state at the beginning of a run, for a resumed run without an intact checkpoint."""
+        snapshot = Snapshot(0, Ledger(), 0, 0, [], [], [], {}, {})
+        return cls(0, 0, "", snapshot, 0, 0, "", 0, 0, 0, 0.0)
+
+
+def checkpoint_name(version: int, values: int | None = None) -> str:
+    """Return the name of a checkpoint's folder, such as `step-000040`.
+
+    Args:
+        values: number of the changed values, for the first checkpoint with them: `step-000040-values-2`. This
+            name sorts after the checkpoint of the former values at the same version, which stays.
+    """
+    return f"{_PREFIX}{version:06d}" + (f"-values-{values}" if values is not None else "")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written."""
+
+    folder: Path
+    """Local folder. Every file in it becomes a part of the checkpoint."""
+    remote: RemoteFolder | None = None
+    """Folder in the store, for the files of the trainers."""
+    uploaded: dict[str, str] = field(default_factory=dict[str, str])
+    """Name -> SHA-256 of the files that the trainers have written to `remote`."""
+
+    @property
+    def place(self) -> str:
+        """Where the trainers write their files: the path of a folder, or a URL."""
+        return self.remote.url if self.remote else str(self.folder)
+
+
+@asynccontextmanager
+async def writing(
+    root: Path, name: str, state: KernelState, store: RemoteFolder | None = None
+) -> AsyncGenerator[Draft]:
+    """Yield a draft, for the files of a checkpoint.
+
+    At the end of the block the function adds `state` and the manifest, and renames the folder to
+    `root / name`. If the block raises, the folder is removed.
+
+    Args:
+        store: the run's own folder in the store of checkpoints, if it has one.
+
+    Raises:
+        OSError: if the checkpoint cannot be written, for example because the disk is full.
+    """
+    final = root / name
+    # Nothing in a store can be renamed, so each draft has a name of its own there.
+    draft = Draft(
+        root / f".{final.name}-{os.getpid()}", store and store.below(f"{name}-{secrets.token_hex(3)}")
+    )
+    try:
+        await anyio.to_thread.run_sync(_clear, root, store)
+        draft.folder.mkdir(parents=True)
+        yield draft
+        (draft.folder / "kernel.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        await anyio.to_thread.run_sync(_put, draft, final)
+    except BaseException:
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        raise
+
+
+def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
+    """Return the newest checkpoint whose files match its manifest, and its state; None if there is none.
+    Damaged checkpoints are logged and skipped."""
+    for folder in sorted(root.glob(f"{_PREFIX}*"), reverse=True):
+        damage = damage_of(folder)
+        if damage:
+            log.warning("checkpoint is damaged", folder=str(folder), damage=damage)
+            continue
+        return folder, state_of(folder)
+    return None
+
+
+def find_checkpoint(
+    folder: Path, version: str | None, advice: str = "", *, option: str = "--version"
+) -> Path:
+    """Return the folder of a checkpoint of a run, which is intact and has all its files. Files that are in a
+    store are downloaded first, into a folder of this user's cache.
+
+    Args:
+        version: a version, or the name of a checkpoint; None for the newest intact one.
+        advice: what to do if the run has no checkpoint, for the error.
+        option: the option that gave the version, for the error.
+
+    Raises:
+        ConfigError: if there is no such checkpoint, if it is damaged, or if its store cannot be read.
+    """
+    root = folder / "checkpoints"
+    if version is None:
+        newest = newest_intact(root)
+        if newest is None:
+            raise ConfigError(f"the run in {folder} has no checkpoint{advice}")
+        return _with_all_files(newest[0])
+    name = checkpoint_name(int(version)) if version.isdecimal() else version
+    names = sorted(path.name for path in root.glob(f"{_PREFIX}*"))
+    if name not in names:
+        known = ", ".join(names) or "none"
+        raise ConfigError(f"{option} {version}: no checkpoint {name!r} in {folder}; checkpoints: {known}")
+    if damage := damage_of(root / name):
+        raise ConfigError(f"checkpoint {root / name} is damaged: {damage}")
+    return _with_all_files(root / name)
+
+
+def damage_of(folder: Path) -> str:
+    """Return what is wrong with a checkpoint; empty if it is intact. Files in a store have to be there; who
+    downloads them compares them with their hashes.
+
+    Raises:
+        ConfigError: if the store cannot be read.
+    """
+    try:
+        manifest = (folder / _MANIFEST).read_bytes()
+        hashes = msgspec.json.decode(manifest, type=dict[str, str])
+        remote = _remote_of(folder)
+        here = {name for name in hashes if remote is None or (folder / name).exists()}
+        wrong = [name for name in hashes if name in here and file_hash(folder / name) != hashes[name]]
+        state_of(folder)
+    except (OSError, msgspec.DecodeError) as error:
+        return str(error)
+    if wrong:
+        return f"{wrong[0]} differs from its hash in {_MANIFEST}"
+    return _damage_in_store(remote, manifest, {*hashes} - here) if remote else ""
+
+
+def place_of(folder: Path | None) -> tuple[str, str]:
+    """Return where the trainers read a checkpoint, a folder or a URL, and the SHA-256 of its manifest. Both
+    are empty without a checkpoint.
+
+    Raises:
+        OSError: if the folder cannot be read.
+    """
+    if folder is None:
+        return "", ""
+    remote = _remote_of(folder)
+    manifest = sha256((folder / _MANIFEST).read_bytes()).hexdigest()
+    return (remote.url if remote else str(folder)), manifest
+
+
+def state_of(folder: Path) -> KernelState:
+    """Return the kernel's part of a checkpoint.
+
+    Raises:
+        OSError: if it cannot be read.
+        msgspec.DecodeError: if it is damaged.
+    """
+    return msgspec.json.decode((folder / "kernel.json").read_bytes(), type=KernelState)
+
+
+def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> int:
+    """Remove old checkpoints, and return the lowest `lowest_sequence` of the newest `keep`; 0 if none
+    can be read.
+
+    Args:
+        keep: number of the newest checkpoints that stay.
+        newest: name of the checkpoint that was written last. Checkpoints with later names stay and do not
+            count: a former kernel wrote them and they are damaged.
+        spared: versions whose checkpoints stay too.
+    """
+    folders = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= newest]
+    names = {checkpoint_name(version) for version in spared}
+    for folder in folders[:-keep]:
+        if folder.name not in names:
+            _remove(folder)
+    needed: list[int] = []
+    for folder in folders[-keep:]:
+        try:
+            needed.append(state_of(folder).lowest_sequence)
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
+    return min(needed, default=0)
+
+
+# --------------------------------------------------------------------------------------- private
+
+
+def _remote_of(folder: Path) -> RemoteFolder | None:
+    """Return the folder in a store that has a checkpoint's files; None if they are in the run's folder."""
+    entry = folder / _STORE
+    return (
+        RemoteFolder(msgspec.json.decode(entry.read_bytes(), type=_StoreEntry).url)
+        if entry.exists()
+        else None
+    )
+
+
+def _damage_in_store(remote: RemoteFolder, manifest: bytes, names: set[str]) -> str:
+    """Return what a checkpoint lacks in its store; empty if it is complete there.
+
+    Args:
+        names: files that are nowhere else.
+    """
+    try:
+        same, there = remote.read(_MANIFEST) == manifest, remote.files()
+    except FileNotFoundError:
+        return f"{remote.url} has no {_MANIFEST}"
+    except OSError as error:
+        raise ConfigError(f"the store of the checkpoints cannot be read: {error}") from error
+    if not same:
+        return f"{_MANIFEST} in {remote.url} is not the one in the run's folder"
+    return f"{remote.url} has no {min(names - there)}" if names - there else ""
+
+
+def _with_all_files(folder: Path) -> Path:
+    """Return a checkpoint's folder; if its files are in a store, a complete copy in this user's cache."""
+    remote = _remote_of(folder)
+    if remote is None:
+        return folder
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stretto" / "checkpoints"
+    copy = cache / sha256(remote.url.encode()).hexdigest()[:16] / folder.name
+    if copy.exists() and not damage_of(copy):
+        return copy
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    log.info("download checkpoint", url=remote.url, folder=str(copy))
+    hashes = msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=dict[str, str])
+    with TemporaryDirectory(dir=copy.parent) as aside:
+        try:
+            remote.download(hashes, Path(aside, folder.name))
+        except OSError as error:
+            raise ConfigError(f"checkpoint {folder} cannot be downloaded: {error}") from error
+        shutil.copy(folder / _MANIFEST, Path(aside, folder.name))
+        shutil.rmtree(copy, ignore_errors=True)
+        Path(aside, folder.name).rename(copy)
+    return copy
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, also from its store. If the store refuses, the next checkpoint tries again."""
+    remote = _named_remote(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    if remote is not None:
+        _remove_from_store(remote)
+
+
+def _named_remote(folder: Path) -> RemoteFolder | None:
+    """Return what `_remote_of` does; also None if a damaged checkpoint does not say where its files are."""
+    try:
+        return _remote_of(folder)
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
+        return None
+
+
+def _remove_from_store(remote: RemoteFolder) -> None:
+    try:
+        remote.remove(first=_MANIFEST)
+    except OSError as error:
+        log.warning("checkpoint is not removed from its store", error=str(error))
+
+
+def _clear(root: Path, store: RemoteFolder | None) -> None:
+    """Remove the unfinished checkpoints of kernels that were killed. In the store, these are all that the
+    run's folder does not name.
+
+    Raises:
+        OSError: if the store cannot be read.
+    """
+    for folder in root.glob(f".{_PREFIX}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    if store is not None:
+        known = {remote.url for folder in root.glob(f"{_PREFIX}*") if (remote := _named_remote(folder))}
+        for name in {name.partition("/")[0] for name in store.files()}:
+            if name.startswith(_PREFIX) and store.below(name).url not in known:
+                _remove_from_store(store.below(name))
+
+
+def _put(draft: Draft, final: Path) -> None:
+    """Complete a checkpoint, first in the store. Rename it to its final name, where it replaces a former
+    kernel's folder."""
+    _write_manifest(draft)
+    if draft.remote is not None:
+        for name in ("kernel.json", _MANIFEST):
+            draft.remote.write(name, (draft.folder / name).read_bytes())
+        (draft.folder / _STORE).write_bytes(msgspec.json.encode(_StoreEntry(draft.remote.url)))
+    for path in (*_files(draft.folder), draft.folder):
+        _sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    draft.folder.rename(final)
+    _sync(final.parent)
+
+
+def _write_manifest(draft: Draft) -> None:
+    """Write the manifest with the hash of every file."""
+    here = {str(path.relative_to(draft.folder)): file_hash(path) for path in _files(draft.folder)}
+    hashes = dict(sorted({**draft.uploaded, **here}.items()))
+    (draft.folder / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

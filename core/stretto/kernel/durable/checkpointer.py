@@ -1,0 +1,165 @@
+"""The checkpoints of a kernel: it writes them together with the trainers, and removes old ones."""
+
+from __future__ import annotations
+
+import anyio
+import structlog
+
+from stretto.base.remote_folder import RemoteFolder
+from stretto.bus.client import Bus
+from stretto.errors import BusError, RunError
+from stretto.kernel.calls.engines import Engines
+from stretto.kernel.calls.trainers import Trainers
+from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, prune, writing
+from stretto.kernel.durable.journal import JournalWriter
+from stretto.kernel.observe.sample_keeper import SampleKeeper
+from stretto.kernel.schedule.tickets import TicketQueue
+from stretto.kernel.setup import RunSetup
+from stretto.weights import WeightsNote
+
+__all__ = ["Checkpointer"]
+
+log = structlog.get_logger()
+
+_PAUSES_S = (1.0, 2.0, 4.0)
+"""Pauses before each further attempt to write a checkpoint that the run cannot do without."""
+
+
+class Checkpointer:
+    """Writes and prunes the checkpoints of one kernel."""
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        bus: Bus,
+        trainers: Trainers,
+        engines: Engines,
+        tickets: TicketQueue,
+        journal: JournalWriter,
+        samples: SampleKeeper,
+    ) -> None:
+        self._setup = setup
+        self._bus = bus
+        self._trainers = trainers
+        self._engines = engines
+        self._tickets = tickets
+        self._journal = journal
+        self._samples = samples
+        self._root = setup.folder / "checkpoints"
+        store = setup.config.checkpoint.store
+        self._store = RemoteFolder(store).below(setup.run) if store else None
+        self._writing = anyio.Lock()
+        resumed = setup.resumed
+        self._newest = resumed[0].name if resumed and resumed[0] else ""
+        self._saved = (resumed[1].version, resumed[1].incarnation) if resumed else (-1, 0)
+        """Version and incarnation of the newest checkpoint."""
+        if setup.config.steps == 0:
+            self._saved = (0, 0)  # the run trains nothing, so it needs no checkpoint
+
+    async def save(self) -> None:
+        """Write a checkpoint of the present version, unless there is one. If this fails, report the problem
+        and let the run continue."""
+        async with self._writing:
+            if (note := self._unsaved()) is None:
+                return
+            try:
+                await self._write(self._name(note.version), self._state(note))
+            except (OSError, BusError) as error:
+                log.error("checkpoint failed", version=note.version, error=str(error))
+                problem = f"checkpoint of version {note.version} not written: {error}"
+                self._setup.report.problems.append(problem)
+
+    async def save_last(self) -> None:
+        """Write the checkpoint with which the kernel ends, unless there is one of the present version.
+
+        Raises:
+            RunError: if it cannot be written.
+        """
+        async with self._writing:
+            if (note := self._unsaved()) is not None:
+                await self.save_required(note)
+
+    async def save_required(self, note: WeightsNote, name: str | None = None) -> None:
+        """Write a checkpoint that the run cannot do without, at a change of values or at the end. If this
+        fails, try again for some seconds.
+
+        Args:
+            note: note of the present weights.
+            name: name of the folder; by default that of the version.
+
+        Raises:
+            RunError: if it cannot be written.
+        """
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                await self._write(name or self._name(note.version), self._state(note))
+                return
+            except (OSError, BusError) as error:
+                log.error("checkpoint failed", version=note.version, error=str(error))
+                if pause_s is None:
+                    raise RunError(
+                        f"the checkpoint of version {note.version} was not written: {error}; when it can be "
+                        f"written: stretto resume {self._setup.folder}"
+                    ) from error
+            await anyio.sleep(pause_s)
+
+    async def prune(self) -> None:
+        """Remove old checkpoints as `checkpoint.keep` says, and the part of the log that only they needed and
+        whose samples are on disk.
+
+        With `checkpoint.keep_best`, the checkpoints of the best version and of versions that still have to be
+        evaluated stay.
+        """
+        config, scheduler = self._setup.config.checkpoint, self._setup.scheduler
+        if not self._newest:
+            return
+        spared: set[int] = set()
+        if config.keep_best:
+            best = scheduler.best
+            spared = {*scheduler.needed_versions, *([best.version] if best else [])}
+        below = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
+        if below := self._samples.purgeable(below):
+            await self._bus.store.purge(self._setup.names.log_stream, below=below)
+
+    def _unsaved(self) -> WeightsNote | None:
+        """Return the note of the present version; None if it has its checkpoint."""
+        if self._saved == (self._setup.scheduler.version, self._journal.incarnation):
+            return None
+        assert self._engines.note is not None
+        return self._engines.note
+
+    async def _write(self, name: str, state: KernelState) -> None:
+        async with writing(self._root, name, state, self._store) as draft:
+            await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))
+        self._saved, self._newest = (state.version, state.incarnation), name
+        self._setup.report.checkpoints.append(name)
+        log.info("checkpoint", folder=name)
+        await self.prune()
+
+    def _name(self, version: int) -> str:
+        """Return the name of a checkpoint of this version. A checkpoint of another incarnation replaces the
+        former one."""
+        return self._newest if self._saved[0] == version and self._newest else checkpoint_name(version)
+
+    def _state(self, note: WeightsNote) -> KernelState:
+        """Return the kernel's part of a checkpoint of these weights."""
+        setup = self._setup
+        snapshot = setup.scheduler.snapshot()
+        return KernelState(
+            version=snapshot.version,
+            incarnation=self._journal.incarnation,
+            digest=note.digest,
+            snapshot=snapshot,
+            log_sequence=self._tickets.log_sequence,
+            lowest_sequence=self._tickets.lowest_sequence(snapshot),
+            layout=setup.layout,
+            seed=setup.config.seed,
+            trained_tokens=setup.report.trained_tokens,
+            generated_tokens=setup.report.generated_tokens,
+            wall_s=setup.report.wall_s,
+            values=setup.values,
+            lost=setup.report.lost,
+            needed=tuple(
+                self._engines.notes[version] for version in snapshot.evaluating if version != snapshot.version
+            ),
+        )

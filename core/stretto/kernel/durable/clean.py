@@ -1,0 +1,40 @@
+"""`python -m stretto.kernel.durable.clean RUN`: remove what killed processes of a run left behind.
+
+The guard of the run's nats-server starts it when the kernel has been gone for the grace time. The weights
+that a killed trainer published lie in shared memory; the run's weight transport removes them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from stretto.assembly.compose import compose
+from stretto.assembly.plan import context_of
+from stretto.bus.server import Bootstrap, lock_run
+from stretto.errors import ConfigError
+from stretto.weights import WeightsTransport
+
+__all__ = ["cleaner_of"]
+
+
+def cleaner_of(folder: Path) -> tuple[str, ...]:
+    """Return the command that cleans up after the run in `folder`."""
+    return (sys.executable, "-m", "stretto.kernel.durable.clean", str(folder))
+
+
+def _clean(folder: Path) -> None:
+    composed = compose(folder / "config.yaml")
+    run = Bootstrap.read(folder / "bus" / "kernel.json").run
+    context = context_of(composed.config, run=run, folder=str(folder))
+    transport: WeightsTransport = composed.make("weights", context)
+    try:
+        lock = lock_run(folder / "bus")
+    except ConfigError:  # a new kernel, which has cleaned up by itself
+        return
+    with lock:
+        transport.clean()
+
+
+if __name__ == "__main__":
+    _clean(Path(sys.argv[1]))

@@ -1,0 +1,301 @@
+"""Train the recorded steps of a run again in a folder of their own: trainers only, nothing is generated.
+
+A replay is a kernel that repeats a journal. So its store is filled first: with the trajectories of the
+recorded batches, the outcomes of their tickets, and the batches. The journal gets no digests: the kernel
+writes those that the repeated steps reach, and the caller compares them with the recorded ones.
+
+Steps with the same values and the same numbers of processes are one segment. A kernel trains a segment and
+writes a checkpoint, with which the next kernel begins.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+import yaml
+
+from stretto.assembly.compose import Composed
+from stretto.assembly.logs import log_to
+from stretto.base.private_file import write_private
+from stretto.bus.client import Bus, connect
+from stretto.bus.messages.journal import JournalBatch, JournalDraws
+from stretto.bus.messages.tickets import GroupDone, Member, StoredImage, TrajectoryBundle, WireTrajectory
+from stretto.bus.messages.training import RowRef
+from stretto.bus.server import Bootstrap, lock_run
+from stretto.errors import leaves
+from stretto.kernel.durable.changes import write_values
+from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, newest_intact, writing
+from stretto.kernel.ending import Interruptions
+from stretto.kernel.fleet.forks import fork_server
+from stretto.kernel.life import live, served
+from stretto.kernel.observe.view import terminal
+from stretto.kernel.setup import RunSetup
+
+__all__ = ["Attempt", "GroupSource", "RecordedGroup", "ReplaySegment", "attempt_of", "rows_of", "train_again"]
+
+log = structlog.get_logger()
+
+Attempt = tuple[int, int]
+"""(ticket, attempt) of a training ticket."""
+
+_BUNDLE_TOKENS = 40_000
+"""A message of the log has trajectories of about this many tokens, half a megabyte."""
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """The data of one trained group."""
+
+    ticket: int
+    attempt: int
+    row: int
+    """Index in the dataset."""
+    worker: str
+    seconds: float
+    generate_s: float
+    score_s: float
+    trajectories: tuple[WireTrajectory, ...]
+    """In the order of the group's members."""
+    images: Mapping[str, bytes]
+    """SHA-256 -> file, of the images that the workflow added."""
+
+
+class GroupSource(Protocol):
+    """The place where a run has kept its groups."""
+
+    def groups(self, rows: Mapping[Attempt, Sequence[RowRef]]) -> AsyncIterator[RecordedGroup]:
+        """Yield the groups of these attempts, in any order.
+
+        Args:
+            rows: the recorded rows of each attempt.
+
+        Raises:
+            RunError: if the data of a group is not there.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ReplaySegment:
+    """Consecutive recorded steps that one kernel trains again."""
+
+    composed: Composed
+    batches: tuple[JournalBatch, ...]
+    """As the recorded journal has them. At least one."""
+    draws: Mapping[int, int]
+    """Ticket -> row of the dataset, of the tickets that a curriculum drew."""
+
+
+def attempt_of(row: RowRef) -> Attempt:
+    """Return the attempt that a row of a batch comes from."""
+    return row.group, int(row.id.split("/")[1])
+
+
+def rows_of(batches: Iterable[JournalBatch]) -> dict[Attempt, list[RowRef]]:
+    """Return the rows of batches, by the attempts that they come from."""
+    rows: dict[Attempt, list[RowRef]] = {}
+    for batch in batches:
+        for row in batch.rows:
+            rows.setdefault(attempt_of(row), []).append(row)
+    return rows
+
+
+def train_again(
+    folder: Path,
+    segments: Sequence[ReplaySegment],
+    start: tuple[Path, KernelState] | None,
+    source: GroupSource,
+) -> dict[str, Any]:
+    """Train the batches of the segments in a new folder, and return the summary of the last kernel.
+
+    Args:
+        folder: the replay's folder, which is made.
+        start: the checkpoint of the recorded run, and its state, before the first batch; None to begin with
+            the initial models.
+
+    Raises:
+        RunError: if the data of a group is not there.
+        BusError: if the server does not start, or cannot store the data.
+        OSError: if the folder cannot be written.
+    """
+    with lock_run(folder / "bus"):
+        for number, segment in enumerate(segments[:-1], 1):
+            text = yaml.safe_dump(dict(segment.composed.document), sort_keys=False)
+            write_private(folder / f"config-{number}.yaml", text.encode())
+        write_values(folder, segments[-1].composed)
+        summary: dict[str, Any] = {}
+        with Interruptions() as interruptions:
+            for number, segment in enumerate(segments, 1):
+                checkpoint: tuple[Path | None, KernelState] = (None, KernelState.initial())
+                if start is not None:
+                    checkpoint = anyio.run(_begin_at, *start, folder / "checkpoints", number)
+                with fork_server(segment.composed, folder) as forks:
+                    setup = RunSetup(
+                        segment.composed,
+                        folder,
+                        resumed=checkpoint,
+                        forks=forks,
+                        values=number,
+                        goes_on=False,
+                        replays=True,
+                    )
+                    _fill_store(setup, segment, source)
+                    summary, _ = live(setup, interruptions, accept_dataset=setup.graph.samples)
+                if summary["status"] != "completed":
+                    return summary
+                start = newest_intact(folder / "checkpoints")
+                assert start is not None, "a completed kernel has written a checkpoint"
+        return summary
+
+
+async def _begin_at(source: Path, state: KernelState, root: Path, values: int) -> tuple[Path, KernelState]:
+    """Copy a checkpoint as the one that a segment begins with: no ticket is open in it, and its kernel
+    has these values."""
+    clean = msgspec.structs.replace(
+        KernelState.initial(),
+        version=state.version,
+        digest=state.digest,
+        layout=state.layout,
+        seed=state.seed,
+        values=values,
+    )
+    clean.snapshot.version = state.version
+    name = checkpoint_name(state.version)
+    async with writing(root, name, clean) as draft:
+        ignored = shutil.ignore_patterns("kernel.json", "manifest.json", "evaluation")
+        await anyio.to_thread.run_sync(
+            lambda: shutil.copytree(source, draft.folder, ignore=ignored, dirs_exist_ok=True)
+        )
+    return root / name, clean
+
+
+def _fill_store(setup: RunSetup, segment: ReplaySegment, source: GroupSource) -> None:
+    """Write the segment's groups to the log and its batches to the journal."""
+    log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
+    try:
+        anyio.run(_fill, setup, segment, source)
+    except BaseExceptionGroup as error:
+        raise leaves(error)[0] from error
+
+
+async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource) -> None:
+    names = setup.names
+    rows = rows_of(segment.batches)
+    async with served(setup), connect(Bootstrap.read(setup.folder / "bus" / "kernel.json")) as bus:
+        await bus.store.make_log(names.log_stream, names.of_log)
+        await bus.store.make_log(names.journal_stream, [names.journal])
+        placed: dict[str, RowRef] = {}
+        draws = dict(segment.draws)
+        if setup.graph.samples:
+            async for group in source.groups(rows):
+                placed |= await _append_group(bus, setup, group)
+                draws[group.ticket] = group.row
+        else:
+            for batch in segment.batches:
+                placed |= {row.id: row for row in batch.rows}
+                for group in _dataset_groups(batch):
+                    draws[group.ticket] = group.members[0].sequence
+                    await bus.store.append(names.groups, group, id=f"{group.ticket}/{group.attempt}/end")
+        first = segment.batches[0].version
+        entry = JournalDraws(0, first, tuple(sorted(draws.items())))
+        await bus.store.append(names.journal, entry, id=f"draws/{first}")
+        for batch in segment.batches:
+            entry = msgspec.structs.replace(
+                batch,
+                incarnation=0,
+                rows=tuple(placed[row.id] for row in batch.rows),
+                layout=setup.layout,
+                seed=setup.config.seed,
+            )
+            await bus.store.append(names.journal, entry, id=f"batch/{batch.version}")
+    log.info("store filled", groups=len(rows), batches=len(segment.batches))
+
+
+async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> dict[str, RowRef]:
+    """Append a group's trajectories, its images and its outcome to the log, and return its rows by their
+    ids."""
+    names, name = setup.names, f"{group.ticket}/{group.attempt}"
+    members: list[Member] = []
+    former = -1
+    for number, bundle in enumerate(_bundles_of(group.trajectories)):
+        message = TrajectoryBundle(group.ticket, group.attempt, group.row, tuple(bundle))
+        sequence = await bus.store.append(names.trajectories, message, id=f"{name}/bundle/{number}")
+        for index, trajectory in enumerate(bundle):
+            members.append(_member_of(trajectory, sequence, index, part=trajectory.sample == former))
+            former = trajectory.sample
+    images = [
+        await bus.store.append(names.image(digest), StoredImage(file), id=f"{name}/{digest}")
+        for digest, file in group.images.items()
+    ]
+    done = GroupDone(
+        "train",
+        group.ticket,
+        group.attempt,
+        group.worker,
+        tuple(members),
+        group.seconds,
+        group.generate_s,
+        group.score_s,
+        images=tuple(images),
+    )
+    await bus.store.append(names.groups, done, id=f"{name}/end")
+    return {
+        member.id: RowRef(member.id, member.sequence, member.index, group.ticket, member.length)
+        for member in members
+    }
+
+
+def _bundles_of(trajectories: Sequence[WireTrajectory]) -> list[list[WireTrajectory]]:
+    bundles: list[list[WireTrajectory]] = []
+    room = 0
+    for trajectory in trajectories:
+        if not bundles or len(trajectory.tokens) > room:
+            bundles.append([])
+            room = _BUNDLE_TOKENS
+        bundles[-1].append(trajectory)
+        room -= len(trajectory.tokens)
+    return bundles
+
+
+def _member_of(trajectory: WireTrajectory, sequence: int, index: int, *, part: bool) -> Member:
+    versions = trajectory.versions.numpy()[trajectory.loss_mask.numpy()]
+    return Member(
+        id=trajectory.id,
+        sequence=sequence,
+        index=index,
+        length=len(trajectory.tokens),
+        sampled=len(versions),
+        oldest=int(versions.min()),
+        newest=int(versions.max()),
+        reward=trajectory.reward,
+        metrics=trajectory.metrics,
+        finish=trajectory.finish,
+        part=part,
+    )
+
+
+def _dataset_groups(batch: JournalBatch) -> Iterator[GroupDone]:
+    """Yield the outcomes of a batch's tickets, whose sequences the trainers read from the dataset."""
+    for ticket in batch.tickets:
+        refs = [row for row in batch.rows if row.group == ticket]
+        members = tuple(
+            Member(
+                *(ref.id, ref.sequence, ref.index, ref.length),
+                sampled=0,
+                oldest=batch.version,
+                newest=batch.version,
+                reward=0.0,
+                metrics={},
+                finish="stop",
+            )
+            for ref in refs
+        )
+        yield GroupDone("train", ticket, attempt_of(refs[0])[1], "dataset", members, 0.0)

@@ -1,0 +1,1 @@
+"""The run's workers: started, restarted, added, removed, and told of each other."""

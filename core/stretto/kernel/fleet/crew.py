@@ -1,0 +1,178 @@
+"""The numbers of a living run's workers: how the kernel starts more of them, and lets some leave.
+
+More workers are started by the launcher. Of fewer, those with the highest numbers leave after a drain.
+Another number of trainers needs other processes of the whole group: the kernel writes a checkpoint and ends,
+and the next kernel of the run goes on from there with the new number.
+
+Workers that were started by hand are not counted: they come and go by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from stretto.assembly.plan import Worker, resources_of
+from stretto.bus.client import Bus
+from stretto.bus.messages.membership import Drain, Draining
+from stretto.errors import BusError, ConfigError, LaunchError
+from stretto.kernel.ending import Ending
+from stretto.kernel.fleet.elastic import ElasticPolicy
+from stretto.kernel.fleet.role_loads import RoleLoads
+from stretto.kernel.fleet.worker_numbers import NUMBER_KEYS
+from stretto.kernel.setup import RunSetup
+from stretto.launcher import Role
+
+__all__ = ["Crew"]
+
+log = structlog.get_logger()
+
+_OBSERVE_S = 1.0
+_ASK_S = 10.0
+"""Deadline for a worker to say that it drains."""
+_LEAVE_S = 20.0
+"""Seconds beyond `launcher.drain_s` after which a worker that drains is stopped."""
+
+
+class Crew:
+    """The workers of one kernel, by role."""
+
+    def __init__(self, setup: RunSetup, bus: Bus, lease_epoch: int, ending: Ending, tasks: TaskGroup) -> None:
+        self._setup = setup
+        self._fleet = setup.fleet
+        self._bus = bus
+        self._lease_epoch = lease_epoch
+        self._ending = ending
+        self._tasks = tasks
+        self._scaling = anyio.Lock()
+        self.groups = 0
+        """Training groups that have finished since the start of the kernel."""
+        self._next_groups: dict[str, int] = {}
+        """Path of a worker group -> the number of processes that the next kernel gives it."""
+        self.roles: tuple[Role, ...] = tuple(
+            role for role in NUMBER_KEYS if any(worker.role == role for worker in setup.workers)
+        )
+        """The roles whose numbers can change: those that the run has workers of."""
+
+    async def scale(self, numbers: Mapping[str, int]) -> tuple[str, ...]:
+        """Change the numbers of roles and of worker groups. Return what is done, a sentence for each.
+
+        The call returns when the new workers have been started, and the others know that they have to leave.
+
+        Raises:
+            ConfigError: if the run has no such role or group, or cannot have that number. Nothing has
+                changed.
+            LaunchError: if the launcher cannot start a worker.
+        """
+        async with self._scaling:
+            self._check(numbers)
+            roles: dict[Role, int] = {role: numbers[role] for role in self.roles if role in numbers}
+            added = [worker for role, number in roles.items() for worker in self._missing(role, number)]
+            self._check_places(added)
+            done = [await self._scale_role(role, number) for role, number in roles.items()]
+            groups = {name: number for name, number in numbers.items() if name not in roles}
+            return (*done, *self._scale_groups(groups))
+
+    async def follow(self) -> None:
+        """Change the numbers of the roles in `elastic` by what the run waits for, until cancelled."""
+        ranges = self._setup.config.elastic.ranges()
+        policy = ElasticPolicy({role: ranges[role] for role in self.roles if role in ranges})
+        loads = RoleLoads(self._setup.config, self._fleet, self._setup.scheduler)
+        while True:
+            await anyio.sleep(_OBSERVE_S)
+            if self._setup.scheduler.evaluating is not None or self._ending.drain_requested.is_set():
+                policy.disturb()
+                continue
+            change = policy.observe(anyio.current_time(), loads.observe(self.groups, self.roles))
+            if change is None:
+                continue
+            log.info("elastic", workers=change.role, number=change.number, why=change.why)
+            try:
+                await self.scale({change.role: change.number})
+            except (ConfigError, LaunchError) as error:
+                log.warning("elastic: the number cannot change", workers=change.role, error=str(error))
+                policy.refuse(change, anyio.current_time())
+
+    def write_groups(self) -> None:
+        """Give worker groups the numbers of processes that were asked for. Called when the kernel's last
+        checkpoint is written: a kernel that repeats steps needs the processes that they were made with."""
+        for path, number in self._next_groups.items():
+            self._setup.numbers.change(f"{path}.processes", number)
+
+    def _check(self, numbers: Mapping[str, int]) -> None:
+        groups = {group.path for group in self._setup.placement.groups.values()}
+        ranges = {str(role): each for role, each in self._setup.config.elastic.ranges().items()}
+        for name, number in numbers.items():
+            if name in ranges and not ranges[name][0] <= number <= ranges[name][1]:
+                raise ConfigError(f"{name}={number} is outside elastic.{name}={list(ranges[name])}")
+            if name not in groups and name not in self.roles:
+                known = ", ".join((*self.roles, *sorted(groups)))
+                raise ConfigError(f"this run has no {name!r} to scale; it has {known}")
+
+    def _missing(self, role: Role, number: int) -> list[Worker]:
+        """Return the workers to start, so that a role has this number."""
+        resources = resources_of(self._setup.config, f"{role}-0")
+        ids = self._fleet.free_ids(role, max(0, number - len(self._fleet.started(role))))
+        return [Worker(id, role, resources) for id in ids]
+
+    def _check_places(self, added: list[Worker]) -> None:
+        """Refuse workers that the launcher has no resources for."""
+        faults = [each.message for each in self._fleet.problems(added) if each.severity != "warning"]
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+    async def _scale_role(self, role: Role, number: int) -> str:
+        started = self._fleet.started(role)
+        added, leaving = self._missing(role, number), started[number:]
+        if added:
+            await self._fleet.launch(added, self._tasks)
+        for worker in leaving:
+            self._tasks.start_soon(self._dismiss, role, worker)
+        self._setup.numbers.change(NUMBER_KEYS[role], number)
+        change = f"{role}: {len(started)} -> {number}"
+        if len(started) == number:
+            return f"{role}: {number} already"
+        if added:
+            change += f"; starting {', '.join(worker.id for worker in added)}"
+        elif leaving:
+            change += f"; {', '.join(leaving)} will leave, with their work finished"
+        log.info("scaled", workers=role, before=len(started), now=number)
+        return change
+
+    async def _dismiss(self, role: Role, worker: str) -> None:
+        """Let a worker drain and leave. One that has no work yet is stopped."""
+        member = self._fleet.retire(worker)
+        limit_s = self._setup.config.launcher.drain_s + _LEAVE_S
+        if member is None or not member.ready:
+            limit_s = 0.0
+        else:
+            subject = self._setup.names.worker(role, worker, member.nonce, "drain")
+            try:
+                await self._bus.request(
+                    subject, Drain(self._lease_epoch), Draining, who=worker, deadline_s=_ASK_S
+                )
+            except BusError as error:
+                log.warning("worker does not drain", worker=worker, error=str(error))
+                limit_s = 0.0
+        await self._fleet.until_ended(worker, limit_s)
+
+    def _scale_groups(self, numbers: Mapping[str, int]) -> list[str]:
+        """Ask for a checkpoint, at which worker groups get other numbers of processes."""
+        changed = {
+            path: number
+            for path, number in numbers.items()
+            if number != self._setup.composed.section(path).processes
+        }
+        self._next_groups |= changed
+        if changed:
+            self._ending.drain("repeated", "another number of trainers")
+        then = "the run writes a checkpoint after the step under way, and goes on from there"
+        return [
+            f"{path}: {self._setup.composed.section(path).processes} -> {number}; {then}"
+            if path in changed
+            else f"{path}: {number} already"
+            for path, number in numbers.items()
+        ]

@@ -1,0 +1,293 @@
+"""The kernel's side of the fork server: processes that need not import everything again.
+
+A process of a run spends most of its start on imports: half a second of processor time without torch, several
+seconds with it. The fork server (`stretto.kernel.fleet.fork_server`) imports once and forks the processes
+from itself. What libraries read from the environment when they are loaded is the same for all of them, so only a
+process with exactly the server's environment is forked; all others are started as usual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from signal import Signals, pidfd_send_signal
+
+import anyio
+import structlog
+
+from stretto.assembly.compose import Composed
+from stretto.assembly.plan import imports_of, placement, workers
+from stretto.launcher import Resources, process_environment
+
+__all__ = ["ForkServer", "ForkedProcess", "fork_server"]
+
+log = structlog.get_logger()
+
+_SERVER = "stretto.kernel.fleet.fork_server"
+_PACKET = 2**16
+_MODULES = ("stretto.workers.worker",)
+"""Modules that all workers need. The sample writer's are not here: pyarrow starts a thread."""
+_ANSWER_S = 120.0
+"""The server answers within this many seconds, imports from a cold disk included; otherwise it hangs."""
+_STATUS_S = 5.0
+"""The server tells the exit status of a process within this many seconds of its end; otherwise it hangs."""
+_UNKNOWN_STATUS = 255
+"""Exit status of a process whose server has ended or hangs: only the server could ask for it."""
+_KILLED_S = 5.0
+"""Wait this many seconds for a killed server to end. It may hang in the system, where no signal ends it."""
+
+
+class ForkedProcess:
+    """A process that the fork server has started. It lives on if the server ends.
+
+    Args:
+        descriptor: the process's pidfd, which tells that it has ended, but not its exit status.
+        on_end: called when it has ended. The callee finds out the status, and calls `end`.
+    """
+
+    def __init__(self, pid: int, descriptor: int, on_end: Callable[[ForkedProcess], object]) -> None:
+        self.pid = pid
+        self._descriptor = descriptor
+        self._status: int | None = None
+        self._ended = anyio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(descriptor, self._notice_end, on_end)
+
+    async def wait(self) -> int:
+        """Wait for the end, and return the exit status, negative for a signal. May be called more than
+        once."""
+        await self._ended.wait()
+        assert self._status is not None
+        return self._status
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while the process runs."""
+        return self._status
+
+    def send_signal(self, signal: Signals) -> None:
+        """Send a signal. Do nothing if the process has ended."""
+        if self._status is None:
+            with suppress(ProcessLookupError):
+                pidfd_send_signal(self._descriptor, signal)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(Signals.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(Signals.SIGKILL)
+
+    def end(self, status: int) -> None:
+        """Note with which status the process has ended. The fork server's client calls this."""
+        if self._status is None:
+            self._status = status
+            self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._ended.set()
+
+    def _notice_end(self, on_end: Callable[[ForkedProcess], object]) -> None:
+        self._loop.remove_reader(self._descriptor)
+        on_end(self)
+
+
+@contextmanager
+def fork_server(composed: Composed, folder: Path) -> Generator[ForkServer | None]:
+    """Have a fork server import what the workers of a run need, for the duration of the block. None on a
+    system that does not have what it needs: Linux with pidfds.
+
+    The imports take longer than all else that a run does before its workers start. So the server starts as
+    soon as the run file is read, and before the run is checked.
+
+    Args:
+        folder: the run's folder, which need not exist yet.
+    """
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        yield None
+        return
+    server = ForkServer(folder)
+    try:
+        with suppress(Exception):  # whatever a plugin raises here, the run's checks report
+            placed = placement(composed)
+            suited = [each for each in workers(composed.config, placed) if server.suits(each.resources)]
+            server.prepare([module for each in suited for module in imports_of(composed, placed, each)])
+        yield server
+    finally:
+        server.close()
+
+
+class ForkServer:
+    """A running fork server, until `close`.
+
+    Args:
+        folder: the run's folder. The server only shows it, for `ps`.
+        modules: modules that all processes need.
+    """
+
+    def __init__(self, folder: Path, modules: Sequence[str] = _MODULES) -> None:
+        self._env = process_environment(Resources(), ())
+        self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - until `close`; the server appends
+        self._ids = count()
+        self._answers: dict[int, asyncio.Future[ForkedProcess]] = {}
+        self._processes: dict[int, ForkedProcess] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.is_open = True
+        """Whether the server can still fork."""
+        self._is_lost = False
+        """Whether the server gives no answers any more."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", _SERVER, str(folder), str(theirs.fileno())]
+        with theirs:
+            self._server = subprocess.Popen(
+                [*command, *modules],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def keep_output(self, file: Path) -> None:
+        """Append to a file what the imports have written so far, and what they write from now on.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        with file.open("ab") as output:
+            self._output.seek(0)
+            shutil.copyfileobj(self._output, output)
+            self._output.truncate(0)  # a later kernel of the run asks again
+            with suppress(ConnectionError):  # it has ended, which `fork` finds and logs
+                socket.send_fds(self._socket, [json.dumps({"output": True}).encode()], [output.fileno()])
+
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Have the server import modules now, for processes that are forked later."""
+        with suppress(OSError):  # it has ended, which `fork` finds and logs
+            self._socket.send(json.dumps({"import": list(modules)}).encode())
+
+    def suits(self, resources: Resources) -> bool:
+        """Whether processes with these resources have the server's environment."""
+        return not resources.gpus and process_environment(resources, ()) == self._env
+
+    def can_fork(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Whether the server can start a command: the server runs, the command is `python -m MODULE`, and the
+        environment is the server's."""
+        return self.is_open and [*command[:2]] == [sys.executable, "-m"] and env == self._env
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._server.pid
+
+    async def fork(
+        self, command: Sequence[str], log_file: Path, imports: Sequence[str]
+    ) -> ForkedProcess | None:
+        """Start `python -m MODULE ARGUMENT ...` in its own session. Return None if the server starts no
+        process any more. When it ends or refuses, a line in the log says so.
+
+        Args:
+            log_file: file to which stdout and stderr are appended.
+            imports: modules that the server imports first.
+
+        Raises:
+            OSError: if the log file cannot be opened.
+        """
+        if not self.is_open:
+            return None  # a killed server takes requests until it has ended, but nobody reads its answers
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # each kernel of a run has its own
+            self._loop = loop
+            loop.add_reader(self._socket, self._read)
+        id = next(self._ids)
+        answer = self._answers[id] = loop.create_future()
+        request = {"fork": id, "module": command[2], "arguments": command[3:], "needs": list(imports)}
+        try:
+            with log_file.open("ab") as output, anyio.fail_after(_ANSWER_S):
+                socket.send_fds(self._socket, [json.dumps(request).encode()], [output.fileno()])
+                return await answer
+        except (ConnectionError, TimeoutError, ForkRefused) as error:
+            why = str(error) or type(error).__name__
+            log.warning("no process is forked any more", why=why)
+            self.is_open = False
+            return None
+        finally:
+            del self._answers[id]
+
+    def close(self) -> None:
+        """End the server. Processes that are left live on."""
+        self._lose_server()
+        self._socket.close()
+        self._server.kill()
+        try:
+            self._server.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the fork server does not end after SIGKILL", pid=self.pid)
+        self._output.close()
+
+    def _read(self) -> None:
+        """Take in one answer of the server."""
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET, 1)
+        except ConnectionError:
+            packet, descriptors = b"", []
+        if not packet:
+            self._lose_server()
+            return
+        answer = json.loads(packet)
+        if "status" in answer:
+            self._processes.pop(answer["pid"]).end(answer["status"])
+        elif (waiting := self._answers.get(answer["id"])) is None or waiting.done():
+            self._end_late(answer, descriptors)
+        elif "error" in answer:
+            waiting.set_exception(ForkRefused(answer["error"]))
+        else:
+            waiting.set_result(self._add(answer["pid"], descriptors[0]))
+
+    def _end_late(self, answer: Mapping[str, int], descriptors: list[int]) -> None:
+        """Kill a process for which nobody waits any more."""
+        if "pid" in answer:
+            self._add(answer["pid"], descriptors[0]).kill()
+
+    def _add(self, pid: int, descriptor: int) -> ForkedProcess:
+        process = self._processes[pid] = ForkedProcess(pid, descriptor, self._on_end)
+        return process
+
+    def _on_end(self, process: ForkedProcess) -> None:
+        """A process has ended. The server tells the status, unless it has ended or hangs."""
+        if self._is_lost:
+            process.end(_UNKNOWN_STATUS)
+        else:
+            asyncio.get_running_loop().call_later(_STATUS_S, self._miss_status, process)
+
+    def _miss_status(self, process: ForkedProcess) -> None:
+        if process.poll() is not None:
+            return
+        if not self._is_lost:
+            log.warning("the fork server hangs and is killed; no process is forked any more", pid=self.pid)
+            self._server.kill()
+            self._lose_server()
+        process.end(_UNKNOWN_STATUS)
+
+    def _lose_server(self) -> None:
+        """The server has ended or hangs: start no process any more, and do not wait for its answers."""
+        self.is_open, self._is_lost = False, True
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket)
+        for waiting in self._answers.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionResetError("the fork server has ended"))
+
+
+class ForkRefused(Exception):
+    """The fork server does not fork; the text says why."""

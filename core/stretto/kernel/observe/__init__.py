@@ -1,0 +1,1 @@
+"""What the kernel records and shows of a run."""

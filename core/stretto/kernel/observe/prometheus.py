@@ -1,0 +1,330 @@
+"""Serves the figures of a run to Prometheus: `/metrics` over HTTP, in the kernel's event loop.
+
+The figures are read from the kernel's objects when they are asked for. There is no await in between, so they
+all belong to the same moment. A run without the section `metrics` does not import this module.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+import anyio
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from anyio.abc import TaskStatus
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from stretto.bus.client import Bus
+from stretto.config import MetricsConfig
+from stretto.errors import RunError
+from stretto.kernel.observe.advice import RULES
+from stretto.kernel.setup import RunSetup
+from stretto.launcher import ROLES
+from stretto.records.figures import FIGURES
+
+__all__ = ["RunCollector", "serve_metrics"]
+
+log = structlog.get_logger()
+
+_LAST_STEP = {
+    "step_s": "seconds",
+    "train_s": "train_seconds",
+    "reward": "reward_mean",
+    "reward_std": "reward_stddev",
+    "zero_variance_groups": "zero_variance_ratio",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "entropy": "entropy_nats",
+    "behaviour_kl": "behaviour_kl_nats",
+    "lr": "learning_rate",
+    "divergence": "divergence_nats",
+    "length": "length_mean_tokens",
+    "truncated": "truncated_ratio",
+    "staleness": "staleness_mean_steps",
+    "staleness_max": "staleness_max_steps",
+    "tokens": "tokens",
+    "step_tokens_per_s": "tokens_per_second",
+    "train_tokens_per_s": "train_tokens_per_second",
+    "swap_pause_s": "swap_pause_seconds",
+}
+"""Key of the newest line of `metrics.jsonl` -> name after `stretto_last_step_`."""
+
+
+async def serve_metrics(
+    config: MetricsConfig, setup: RunSetup, bus: Bus, *, task_status: TaskStatus[str]
+) -> None:
+    """Serve until cancelled. Report the URL of the figures as soon as they can be had.
+
+    Raises:
+        RunError: if the address cannot be used.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(RunCollector(setup, bus))
+
+    async def answer(request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+
+    app = web.Application(middlewares=[_host_check(config.hosts)])
+    app.router.add_get("/metrics", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    try:
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, config.address, config.port).start()
+        except OSError as error:
+            raise RunError(
+                f"metrics: cannot listen at {config.address}, port {config.port}: {error.strerror or error}; "
+                "set `metrics.port` to a free port, or to 0 for any"
+            ) from error
+        address, port = runner.addresses[0][:2]
+        url = f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics"
+        log.info("metrics for Prometheus", url=url)
+        task_status.started(url)
+        await anyio.sleep_forever()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await runner.cleanup()
+
+
+def _host_check(hosts: tuple[str, ...]) -> Middleware:
+    """Refuse requests for a name that is not this machine's.
+
+    A page in a browser may give its own name this machine's address, to read the answers. It cannot do so
+    with an address or with a name that it does not own.
+    """
+    known = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        name = _host_name(request.headers.get("Host", ""))
+        if name not in known and not _is_address(name):
+            raise web.HTTPForbidden(text="this machine has no such name; `metrics.hosts` may add it\n")
+        return await handler(request)
+
+    return check
+
+
+def _host_name(header: str) -> str:
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:  # such as `[::1`
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class RunCollector(Collector):
+    """Reads the figures of a run from the kernel's objects. Each has the label `run`, the run's id."""
+
+    def __init__(self, setup: RunSetup, bus: Bus) -> None:
+        self._setup = setup
+        self._bus = bus
+        self._totals: dict[tuple[str, str], float] = {}
+        """(counter, value of its label) -> largest total so far."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield every family of figures at this moment. A family without a value now has no sample."""
+        yield from self._progress()
+        yield from self._queue()
+        yield from self._staleness()
+        yield from self._speed()
+        yield from self._workers()
+        yield from self._bus_state()
+        yield from self._advice()
+        yield from self._evaluation()
+        yield from self._last_step()
+
+    def _progress(self) -> Iterable[Metric]:
+        setup, report = self._setup, self._setup.report
+        info = InfoMetricFamily("stretto_run", "The run", labels=["run"])
+        info.add_metric([setup.run], {"name": setup.config.name, "algorithm": setup.config.algorithm.use})
+        yield info
+        yield self._counter(
+            "steps", "Complete train steps, which is the training version", setup.scheduler.version
+        )
+        yield self._gauge("planned_steps", "Number of steps of the run", setup.config.steps)
+        yield self._counter(
+            "run_seconds", "Seconds of the run, those before a resume included", report.wall_s
+        )
+        yield self._gauge("remaining_seconds", "Estimate of the seconds up to the last step", report.left_s())
+
+    def _queue(self) -> Iterable[Metric]:
+        scheduler = self._setup.scheduler
+        ledger = scheduler.ledger
+        accounts = {
+            "trained": ledger.trained,
+            "filtered": ledger.filtered,
+            "expired": ledger.expired,
+            "failed": ledger.failed,
+        }
+        yield self._counter("tickets_issued", "Training tickets that were issued", ledger.issued)
+        yield self._counters(
+            "tickets_retired", "Training tickets that ended, by account", "account", accounts
+        )
+        yield self._gauge("tickets_in_flight", "Training tickets that have not ended", ledger.in_flight)
+        yield self._gauge(
+            "tickets_in_flight_limit", "Training tickets that may be in flight now", scheduler.room
+        )
+        groups = scheduler.finished
+        yield self._gauge("queue_finished_groups", "Finished groups that wait for training", groups)
+        yield self._gauge("queue_batch_groups", "Groups of a batch", scheduler.settings.batch_size)
+
+    def _staleness(self) -> Iterable[Metric]:
+        scheduler = self._setup.scheduler
+        most, seen = scheduler.settings.max_staleness, scheduler.staleness
+        family = HistogramMetricFamily(
+            "stretto_staleness_steps", "Staleness of the trained trajectories, in steps", labels=["run"]
+        )
+        bounds = range(max([most, *seen]) + 1)
+        buckets = [(str(float(bound)), sum(seen[age] for age in seen if age <= bound)) for bound in bounds]
+        total = sum(age * count for age, count in seen.items())
+        family.add_metric([self._setup.run], [*buckets, ("+Inf", seen.total())], total)
+        yield family
+        yield self._gauge("staleness_limit_steps", "Largest staleness that the run allows", most)
+        yield self._gauge(
+            "staleness_effective_limit_steps",
+            "Steps that generation may run ahead now; lower than the limit where batches are too off-policy",
+            scheduler.staleness_limit,
+        )
+
+    def _speed(self) -> Iterable[Metric]:
+        report, fleet = self._setup.report, self._setup.fleet
+        yield self._counter("generated_tokens", "Tokens that were sampled", report.generated_tokens)
+        yield self._counter("trained_tokens", "Tokens that were trained", report.trained_tokens)
+        busy = {
+            "generate": fleet.busy_s("inference"),
+            "score": fleet.busy_s("verifier"),
+            "train": report.train_busy_s,
+        }
+        yield self._counters("busy_seconds", "Seconds of work of all workers of a kind", "work", busy)
+        yield self._counter("swaps", "Swaps of an engine's weights", report.swaps)
+        yield self._counter(
+            "swap_pause_seconds", "Seconds in which engines paused for swaps", report.swap_pause_s
+        )
+        yield self._gauge("swap_pause_max_seconds", "Longest pause of a swap", report.swap_pause_max_s)
+
+    def _workers(self) -> Iterable[Metric]:
+        fleet = self._setup.fleet
+        family = GaugeMetricFamily(
+            "stretto_workers", "Workers by role and state", labels=["run", "role", "state"]
+        )
+        for role in ROLES:
+            starting = sum(worker.startswith(f"{role}-") for worker in fleet.starting)
+            family.add_metric([self._setup.run, role, "ready"], len(fleet.of(role)))
+            family.add_metric([self._setup.run, role, "starting"], starting)
+        yield family
+        yield self._counter("worker_restarts", "Restarts of workers", fleet.restarts)
+        loads = {member.worker: member.load for member in fleet.of("inference") if member.load is not None}
+        for name, text, values in (
+            ("version", "Version that the engine serves", {key: load.version for key, load in loads.items()}),
+            (
+                "running_samples",
+                "Samples that the engine decodes",
+                {key: load.running for key, load in loads.items()},
+            ),
+            (
+                "waiting_samples",
+                "Samples that wait for a slot",
+                {key: load.waiting for key, load in loads.items()},
+            ),
+            (
+                "slots",
+                "Samples that the engine can decode at once",
+                {key: load.slots for key, load in loads.items()},
+            ),
+            (
+                "kv_used_ratio",
+                "Share of the memory for the KV cache in use",
+                {key: load.kv_used for key, load in loads.items() if load.kv_used is not None},
+            ),
+        ):
+            yield self._gauges(f"engine_{name}", text, "worker", values)
+
+    def _bus_state(self) -> Iterable[Metric]:
+        bus, fleet = self._bus, self._setup.fleet
+        waits = [bus.unanswered.longest(), *(member.wait for member in fleet.members.values())]
+        longest = max((wait.seconds for wait in waits if wait is not None), default=0.0)
+        refused = bus.refusals.count + fleet.refused()
+        yield self._gauge(
+            "bus_connected", "Whether the kernel has a connection to nats-server", bus.connected
+        )
+        yield self._counter("bus_refused_messages", "Malformed messages that were refused", refused)
+        yield self._gauge("bus_longest_wait_seconds", "Age of the oldest request without an answer", longest)
+
+    def _advice(self) -> Iterable[Metric]:
+        given = {advice.rule for advice in self._setup.report.adviser.open}
+        rules = {rule.name: rule.name in given for rule in RULES}
+        yield self._gauges("advice_open", "Whether the advice of a rule is open", "rule", rules)
+
+    def _evaluation(self) -> Iterable[Metric]:
+        scheduler = self._setup.scheduler
+        newest, best = (scheduler.evaluations or [None])[-1], scheduler.best
+        yield self._counter("evaluations", "Complete evaluations", len(scheduler.evaluations))
+        for name, text, each in (
+            ("", "the newest evaluation", newest),
+            ("best_", "the best evaluation", best),
+        ):
+            version, accuracy = (each.version, each.accuracy) if each else (None, None)
+            yield self._gauge(f"evaluation_{name}version", f"Version of {text}", version)
+            yield self._gauge(f"evaluation_{name}accuracy", f"Held-out accuracy of {text}", accuracy)
+        under_way = scheduler.evaluating is not None
+        yield self._gauge("evaluation_running", "Whether an evaluation is under way", under_way)
+
+    def _last_step(self) -> Iterable[Metric]:
+        line = self._setup.report.last
+        for key, name in _LAST_STEP.items():
+            yield self._gauge(f"last_step_{name}", FIGURES[key].meaning, line.get(key))
+        metrics = {key.removeprefix("reward/"): line[key] for key in line if key.startswith("reward/")}
+        text = "Mean of each of the reward's metrics over the newest batch"
+        yield self._gauges("last_step_reward_metric", text, "metric", metrics)
+
+    # ------------------------------------------------------------------------------------ families
+
+    def _gauge(self, name: str, text: str, value: float | None) -> Metric:
+        family = GaugeMetricFamily(f"stretto_{name}", text, labels=["run"])
+        if value is not None:
+            family.add_metric([self._setup.run], value)
+        return family
+
+    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(f"stretto_{name}", text, labels=["run", label])
+        for key, value in values.items():
+            family.add_metric([self._setup.run, key], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"stretto_{name}", text, labels=["run"])
+        family.add_metric([self._setup.run], self._total(name, "", value))
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(f"stretto_{name}", text, labels=["run", label])
+        for key, value in values.items():
+            family.add_metric([self._setup.run, key], self._total(name, key, value))
+        return family
+
+    def _total(self, name: str, key: str, value: float) -> float:
+        """Return a total that never goes back, which Prometheus would take for a restart. A heartbeat may be
+        older than the figures that the kernel had asked the worker for."""
+        self._totals[name, key] = max(value, self._totals.get((name, key), value))
+        return self._totals[name, key]

@@ -1,0 +1,224 @@
+"""The kernel's side of the sample writer: starts it, gives it the log to read, and keeps the log for it.
+
+The kernel itself never reads or writes a sample. It tells the log which tickets it retired, so that a reader
+of the samples knows what became of them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import structlog
+
+from stretto.bus.client import Bus
+from stretto.bus.messages.tickets import Follow, Following, Kept, RetiredTickets
+from stretto.errors import BusError
+from stretto.kernel.fleet.forks import ForkedProcess
+from stretto.kernel.schedule.scheduler import Account
+from stretto.kernel.setup import RunSetup
+
+__all__ = ["SampleKeeper"]
+
+log = structlog.get_logger()
+
+_POLL_S = 0.2
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+"""A writer that ends is started again after a pause, which doubles up to this."""
+_LONG_LIFE_S = 60.0
+"""After a life of this many seconds, the pause is the first one again."""
+_SILENT_S = 60.0
+"""A writer that is silent for this many seconds hangs: it is killed and started again. It has more time than
+a worker, because only the purge of the log waits for it."""
+_IMPORTS_S = 120.0
+"""A writer has this many seconds more before it is heard for the first time."""
+_KILLED_S = 10.0
+"""Wait this many seconds for the end of a writer that was killed."""
+_START_S = 30.0
+_STOP_S = 20.0
+"""At the end of the run, the writer has this many seconds to write what is in the log."""
+
+
+class SampleKeeper:
+    """Supervises the sample writer of one kernel."""
+
+    def __init__(self, setup: RunSetup, bus: Bus, lease_epoch: int) -> None:
+        config = setup.config
+        self._setup = setup
+        self._bus = bus
+        self._names = setup.names
+        self._lease_epoch = lease_epoch
+        self.on = config.samples.keep != "none" and (setup.graph.samples or config.evaluation is not None)
+        """Whether the run keeps samples."""
+        self._kept_below = 0
+        """The samples of log messages below this sequence number are on disk."""
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self._fault = ""
+        """Why no writer runs now, after the first start."""
+        self._silent_s = 0.0
+        """Seconds since the writer was heard, in which this process ran and had a connection."""
+        self._followed = anyio.Event()
+        """Set when a writer has begun to read the log."""
+        self._retired: list[tuple[int, str, str]] = []
+        self._retired_batches = 0
+        self._stopping = False
+
+    def purgeable(self, below: int) -> int:
+        """Return up to which sequence number the log may be purged: `below`, or less if the writer still
+        needs a part of it."""
+        return min(below, self._kept_below if self.on else below)
+
+    def retire(self, ticket: int, account: Account, reason: str) -> None:
+        """Note that a training ticket ended without being trained. `run` tells the log."""
+        if self.on:
+            self._retired.append((ticket, account, reason))
+
+    async def serve(self) -> None:
+        """Answer the writer. Call it before `run`."""
+        await self._bus.serve(self._names.kernel("samples", "follow"), Follow, self._follow)
+        await self._bus.subscribe(self._names.kernel("samples", "kept"), Kept, self._take_in)
+
+    async def run(self) -> None:
+        """Keep a writer running, until cancelled."""
+        if not self.on:
+            return
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._supervise)
+            while True:
+                await anyio.sleep(_POLL_S)
+                await self._tell_retired()
+
+    async def until_followed(self) -> None:
+        """Wait until the writer reads the log, so that it notices what comes after a loss. If it does not
+        start, the run goes on, and the log is kept for it."""
+        if self.on:
+            with anyio.move_on_after(_START_S) as waiting:
+                await self._followed.wait()
+            if waiting.cancelled_caught:
+                log.warning("the sample writer does not start", log=str(self._log_file))
+
+    async def stop(self, *, at_once: bool) -> None:
+        """End the writer, when the workers have ended. Unless `at_once`, it first writes what is in the
+        log."""
+        self._stopping = True
+        if self._process is None or self._fault:
+            if self._fault:
+                self._report_loss(self._fault)
+            return
+        if not at_once:
+            await self._tell_retired()
+        self._process.terminate()
+        if not await _ended(self._process, 0 if at_once else _STOP_S):
+            self._process.kill()
+            await _ended(self._process, _KILLED_S)
+            if not at_once:
+                self._report_loss(f"it had not written everything after {_STOP_S:.0f} s")
+
+    # ------------------------------------------------------------------------------------ private
+
+    async def _supervise(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopping:
+            began = anyio.current_time()
+            try:
+                self._process, self._fault = await self._start(), ""
+            except OSError as error:
+                self._fault = f"it cannot be started: {error}"
+            else:
+                fault = await self._until_end(self._process)
+                if self._stopping:
+                    return
+                self._fault = fault
+            log.warning("the sample writer is started again", why=self._fault, log=str(self._log_file))
+            if anyio.current_time() - began > _LONG_LIFE_S:
+                pause_s = _FIRST_PAUSE_S
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _until_end(self, process: subprocess.Popen[bytes] | ForkedProcess) -> str:
+        """Wait for the end of a writer, and return how it ended. Kill a writer that hangs."""
+        self._silent_s = -_IMPORTS_S
+        while (status := process.poll()) is None:
+            await anyio.sleep(_POLL_S)
+            self._silent_s = self._silent_s + _POLL_S if self._bus.connected else 0.0
+            if self._silent_s > _SILENT_S and not self._stopping:
+                process.kill()
+                await _ended(process, _KILLED_S)
+                problem = f"the sample writer hung: it was silent for {_SILENT_S:.0f} s, and was killed"
+                if problem not in self._setup.report.problems:
+                    self._setup.report.problems.append(problem)
+                return f"it was silent for {_SILENT_S:.0f} s, and was killed"
+        return f"it ended with status {status}"
+
+    def _report_loss(self, fault: str) -> None:
+        problem = (
+            f"samples of the newest steps may be missing: the sample writer: {fault}; see {self._log_file}"
+        )
+        log.warning(problem)
+        self._setup.report.problems.append(problem)
+
+    @property
+    def _log_file(self) -> Path:
+        return self._setup.logs / "samples.jsonl"
+
+    async def _start(self) -> subprocess.Popen[bytes] | ForkedProcess:
+        config = self._setup.config
+        last, staleness = config.samples.last or 0, config.queue.max_staleness
+        command = [
+            sys.executable,
+            "-m",
+            "stretto.samples",
+            str(self._setup.folder),
+            str(last),
+            str(staleness),
+        ]
+        output_file, forks = self._setup.logs / "samples.out", self._setup.forks
+        if forks is not None and forks.is_open:
+            process = await forks.fork(command, output_file, ())
+            if process is not None:
+                return process
+        with output_file.open("ab") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # ^C is for the kernel
+            )
+
+    async def _follow(self, message: Follow) -> Following:
+        names = self._names
+        extent = await self._bus.store.extent(names.log_stream)
+        start = message.start if message.start <= extent.last + 1 else 1
+        consumer = await self._bus.store.make_consumer(names.log_stream, names.of_samples, start=start)
+        ends = [
+            await self._bus.store.last_sequence(names.log_stream, subject) for subject in names.of_samples
+        ]
+        self._followed.set()
+        return Following(consumer, start, max(ends))
+
+    def _take_in(self, message: Kept) -> None:
+        self._silent_s = 0.0
+        self._kept_below = max(self._kept_below, message.below)  # a new writer may begin before that
+
+    async def _tell_retired(self) -> None:
+        """Append the retired tickets to the log."""
+        tickets, self._retired = tuple(self._retired), []
+        if tickets:
+            self._retired_batches += 1
+            id = f"retired/{self._lease_epoch}/{self._retired_batches}"
+            try:
+                await self._bus.store.append(self._names.retired, RetiredTickets(tickets), id=id)
+            except BusError as error:
+                log.warning("retired tickets are not in the log", tickets=len(tickets), error=str(error))
+
+
+async def _ended(process: subprocess.Popen[bytes] | ForkedProcess, limit_s: float) -> bool:
+    """Wait for the end of a process, and return whether it came in time."""
+    with anyio.move_on_after(limit_s):
+        while process.poll() is None:
+            await anyio.sleep(0.02)
+    return process.poll() is not None

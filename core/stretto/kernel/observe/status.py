@@ -1,0 +1,240 @@
+"""The state of a run, for the live view and for `status.json` (see `stretto.records.status`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from pathlib import Path
+
+import anyio
+import msgspec
+import structlog
+
+from stretto.bus.client import Bus
+from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.membership import RunStatus, Wait
+from stretto.bus.messages.subjects import Subjects
+from stretto.kernel.ending import Ending
+from stretto.kernel.fleet.fleet import Fleet
+from stretto.kernel.observe.report import Report
+from stretto.kernel.schedule.scheduler import Scheduler
+from stretto.records.status import (
+    STATUS,
+    AdviceStatus,
+    EvaluationProgress,
+    EvaluationStatus,
+    Stall,
+    Status,
+    WorkerStatus,
+)
+from stretto.records.timeline import CAUSES
+
+__all__ = ["StatusBoard"]
+
+log = structlog.get_logger()
+
+_WRITE_S = 2.0
+_LONG_S = 60.0
+"""Log a wait after this many seconds, and again each time its length has doubled."""
+_SPEED_S = 5.0
+"""Seconds over which the speed of generation is measured."""
+_NEWEST = (
+    *("step", "time_s", "reward", "length", "staleness", "staleness_max", "staleness_limit"),
+    *("loss", "entropy", "grad_norm", "step_s", "train_s", "train_tokens_per_s"),
+    *(f"wait/{kind}_s" for kind in CAUSES),
+)
+_EVALUATIONS = 5
+_REASONS = 3
+
+
+class StatusBoard:
+    """Puts the state of a run together. It has the lifetime of the kernel.
+
+    Args:
+        name: the run's name.
+        steps: number of steps of the run.
+    """
+
+    def __init__(
+        self, name: str, steps: int, folder: Path, report: Report, scheduler: Scheduler, fleet: Fleet
+    ) -> None:
+        self._name = name
+        self._steps = steps
+        self._folder = folder
+        self._report = report
+        self._scheduler = scheduler
+        self._fleet = fleet
+        self._tokens: deque[tuple[float, int]] = deque()
+        """(time, tokens generated so far) of the last seconds."""
+        self.note = "starting"
+        """What the run is doing while it does not train."""
+        self.started = False
+        """Whether the kernel has issued its first tickets."""
+        self.ending = Ending()
+        """The end of the run, as far as it is decided."""
+        self.bus: Bus | None = None
+        """The kernel's connection; None before it is open."""
+        self.metrics_url = ""
+        """Where Prometheus finds the figures; empty if it does not."""
+        self._complaint = ""
+
+    def status(self) -> Status:
+        """Return the state of the run at this moment."""
+        scheduler, report, fleet, now = self._scheduler, self._report, self._fleet, time.monotonic()
+        ended = self.ending.status != "running"
+        return Status(
+            written=time.time(),
+            pid=os.getpid(),
+            name=self._name,
+            folder=str(self._folder),
+            state=self.ending.status,
+            started=self.started,
+            reason=self.ending.reason,
+            version=scheduler.version,
+            steps=self._steps,
+            wall_s=round(report.wall_s, 1),
+            left_s=None if ended else report.left_s(),
+            now=self._now(),
+            bottleneck=report.bottleneck(),
+            sampled=report.sampled,
+            newest={key: _number(report.last[key]) for key in _NEWEST if key in report.last},
+            recent={
+                name: _short(mean)
+                for name, curve in report.curves.items()
+                if (mean := curve.recent()) is not None
+            },
+            curves={
+                name: [_short(point) for point in curve.points()] for name, curve in report.curves.items()
+            },
+            evaluations=[_evaluation(each) for each in scheduler.evaluations[-_EVALUATIONS:]],
+            best=_evaluation(scheduler.best) if scheduler.best else None,
+            evaluating=self._evaluating(),
+            ledger=msgspec.to_builtins(scheduler.ledger),
+            finished=scheduler.finished,
+            reasons=dict(scheduler.reasons.most_common(_REASONS)),
+            generate_tokens_per_s=self._generation_speed(now),
+            advice=[AdviceStatus(each.rule, each.since, each.message) for each in report.adviser.open],
+            connected=self.bus is not None and self.bus.connected,
+            restarts=fleet.restarts,
+            workers=[
+                WorkerStatus(
+                    member.worker,
+                    member.ready,
+                    round(now - member.heard, 2),
+                    round(member.blocked_s, 2),
+                    member.leaving,
+                )
+                for member in fleet.members.values()
+            ],
+            starting=dict(fleet.starting),
+            waits=self._waits(),
+            metrics_url=self.metrics_url,
+        )
+
+    async def publish(self, bus: Bus, names: Subjects) -> None:
+        """Write the status into the run's folder and send it to viewers, every few seconds and when the end
+        of the run is decided. Log long waits. Runs until it is cancelled."""
+        self.bus = bus
+        next_log_s: dict[tuple[str, str, str], float] = {}
+        while True:
+            status = self.status()
+            self._write(status)
+            if bus.connected:
+                await bus.publish(names.status, RunStatus(msgspec.json.encode(status)))
+            _log_long_waits(status, next_log_s)
+            with anyio.move_on_after(_WRITE_S):
+                await (anyio.sleep_forever() if self.ending.over.is_set() else self.ending.over.wait())
+
+    def write_end(self) -> None:
+        """Write the final status, after the workers have ended."""
+        status = self.status()
+        self._write(
+            msgspec.structs.replace(
+                status, now=status.state, workers=[], starting={}, waits=[], metrics_url=""
+            )
+        )
+
+    def _write(self, status: Status) -> None:
+        """Write the status into the run's folder. If this fails, log the error once."""
+        aside = self._folder / f".{STATUS}"
+        try:
+            aside.write_bytes(msgspec.json.encode(status))
+            aside.rename(self._folder / STATUS)
+            self._complaint = ""
+        except OSError as error:  # the run itself can do without the file
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                log.warning("status not written", error=self._complaint)
+
+    def _now(self) -> str:
+        """Describe what the run is doing."""
+        scheduler = self._scheduler
+        if not self._fleet.hears():
+            return "waiting for nats-server"
+        if self.note:
+            return self.note
+        cause = self._report.waits.cause
+        if cause is not None and cause.kind != "groups":
+            return f"waiting for {cause}"
+        return "training" if scheduler.training else "generating"
+
+    def _evaluating(self) -> EvaluationProgress | None:
+        scheduler = self._scheduler
+        if scheduler.evaluating is None:
+            return None
+        version, *waiting = scheduler.needed_versions
+        return EvaluationProgress(
+            version,
+            scheduler.evaluated_rows,
+            scheduler.settings.evaluation_rows,
+            waiting[0] if waiting else None,
+        )
+
+    def _waits(self) -> list[Stall]:
+        waits = [_stall(member.worker, member.wait) for member in self._fleet.members.values() if member.wait]
+        if self.bus is not None and (own := self.bus.unanswered.longest()):
+            waits.append(_stall("kernel", own))
+        return sorted(waits, key=lambda each: -each.seconds)
+
+    def _generation_speed(self, now: float) -> int:
+        """Return the sampled tokens a second over the last seconds."""
+        self._tokens.append((now, self._fleet.generated_tokens()))
+        while len(self._tokens) > 2 and self._tokens[1][0] < now - _SPEED_S:
+            self._tokens.popleft()
+        (start, before), (end, after) = self._tokens[0], self._tokens[-1]
+        return round((after - before) / (end - start)) if end > start else 0
+
+
+def _log_long_waits(status: Status, next_log_s: dict[tuple[str, str, str], float]) -> None:
+    """Log each wait that has become long.
+
+    Args:
+        next_log_s: asker, process and verb of each wait that was logged -> its length at which it is logged
+            again. Updated.
+    """
+    present = {(each.asker, each.who, each.verb): each.seconds for each in status.waits}
+    for key in next_log_s.keys() - present.keys():
+        del next_log_s[key]
+    for key, seconds in present.items():
+        if seconds >= next_log_s.get(key, _LONG_S):
+            next_log_s[key] = 2 * seconds
+            log.warning("long wait", asker=key[0], who=key[1], verb=key[2], seconds=seconds)
+
+
+def _stall(asker: str, wait: Wait) -> Stall:
+    return Stall(asker, wait.who, wait.verb, round(wait.seconds, 2))
+
+
+def _evaluation(evaluation: Evaluation) -> EvaluationStatus:
+    return EvaluationStatus(evaluation.version, evaluation.accuracy, evaluation.samples, evaluation.failed)
+
+
+def _number(value: float) -> float | None:
+    """Return a finite number; None, which is null in JSON, for another one."""
+    return value if abs(value) < float("inf") else None
+
+
+def _short(value: float) -> float:
+    """Return a number with four digits."""
+    return float(f"{value:.4g}")

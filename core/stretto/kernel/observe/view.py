@@ -1,0 +1,305 @@
+"""A run in the terminal: the live view, which draws a `Status`, and the final lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stretto.errors import ConfigError, StrettoError, printable
+from stretto.kernel.observe.keyboard import Keyboard
+from stretto.records.figures import FIGURES, describe_waits, duration_text
+from stretto.records.kept.answers import newest_sample
+from stretto.records.metrics import ACCURACY
+from stretto.records.status import Status, WorkerStatus
+
+__all__ = ["View", "final_lines", "terminal"]
+
+_MOST_ROWS = 8
+"""Maximum number of pieces of advice, evaluations and waits that the view shows."""
+_MOST_CHARACTERS = 2000
+"""The view shows at most this much of one text."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_CURVES = ("reward", "loss", "zero_variance_groups", "entropy", "grad_norm")
+"""Keys of the figures that have a sparkline."""
+_OF_STEP = ("length", "staleness", "staleness_max", "staleness_limit", "step_s", "train_s")
+"""Keys of the newest step's other figures."""
+
+
+class View:
+    """The live view of a run. It draws nothing if stderr is not a terminal.
+
+    Args:
+        source: returns the state to draw; None while it is not known.
+        samples: the run's folder, if this machine has it: the key `s` shows a sample from there.
+        quits: whether the key `q` ends `run`.
+    """
+
+    def __init__(
+        self, source: Callable[[], Status | None], samples: Path | None, *, quits: bool = False
+    ) -> None:
+        self._source = source
+        self._samples = samples
+        self._quits = quits
+        self._sample: str | None = None
+        """The sample that the user wants to see, as text."""
+        self._status: Status | None = None
+        """The newest state that was drawn."""
+        self._stopped = False
+        self._keyboard = Keyboard()
+        console = Console(stderr=True)
+        self._live = Live(console=console, get_renderable=self._draw, auto_refresh=False)
+        self._draws = console.is_terminal
+
+    async def run(self) -> None:
+        """Draw four times a second and obey keys, until it is cancelled."""
+        if not self._draws:
+            await anyio.sleep_forever()
+        with suppress(OSError), self._keyboard:  # the terminal was closed
+            self._live.start()
+            while True:
+                self._live.refresh()
+                await anyio.sleep(0.25)
+                keys = self._keyboard.pressed()
+                if "q" in keys and self._quits:
+                    return
+                if "s" in keys:
+                    await self._show_sample()
+
+    def stop(self) -> None:
+        """Draw the final state, which stays in the terminal, and stop drawing."""
+        self._stopped = True
+        self._sample = None
+        if self._live.is_started:
+            with suppress(OSError):
+                self._live.refresh()
+                self._live.stop()
+
+    async def _show_sample(self) -> None:
+        """Show a sample, or the next one; then none."""
+        if self._sample is not None:
+            self._sample = None
+        elif self._samples is None:
+            self._sample = "the samples are in the run's folder, on the kernel's machine"
+        else:
+            try:
+                self._sample = await anyio.to_thread.run_sync(newest_sample, self._samples)
+            except ConfigError as error:  # a damaged file does not end the run
+                self._sample = str(error)
+
+    def _draw(self) -> RenderableType:
+        try:
+            self._status = self._source()
+        except StrettoError:
+            if not self._stopped:
+                raise
+        if self._status is None:
+            return Text("waiting for the first status of the run")
+        keys = self._keyboard.works
+        return drawing(self._status, stopped=self._stopped, keys=keys, quits=self._quits, sample=self._sample)
+
+
+def drawing(
+    status: Status, *, stopped: bool, keys: bool = False, quits: bool = False, sample: str | None = None
+) -> Group:
+    """Return what the view shows of a state, which may come from a foreign process.
+
+    Args:
+        stopped: whether the run has ended, so that what it does now does not count.
+        keys: whether the user can press keys.
+        quits: whether the key `q` ends the view.
+        sample: text of a sample to show.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right")
+    table.add_column(overflow="fold")
+    rows = [*_rows(status), *([] if stopped else _rows_of_now(status))]
+    if sample is not None and not stopped:
+        rows.append(("sample", sample))
+    if keys and not stopped:
+        rows.append(("keys", "s: a sample, and away again" + ("   q: end the view" if quits else "")))
+    for label, text in rows:
+        # Text of models and rewards is no markup.
+        table.add_row(label, Text(printable(text[:_MOST_CHARACTERS])))
+    return Group(_bar(status, stopped), table)
+
+
+def _bar(status: Status, stopped: bool) -> RenderableType:
+    bar = Table.grid(padding=(0, 1))
+    done, total, text = status.version, status.steps, f"step {status.version}/{status.steps}"
+    if not status.steps and status.evaluating is not None:
+        done, total = status.evaluating.rows, status.evaluating.of
+        text = f"row {done}/{total}"
+    text += f"   {duration_text(status.wall_s)}"
+    if status.left_s is not None and not stopped:
+        text += f"   {duration_text(status.left_s)} left{_clock(status.written + status.left_s)}"
+    name = Text(printable(status.name[:_MOST_CHARACTERS]), style="bold")
+    bar.add_row(name, ProgressBar(total=total, completed=min(done, total), width=40), Text(text))
+    return bar
+
+
+def _rows(status: Status) -> Iterator[tuple[str, str]]:
+    """Yield the rows below the progress bar: label and text."""
+    newest = {key: value for key, value in status.newest.items() if value is not None}
+    yield "folder", _short_path(Path(status.folder))
+    for name in _CURVES:
+        # The loss of a policy gradient says nothing; without rewards it is all there is.
+        if name in status.recent and (name != "loss" or "reward" not in status.recent):
+            curve = sparkline(status.curves.get(name, ()))
+            figure = FIGURES[name]
+            yield figure.label, f"{figure.text(status.recent[name]):<9} {curve}"  # curves begin in one column
+    if newest:
+        yield from _rows_of_step(newest)
+    if (evaluating := status.evaluating) is not None:
+        waits = "" if evaluating.waiting is None else f"   waiting: version {evaluating.waiting}"
+        text = f"version {evaluating.version}: {evaluating.rows} of {evaluating.of} rows{waits}"
+        yield "evaluating", text
+    for evaluation in status.evaluations[-3:]:
+        best = "   best so far" if evaluation == status.best and len(status.evaluations) > 1 else ""
+        text = f"{_accuracy(evaluation.accuracy)} (version {evaluation.version}){best}"
+        yield FIGURES[ACCURACY].label, text
+    training = FIGURES["train_tokens_per_s"].text(newest.get("train_tokens_per_s"))
+    yield "tokens/s", f"generating {status.generate_tokens_per_s:,.0f}   training {training}"
+    if ledger := status.ledger:
+        issued, *accounts = ledger.items()
+        sums = " + ".join(f"{name.replace('_', ' ')} {count}" for name, count in accounts)
+        yield "tickets", f"{issued[0]} {issued[1]} = {sums} ({status.finished} finished)"
+    if reasons := _most_frequent(status.reasons, 1):
+        yield "main cause", reasons[0]
+    for advice in status.advice[:_MOST_ROWS]:
+        yield "advice", f"since step {advice.since}: {advice.message}"
+
+
+def _rows_of_step(newest: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the newest step's figures that have no curve."""
+    texts = {key: FIGURES[key].text(newest[key]) for key in _OF_STEP if key in newest}
+    if "length" in texts:
+        yield FIGURES["length"].label, f"{texts['length']} tokens"
+    if "staleness" in texts:
+        limit = f"   limit {texts['staleness_limit']}" if "staleness_limit" in texts else ""
+        most = f"   max {texts['staleness_max']}" if "staleness_max" in texts else ""
+        yield FIGURES["staleness"].label, f"mean {texts['staleness']}{most}{limit}"
+    if "step_s" in texts and "train_s" in texts:
+        waits = f", {waits}" if (waits := describe_waits(newest)) else ""
+        yield FIGURES["step_s"].label, f"{texts['step_s']}, of which training {texts['train_s']}{waits}"
+
+
+def _rows_of_now(status: Status) -> Iterator[tuple[str, str]]:
+    """Yield the rows that count only while the run lives."""
+    yield "workers", _workers(status)
+    for stall in [each for each in status.waits if each.seconds > 10][:_MOST_ROWS]:
+        yield "waits", str(stall)
+    if status.bottleneck:
+        yield "bottleneck", status.bottleneck
+    yield "now", status.now
+
+
+def _workers(status: Status) -> str:
+    ready = sum(worker.ready and not worker.leaving for worker in status.workers)
+    leaving = "".join(f"   {worker.worker} leaves" for worker in status.workers if worker.leaving)
+    starting = "".join(f"   {worker} {what}" for worker, what in list(status.starting.items())[:_MOST_ROWS])
+    restarts = f"   restarts {status.restarts}" if status.restarts else ""
+    blocked = "".join(_blocked(worker) for worker in status.workers if worker.blocked_s)
+    return f"{ready} ready{starting}{leaving}{restarts}{blocked}"
+
+
+def _blocked(worker: WorkerStatus) -> str:
+    return f"   {worker.worker} stands still for {worker.blocked_s:.0f} s"
+
+
+def sparkline(points: Sequence[float]) -> str:
+    """Return figures as a line of blocks, the lowest as the lowest block."""
+    points = [min(1e300, max(-1e300, point / 4)) for point in points[-_MOST_CHARACTERS:]]
+    if not points:
+        return ""
+    low, high = min(points), max(points)
+    if high == low:
+        return _BLOCKS[0] * len(points)
+    return "".join(_BLOCKS[round((point - low) / (high - low) * (len(_BLOCKS) - 1))] for point in points)
+
+
+def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
+    """Return the lines that the terminal shows at the end of a run, as printable text."""
+    lines = [f"{summary['status']} at step {summary['steps']} after {duration_text(summary['wall_s'])}"]
+    if summary["reason"]:
+        lines[0] += f": {summary['reason']}"
+    evaluation, label = summary["evaluation"], FIGURES[ACCURACY].label
+    if evaluation:
+        points = " -> ".join(
+            f"{_accuracy(point['accuracy'])} (version {point['version']})" for point in evaluation
+        )
+        lines.append(f"{label} {points}")
+        best = summary["best"]
+        if best and best["checkpoint"]:
+            lines.append(f"best checkpoint {best['checkpoint']}, {label} {_accuracy(best['accuracy'])}")
+    ledger = summary["ledger"]
+    lines.append(f"tickets {', '.join(f'{name} {count}' for name, count in ledger.items())}")
+    lines.extend(_variant_lines(summary.get("variants", {})))
+    lines.extend(_most_frequent(summary["reasons"], 3))
+    lines.append(f"overlap {summary['overlap']:.2f}, restarts {summary['restarts']}")
+    lines.extend(f"problem: {problem}" for problem in summary["problems"])
+    lines.extend(
+        f"advice: since step {advice['since']}: {advice['message']}"
+        for advice in summary["advice"]
+        if advice["until"] is None
+    )
+    lines.append(f"see {folder}")
+    return printable("\n".join(lines))
+
+
+def _variant_lines(variants: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each variant of an A/B test: its figures, and how they differ from those of the
+    first."""
+    first = next(iter(variants), "")
+    for name, variant in variants.items():
+        figures = [
+            f", {figure} {_with_interval(variant['figures'][figure])}"
+            + (f" ({_with_interval(difference, sign='+')} against {first})" if difference else "")
+            for figure in ("reward", "reward/accuracy", "length")
+            if figure in variant["figures"]
+            for difference in [variant["difference"].get(figure)]
+        ]
+        yield f"variant {name}: {variant['groups']} groups{''.join(figures)}"
+
+
+def _with_interval(figure: Mapping[str, Any], sign: str = "") -> str:
+    width = "" if figure["ci95"] is None else f" ± {figure['ci95']:.3g}"
+    return f"{figure['mean']:{sign}.4g}{width}"
+
+
+def _most_frequent(reasons: Mapping[str, int], count: int) -> list[str]:
+    """Return the most frequent reasons for which tickets or evaluation rows gave no result, with counts."""
+    commonest = sorted(reasons.items(), key=lambda item: -item[1])[:count]
+    return [f"{number} x {reason}" for reason, number in commonest]
+
+
+def _short_path(folder: Path) -> str:
+    """Return the folder relative to the working folder if it lies inside it, else its full path."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+
+def _clock(moment: float) -> str:
+    """Return the local time of a moment within a day, such as ` (until 14:05)`; empty for another moment."""
+    return (
+        time.strftime(" (until %H:%M)", time.localtime(moment)) if 0 < moment - time.time() < 86_400 else ""
+    )
+
+
+def _accuracy(value: float | None) -> str:
+    return "none (no result)" if value is None else FIGURES[ACCURACY].text(value)
+
+
+def terminal() -> bool:
+    """Whether stderr is a terminal, so that the live view can draw."""
+    return sys.stderr.isatty()

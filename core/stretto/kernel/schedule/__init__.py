@@ -1,0 +1,1 @@
+"""What is sampled next and trained next: draws, tickets, batches, staleness."""

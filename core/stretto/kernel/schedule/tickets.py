@@ -1,0 +1,123 @@
+"""Tickets on the bus: the work queue, the log of outcomes, and the part of the log that is still needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from stretto.bus.client import Bus
+from stretto.bus.messages import tickets as messages
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import AbortTicket, GroupDone, GroupFailed, Purpose, Ticket
+from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes
+from stretto.kernel.schedule.scheduler import Snapshot
+
+__all__ = ["TicketQueue"]
+
+log = structlog.get_logger()
+
+
+class TicketQueue:
+    """Puts the scheduler's tickets on the bus and follows their outcomes.
+
+    Args:
+        samples: whether the policy samples the sequences of the run. Otherwise the trainers read them from
+            the dataset, and a training ticket is finished as soon as it is issued.
+    """
+
+    def __init__(self, bus: Bus, names: Subjects, *, samples: bool) -> None:
+        self._bus = bus
+        self._names = names
+        self._samples = samples
+        self._queued: dict[tuple[Purpose, int, int], int] = {}
+        """(purpose, ticket, attempt) -> sequence number in the work queue."""
+        self._log_at_issue: dict[int, int] = {}
+        """Training ticket -> `log_sequence` when the ticket was first issued. The ticket's data comes later
+        in the log."""
+        self._log_at_evaluation: int | None = None
+        """`log_sequence` when the first ticket of the evaluation under way was issued; None if none is under
+        way."""
+        self.log_sequence = 0
+        """Sequence number of the last log message that the scheduler has taken in."""
+
+    async def issue(self, ticket: Ticket) -> None:
+        """Put a ticket into the work queue. If the trainers read the sequences from the dataset, append the
+        outcome of a training ticket to the log instead."""
+        if ticket.purpose == "train" and not self._samples:
+            await self._bus.store.append(self._names.groups, _dataset_group(ticket), id=f"{ticket.name}/end")
+            return
+        if ticket.purpose == "train":
+            self._log_at_issue.setdefault(ticket.id, self.log_sequence)
+        elif self._log_at_evaluation is None:
+            self._log_at_evaluation = self.log_sequence
+        sequence = await self._bus.store.append(self._names.ticket(ticket.purpose), ticket, id=ticket.name)
+        self._queued[ticket.purpose, ticket.id, ticket.attempt] = sequence
+
+    async def withdraw(self, purpose: Purpose, ticket: int, attempt: int) -> None:
+        """Remove an attempt from the queue, and tell the worker that works on it to stop."""
+        sequence = self._queued.pop((purpose, ticket, attempt), None)
+        if sequence is not None:
+            await self._bus.store.delete(self._names.tickets_stream, sequence)
+        await self._bus.publish(self._names.abort_ticket, AbortTicket(purpose, ticket, attempt))
+
+    async def clear(self) -> None:
+        """Remove the tickets that a former kernel left in the queue. No worker of this kernel may take them:
+        no engine is ever lent to an evaluation of the former kernel, so its tickets would never end."""
+        await self._bus.store.purge(self._names.tickets_stream)
+
+    async def follow(self, take_in: Callable[[Outcome], None]) -> None:
+        """Call `take_in` with every later outcome of a ticket, in the order of the log. It never ends."""
+        start = self.log_sequence + 1
+        outcomes = follow_outcomes(self._bus, self._names, start=start, samples=self._samples)
+        async for sequence, outcome in outcomes:
+            self._queued.pop((outcome.purpose, outcome.ticket, outcome.attempt), None)
+            if isinstance(outcome, GroupFailed):
+                write, event = (
+                    (log.info, "row left out") if outcome.filtered else (log.warning, "ticket failed")
+                )
+                write(event, ticket=outcome.ticket, worker=outcome.worker, reason=outcome.reason)
+            # No await between these two lines: a checkpoint stores the ledger together with this number.
+            take_in(outcome)
+            self.log_sequence = sequence
+
+    def evaluation_ended(self) -> None:
+        """Record that the evaluation under way needs no log message any more."""
+        self._log_at_evaluation = None
+
+    def lowest_sequence(self, snapshot: Snapshot) -> int:
+        """Return the sequence number of the first log message that a run resumed from this snapshot needs."""
+        open_tickets = {ticket.id for ticket in snapshot.open}
+        self._log_at_issue = {
+            ticket: sequence for ticket, sequence in self._log_at_issue.items() if ticket in open_tickets
+        }
+        bundles = [
+            member.sequence
+            for ticket in snapshot.open
+            if ticket.done and self._samples
+            for member in ticket.done.members
+        ]
+        outcomes = [sequence + 1 for sequence in self._log_at_issue.values()]
+        evaluation = [] if self._log_at_evaluation is None else [self._log_at_evaluation + 1]
+        return min([*bundles, *outcomes, *evaluation, self.log_sequence + 1])
+
+
+def _dataset_group(ticket: Ticket) -> GroupDone:
+    """Return the outcome of a ticket whose sequences come from the dataset. Its members name the row from
+    which the trainers make the sequences."""
+    members = tuple(
+        messages.Member(
+            id=f"{ticket.name}/{index}",
+            sequence=ticket.row,
+            index=index,
+            length=0,
+            sampled=0,
+            oldest=ticket.min_version,
+            newest=ticket.min_version,
+            reward=0.0,
+            metrics={},
+            finish="stop",
+        )
+        for index in range(ticket.samples)
+    )
+    return GroupDone(ticket.purpose, ticket.id, ticket.attempt, "dataset", members, 0.0)

@@ -1,0 +1,1 @@
+"""Kept samples and answers, as other processes read them."""

@@ -1,0 +1,80 @@
+"""The images that workflows added to kept samples, in the folder `samples/images` of a run.
+
+A file is named after its SHA-256 alone: so each image is kept once, and whoever reads it can check it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from stretto.base.private_file import write_private
+from stretto.errors import ConfigError
+from stretto.models.images import MAX_FILE_BYTES, ImageFile
+from stretto.records.files import open_record
+from stretto.records.kept.sample_files import FOLDER
+
+__all__ = ["SampleImages", "is_image_name"]
+
+_NAME = re.compile(r"\A[0-9a-f]{64}\Z")
+
+
+def is_image_name(name: object) -> bool:
+    """Whether a value is an image's name, 64 hexadecimal digits. Nothing else becomes a part of a path."""
+    return isinstance(name, str) and _NAME.match(name) is not None
+
+
+class SampleImages:
+    """The images in a run's folder. The folder of images need not exist.
+
+    Args:
+        folder: the run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / FOLDER / "images"
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a file of this name. It is not read."""
+        return self._path(name).is_file()
+
+    def read(self, name: str) -> bytes | None:
+        """Return an image's file; None if it is not kept. A file with another SHA-256 than its name counts as
+        none.
+
+        Raises:
+            ConfigError: if the name is none of an image, or if the file cannot be read.
+        """
+        path = self._path(name)
+        try:
+            with open_record(path, links=False) as file:  # a link may lead out of the folder
+                image = ImageFile(file.read(MAX_FILE_BYTES))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        return image.file if image.digest == name else None
+
+    def write(self, image: ImageFile) -> None:
+        """Keep an image.
+
+        Raises:
+            OSError: if the disk is full or cannot be written.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(self._folder / image.digest, image.file)
+
+    def keep_only(self, names: set[str]) -> None:
+        """Remove all other images, and what a killed writer has left of one.
+
+        Raises:
+            OSError: if a file cannot be removed.
+        """
+        for path in self._folder.glob("*"):
+            if path.name not in names:
+                path.unlink()
+
+    def _path(self, name: str) -> Path:
+        if not is_image_name(name):
+            raise ConfigError(f"{name[:80]!r} is no image's name; expected 64 hexadecimal digits")
+        return self._folder / name

@@ -1,0 +1,449 @@
+"""Runs from Python: `stretto.run` starts one, and its `RunHandle` follows, awaits and stops it.
+
+The kernel of the run is a process of its own, as with `stretto run`: signals, the fork server and the event
+loop of a notebook do not meet. The handle reads the files in the run's folder, so it sees what `stretto ui`
+and `stretto report` see. The run belongs to its handle: when the handle is dropped, or when the program ends,
+however it ends, the run finishes the step under way, writes a checkpoint and ends.
+
+    run = stretto.run("run.yaml", steps=3)
+    summary = run.wait()
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from stretto.errors import ConfigError, PluginError, RunError, StrettoError
+
+if TYPE_CHECKING:
+    from stretto.cli.start.child import RunRefused, RunRequest
+    from stretto.records.kept.samples import SampleStore
+    from stretto.records.run import RunRecord, State
+    from stretto.records.status import Status
+
+__all__ = ["RunHandle", "run"]
+
+_LOOK_S = 0.1
+"""Seconds between two looks at the run's files and its process."""
+_DRAW_S = 1.0
+"""Seconds between two drawings of a live view."""
+_DRAIN_S = 600.0
+"""A program that ends waits this long for the step under way and the checkpoint of each of its runs."""
+_HURRY_S = 30.0
+"""A run that is stopped at once ends within this many seconds; otherwise its kernel is killed."""
+_LAST_LINES = 20
+"""Lines of a kernel's output that an error quotes if the kernel ended without a reason."""
+
+_kernels: set[_KernelProcess] = set()
+"""The kernels that this program has started, and that had not ended at the last look."""
+
+
+def run(config: str | os.PathLike[str] | Mapping[str, Any], /, **overrides: Any) -> RunHandle:
+    """Start a run, and return its handle when the run is checked and starts its processes.
+
+    Checking takes a few seconds, as with `stretto check`. A program whose event loop must go on meanwhile
+    calls `await asyncio.to_thread(stretto.run, …)`.
+
+    Args:
+        config: path of a run file, or its content as nested mappings.
+        overrides: values that override keys of the run file: `steps=3`, `training={"lr": 1e-4}`, or
+            `**{"training.lr": 1e-4}`. A mapping overrides the keys that it has.
+
+    Raises:
+        ConfigError: for a key, a value or a path that is wrong, and if this machine cannot carry the run. The
+            text is that of the command line; `path` is the key.
+        PluginError: for a component that is not installed or cannot be loaded.
+    """
+    from stretto.cli.start.child import RunRequest
+
+    is_file = isinstance(config, (str, os.PathLike))
+    request = RunRequest(
+        file=os.fspath(config) if is_file else "config",
+        document=None if is_file else _plain(config, ""),
+        overrides=list(_override_texts(overrides)),
+    )
+    kernel = _KernelProcess(request)
+    try:
+        folder = kernel.accepted()
+    except BaseException:
+        kernel.stop()
+        raise
+    return RunHandle(kernel, folder)
+
+
+class RunHandle:
+    """A run that `stretto.run` has started.
+
+    `await run` and `run.wait()` wait for its end and return its summary. `async for step in run` yields the
+    line of metrics of each step, as they come. As a context manager, also an asynchronous one, it stops the
+    run at the end of the block and waits for its end.
+
+    Not for several threads.
+    """
+
+    def __init__(self, kernel: _KernelProcess, folder: Path) -> None:
+        self._kernel = kernel
+        self._kept_record: RunRecord | None = None
+        weakref.finalize(self, kernel.stop)
+        self.folder = folder
+        """The run's folder. The commands of stretto, such as `stretto ui`, read it too."""
+        self.notices = tuple(kernel.notices)
+        """Notes and warnings of the check, as texts. Warnings are also Python warnings."""
+
+    def __repr__(self) -> str:
+        return f"<stretto run in {self.folder}: {self.state}, step {len(self.metrics)}>"
+
+    # -------------------------------------------------------------------------------- what it does
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` of the steps so far, in order (see docs/metrics.md)."""
+        record = self._record()
+        return [] if record is None else record.steps
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` of the evaluations so far, in order."""
+        record = self._record()
+        return [] if record is None else record.evaluations
+
+    @property
+    def samples(self) -> SampleStore:
+        """The samples that the run has kept so far: `run.samples.find(limit=10, order="-reward")` returns
+        dicts (see docs/samples.md)."""
+        from stretto.records.kept.samples import SampleStore
+
+        return SampleStore(self.folder)
+
+    @property
+    def status(self) -> Status | None:
+        """What the run does now, as `stretto status` shows it; None before its first seconds have passed."""
+        from stretto.records.status import read_status
+
+        return read_status(self.folder)
+
+    @property
+    def state(self) -> State:
+        """`running`, or how the run ended: `completed`, `interrupted`, `failed`, or `stopped` if its kernel
+        was killed."""
+        if self._kernel.poll() is None:
+            return "running"
+        record = self._record()
+        return "stopped" if record is None else record.state
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The content of `summary.json`; None before the end of the run."""
+        record = self._record() if self._kernel.poll() is not None else None
+        return None if record is None else record.summary
+
+    # ------------------------------------------------------------------------------------- its end
+
+    def stop(self, *, now: bool = False) -> None:
+        """Ask the run to end, as Ctrl-C does: it finishes the step under way and writes a checkpoint.
+        `stretto resume` continues it.
+
+        Args:
+            now: end at once, as the second Ctrl-C does. What the step has done is repeated by a resume.
+        """
+        self._kernel.stop(now=now)
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for the end of the run, and return its summary. Ctrl-C stops the run and is raised at its end;
+        a second one ends the run at once.
+
+        Args:
+            timeout_s: wait at most this many seconds; None for no limit.
+
+        Raises:
+            TimeoutError: if the run has not ended in time. It goes on.
+            RunError: if the run failed; `reason` says why.
+            StrettoError: if it was refused when its kernel began.
+        """
+        begun = time.monotonic()
+        interrupt: KeyboardInterrupt | None = None
+        while self._kernel.poll() is None:
+            if timeout_s is not None and time.monotonic() - begun > timeout_s:
+                raise TimeoutError(f"the run in {self.folder} goes on after {timeout_s:g} s")
+            try:
+                time.sleep(_LOOK_S)
+            except KeyboardInterrupt as error:
+                self.stop(now=interrupt is not None)
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+        return self._result()
+
+    def __await__(self) -> Generator[Any, None, dict[str, Any]]:
+        return self._until_the_end().__await__()
+
+    async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the line of each step, from the first one on, and end with the run. Raises as `wait`."""
+        from anyio import sleep
+
+        seen = 0
+        while True:
+            ended = self._kernel.poll() is not None
+            for line in self.metrics[seen:]:
+                seen += 1
+                yield line
+            if ended:
+                break
+            await sleep(_LOOK_S)
+        self._result()
+
+    def __enter__(self) -> RunHandle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.stop()
+        while self._kernel.poll() is None:
+            time.sleep(_LOOK_S)
+
+    async def __aenter__(self) -> RunHandle:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        from anyio import CancelScope, sleep
+
+        self.stop()
+        with CancelScope(shield=True):
+            while self._kernel.poll() is None:
+                await sleep(_LOOK_S)
+
+    # -------------------------------------------------------------------------------- in a notebook
+
+    def view(self) -> None:
+        """Draw the run in a notebook, and go on drawing until the run ends. Return at once: the next cells
+        can use the run meanwhile.
+
+        Raises:
+            StrettoError: outside a notebook.
+        """
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if shell is None:
+            raise StrettoError(f"run.view() draws in a notebook; in a terminal: stretto watch {self.folder}")
+        from IPython.display import HTML, display
+
+        shown: Any = display(HTML(self._repr_html_()), display_id=True)
+
+        def draw(page: str) -> None:
+            shown.update(HTML(page))
+
+        threading.Thread(target=_draw_until_the_end, args=(weakref.ref(self), draw), daemon=True).start()
+
+    def _repr_html_(self) -> str:
+        """Return the run as it is now, for a notebook."""
+        from stretto.cli.show.notebook import run_html
+
+        return run_html(self.folder, running=self._kernel.poll() is None)
+
+    # ------------------------------------------------------------------------------------- private
+
+    def _record(self) -> RunRecord | None:
+        """Return the run's files as they are now; None while there are none."""
+        from stretto.records.run import RunRecord, is_run
+
+        if self._kept_record is not None:
+            self._kept_record.refresh()
+        elif is_run(self.folder):
+            self._kept_record = RunRecord(self.folder)
+        return self._kept_record
+
+    async def _until_the_end(self) -> dict[str, Any]:
+        from anyio import sleep
+
+        while self._kernel.poll() is None:
+            await sleep(_LOOK_S)
+        return self._result()
+
+    def _result(self) -> dict[str, Any]:
+        """Return the summary of the run, which has ended. Raises as `wait`."""
+        if self._kernel.refusal is not None:
+            raise self._kernel.refusal
+        summary = self.summary
+        if summary is None:
+            raise RunError(f"the run in {self.folder} has no summary: {self._kernel.last_words}")
+        if summary["status"] == "failed":
+            raise RunError(summary["reason"])
+        return summary
+
+
+class _KernelProcess:
+    """The process that runs `stretto.cli.start.child`. Any thread may poll it."""
+
+    def __init__(self, request: RunRequest) -> None:
+        import msgspec
+
+        self.notices: list[str] = []
+        self.refusal: StrettoError | None = None
+        """The error that ended the process, if the run has no summary with it."""
+        self.last_words = ""
+        """How the process has ended, with the last lines that it printed."""
+        self._lock = threading.Lock()
+        self._output = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - as long as the process
+        reader, writer = os.pipe()
+        self._messages = os.fdopen(reader, "rb")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "stretto.cli.start.child", str(writer)],
+                stdin=subprocess.PIPE,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(writer,),
+                start_new_session=True,  # Ctrl-C reaches the run through the handle alone
+            )
+        except OSError as error:  # this machine has no process left
+            self._messages.close()
+            self._output.close()
+            raise RunError(f"the kernel of the run cannot be started: {error}") from error
+        finally:
+            os.close(writer)
+        _kernels.add(self)
+        with suppress(BrokenPipeError):  # `accepted` says why it has ended
+            self._input.write(msgspec.json.encode(request) + b"\n")
+            self._input.flush()
+
+    @property
+    def _input(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    def accepted(self) -> Path:
+        """Wait until the run is accepted, and return its folder. Raises as `run`."""
+        while line := self._messages.readline():
+            if folder := self._take_in(line):
+                return folder
+        self._process.wait()
+        self.poll()
+        raise self.refusal or RunError(f"the run was not checked: {self.last_words}")
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while the process runs."""
+        with self._lock:
+            status = self._process.poll()
+            if status is not None and self in _kernels:
+                _kernels.discard(self)
+                self._take_leave(status)
+            return status
+
+    def stop(self, *, now: bool = False) -> None:
+        """Ask the process to drain the run, or to end it at once. Do nothing if it has ended."""
+        with suppress(BrokenPipeError):
+            self._input.close()
+        if now:
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Stop the run and wait for its end."""
+        for now, seconds in ((False, _DRAIN_S), (True, _HURRY_S)):
+            self.stop(now=now)
+            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._process.wait(seconds)
+        if self._process.poll() is None:
+            self._process.kill()  # its workers and its server notice, and leave
+        self._process.wait()
+        self.poll()
+
+    def _take_in(self, line: bytes) -> Path | None:
+        """Take in a message. Return the run's folder if it says that the run is accepted."""
+        from stretto.cli.start.child import RunAccepted, RunNotice, message_of
+
+        match message_of(line):
+            case RunAccepted(folder):
+                return Path(folder)
+            case RunNotice(level, text):
+                self.notices.append(text)
+                if level == "warning":
+                    warnings.warn(text, stacklevel=4)
+            case refused:
+                self.refusal = _error_of(refused)
+        return None
+
+    def _take_leave(self, status: int) -> None:
+        with self._messages:
+            for line in self._messages:
+                self._take_in(line)
+        with self._output:
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        self.last_words = "\n".join([f"its kernel ended with {how}", *lines])
+        self.stop()
+
+
+def _error_of(refused: RunRefused) -> StrettoError:
+    match refused.error:
+        case "ConfigError":
+            return ConfigError(refused.text, path=refused.path, value=refused.value)
+        case "PluginError" | "ContractError":
+            return PluginError(refused.text, kind=refused.kind, name=refused.name)
+        case _:
+            return RunError(refused.text)
+
+
+def _override_texts(overrides: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Yield `dotted.key=value` for each value of nested mappings. A JSON text is a YAML text too."""
+    for key, value in overrides.items():
+        path = f"{above}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _override_texts(cast("Mapping[str, Any]", value), f"{path}.")
+        else:
+            yield f"{path}={json.dumps(_plain(value, path))}"
+
+
+def _plain(value: Any, path: str) -> Any:
+    """Return a value of a run file as JSON can hold it: mappings, lists, texts, numbers and null.
+
+    Raises:
+        ConfigError: for any other value.
+    """
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(key): _plain(item, f"{path}.{key}" if path else str(key)) for key, item in items}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{path}.{index}") for index, item in enumerate(cast("list[Any]", value))]
+    if isinstance(value, os.PathLike):
+        return os.fspath(cast("os.PathLike[str]", value))
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float) and value - value == 0:
+        return value
+    raise ConfigError(f"{path}: {value!r} is no value of a run file", path=path, value=value)
+
+
+def _draw_until_the_end(handle: weakref.ref[RunHandle], draw: Callable[[str], None]) -> None:
+    """Draw a run every second, until it ends or nobody holds its handle any more."""
+    ended = False
+    while not ended and (run := handle()) is not None:
+        ended = run._kernel.poll() is not None  # pyright: ignore[reportPrivateUsage]
+        draw(run._repr_html_())  # pyright: ignore[reportPrivateUsage] - the name is IPython's
+        del run
+        time.sleep(0 if ended else _DRAW_S)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Leave no run behind when the program ends."""
+    kernels = list(_kernels)
+    for kernel in kernels:
+        kernel.stop()  # all at the same time
+    for kernel in kernels:
+        kernel.end()

@@ -1,0 +1,392 @@
+"""The requests of a rollout worker to inference engines.
+
+This module joins the chunks of a request, asks again for lost chunks, and lets another engine finish the
+request when an engine dies or gives it up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from stretto import tracing
+from stretto.array import Array
+from stretto.bus.messages.inference import Abort, ChunkBatch, ChunkHead, Confirm, Generate
+from stretto.bus.messages.membership import Beacon, Peer, WorkerProcess
+from stretto.engine import Finish, GenerateRequest
+from stretto.errors import EngineError
+from stretto.workers.context import WorkerContext
+from stretto.workers.sampling.routing import Router
+from stretto.workflow import OnTokens
+
+__all__ = ["GeneratedSample", "Generations", "VersionFloor"]
+
+log = structlog.get_logger()
+
+_SILENT_ASKS = 3
+"""A request leaves an engine after this many unanswered asks, if the engine does nothing else either."""
+_MAX_GIVE_UPS = 5
+"""A request fails after engines have given it up this many times."""
+_TOKEN = np.dtype([("token", "<i4"), ("logprob", "<f4"), ("version", "<i4")])
+"""The record of a sampled token. Answers are stored as such records: many chunks of a few tokens arrive, so
+adding a chunk must be cheap."""
+
+
+class VersionFloor:
+    """A lower bound for the versions of a ticket's tokens.
+
+    At first it is the ticket's `min_version`. Once all requests made so far have begun, it is the version of
+    their oldest token, and stays so. Later requests ask for this version or a newer one.
+
+    Args:
+        on_known: called once, with the version of the oldest token, when it is known.
+    """
+
+    def __init__(self, min_version: int, on_known: Callable[[int], None]) -> None:
+        self.version = min_version
+        self._on_known: Callable[[int], None] | None = on_known
+        self._unstarted = 0
+        self._oldest: int | None = None
+
+    def add_request(self) -> None:
+        """Record that one more request is made."""
+        self._unstarted += 1
+
+    def record_start(self, oldest: int) -> None:
+        """Record that every sample of a request has its first token.
+
+        Args:
+            oldest: version of the request's oldest token.
+        """
+        self._unstarted -= 1
+        self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
+        if self._unstarted == 0 and self._on_known is not None:
+            self.version = self._oldest
+            self._on_known(self._oldest)
+            self._on_known = None
+
+
+@dataclass(slots=True)
+class GeneratedSample:
+    """The part of one sample that has arrived."""
+
+    records: bytearray = field(default_factory=bytearray)
+    """The tokens, one `_TOKEN` record after the other."""
+    finish: Finish = ""
+    engine: str = ""
+    """The engine that finished the sample; empty before."""
+    reported: int = 0
+    """Number of tokens that were passed to `on_tokens`."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens so far."""
+        return len(self.records) // _TOKEN.itemsize
+
+    def tokens(self) -> NDArray[np.int32]:
+        """Return (A,) int32, the answer so far."""
+        return self._column("token")
+
+    def logprobs(self) -> NDArray[np.float32]:
+        """Return (A,) float32, the logprob that the engine reported with each token."""
+        return self._column("logprob")
+
+    def versions(self) -> NDArray[np.int32]:
+        """Return (A,) int32, the policy version of each token."""
+        return self._column("version")
+
+    def _column(self, name: str) -> NDArray[Any]:
+        return np.frombuffer(self.records, _TOKEN)[name].copy()
+
+
+class _Generation:
+    """One running request. If its engine dies, another engine continues it."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        floor: VersionFloor,
+        exact_version: int | None,
+        on_tokens: OnTokens | None,
+        span: tracing.Span,
+    ) -> None:
+        self.request = request
+        self.floor = floor
+        self.exact_version = exact_version
+        self.on_tokens = on_tokens
+        self.span = span
+        self.samples = [GeneratedSample() for _ in request.seeds]
+        self.unfinished = len(self.samples)
+        self.failure: Exception | None = None
+        """The error with which the request failed; None while it has not failed."""
+        self.peer: Peer | None = None
+        """The engine that works on it now."""
+        self.given_up = False
+        """The engine has given it up and will not finish it."""
+        self.alive = False
+        """The engine has sent something since the last `look`."""
+        self.quiet_since = time.monotonic()
+        self.silent_periods = 0
+        """Number of silent periods since the engine last sent something; the engine is asked after each."""
+        self.wake = anyio.Event()
+        """Set when the engine is done with the request, or is silent."""
+        self._started = False
+        floor.add_request()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is expected of the engine."""
+        return self.given_up or self.failure is not None or not self.unfinished
+
+    @property
+    def engine(self) -> str:
+        """Id of the engine that works on it now; empty before the first."""
+        return self.peer.worker if self.peer else ""
+
+    def move_to(self, peer: Peer) -> None:
+        """Continue on another engine, or start again on the same one."""
+        self.peer, self.given_up, self.wake = peer, False, anyio.Event()
+        self.quiet_since, self.silent_periods = time.monotonic(), 0
+        self.span.event("engine chosen", engine=peer.worker)
+
+    def look(self, now: float, silence_s: float) -> None:
+        """Wake the waiting task if the engine has sent nothing for `silence_s` seconds."""
+        if self.alive:
+            self.alive, self.quiet_since, self.silent_periods = False, now, 0
+        elif now - self.quiet_since >= silence_s:
+            self.quiet_since = now
+            self.silent_periods += 1
+            self.wake.set()
+
+    def add(self, head: ChunkHead, records: memoryview) -> bool:
+        """Add a chunk. Return False if tokens before it are missing."""
+        sample = self.samples[head.sample]
+        self.alive = True
+        if sample.finish:
+            return True
+        begins = not sample.records
+        overlap = len(sample.records) - head.position * _TOKEN.itemsize
+        if overlap < 0:
+            return False
+        sample.records += records[overlap:]
+        if begins and records:
+            self._report_start()
+        if self.on_tokens is not None and sample.length > sample.reported:
+            self._tell(self.on_tokens, sample, head.sample)
+        if head.finish:
+            self._end(sample, head)
+        return True
+
+    def forget_unfinished(self) -> None:
+        """Drop the tokens of unfinished samples. A deterministic engine repeats these samples from their
+        seeds, perhaps with other weights than the engine before, so parts of both cannot be joined."""
+        for sample in self.samples:
+            if not sample.finish:
+                sample.records = bytearray()
+
+    def _end(self, sample: GeneratedSample, head: ChunkHead) -> None:
+        if head.finish == "abort":  # the engine gave up: the worker does not listen after its own abort
+            self.given_up = True
+        elif head.finish == "error":
+            self.failure = EngineError(f"{self.engine}: {head.error}")
+        else:
+            sample.finish, sample.engine = head.finish, self.engine
+            self.unfinished -= 1
+        if self.over:
+            self.wake.set()
+
+    def _tell(self, on_tokens: OnTokens, sample: GeneratedSample, index: int) -> None:
+        reported, sample.reported = sample.reported, sample.length
+        try:
+            on_tokens(index, sample.tokens()[reported:])
+        except Exception as error:  # noqa: BLE001 - raised again in the ticket that listens
+            self.failure = error
+            self.wake.set()
+
+    def _report_start(self) -> None:
+        """Report the oldest version once every sample has its first token. Samples arrive in any order, so it
+        is not known before."""
+        if not self._started and all(sample.records for sample in self.samples):
+            self._started = True
+            records = np.frombuffer(b"".join(sample.records for sample in self.samples), _TOKEN)
+            self.floor.record_start(int(records["version"].min()))
+
+
+class Generations:
+    """The requests of this worker, and the subject on which their chunks arrive.
+
+    Args:
+        silence_s: seconds without a chunk of a request after which its engine is asked again, at the next
+            beacon.
+    """
+
+    def __init__(self, context: WorkerContext, engines: Router, *, silence_s: float = 10.0) -> None:
+        self._context = context
+        self._silence_s = silence_s
+        self._bus = context.bus
+        self._engines = engines
+        self._deterministic = context.composed.config.inference.deterministic
+        self._running: dict[str, _Generation] = {}
+        """Running requests by the name that their current engine knows."""
+        context.on_beacon(self._look)
+
+    async def open(self) -> None:
+        """Listen for chunks. Called once, before `run`."""
+        chunks = self._context.names.chunks(self._bus.inbox)
+        await self._bus.subscribe(chunks, ChunkBatch, self._take)
+
+    async def run(
+        self,
+        request: GenerateRequest,
+        floor: VersionFloor,
+        *,
+        exact_version: int | None = None,
+        affinity: str = "",
+        on_tokens: OnTokens | None = None,
+        traceparent: str = "",
+    ) -> list[GeneratedSample]:
+        """Run a request until every sample is finished, and return the samples.
+
+        Args:
+            exact_version: only for an evaluation: the version that must sample it. The request goes to
+                engines that are lent to this evaluation.
+            affinity: requests with the same affinity go to the same engine if possible, because it has their
+                prefix (see `Router.member`); empty for none.
+            on_tokens: called with (sample, new tokens) as tokens arrive; each position of an answer is passed
+                once.
+            traceparent: context of the ticket's rollout.
+
+        Raises:
+            EngineError: if an engine refused the request, or engines gave it up too often.
+            Exception: any exception that `on_tokens` raised.
+        """
+        with tracing.span("request", traceparent, request=request.id, samples=len(request.seeds)) as span:
+            return await self._run(_Generation(request, floor, exact_version, on_tokens, span), affinity)
+
+    async def _run(self, generation: _Generation, affinity: str) -> list[GeneratedSample]:
+        attempt, give_ups, former_engine = 0, 0, ""
+        while generation.unfinished:
+            async with self._engines.member(
+                affinity,
+                min_version=generation.floor.version,
+                exact_version=generation.exact_version,
+                samples=lambda: generation.unfinished,
+                avoid=former_engine,
+            ) as peer:
+                await self._on(peer, generation, attempt)
+            if generation.failure is not None:
+                raise generation.failure
+            if generation.given_up:
+                give_ups += 1
+                if give_ups == _MAX_GIVE_UPS:
+                    raise EngineError(
+                        f"engines gave the request up {give_ups} times, the last one was {generation.engine}"
+                    )
+                await anyio.sleep(0.05 * 2**give_ups)
+            attempt, former_engine = attempt + 1, generation.engine
+        return generation.samples
+
+    async def _on(self, peer: Peer, generation: _Generation, attempt: int) -> None:
+        """Run the unfinished samples on one engine until it finishes them, gives them up or is stuck. This is
+        cancelled when the engine is lost."""
+        generation.move_to(peer)
+        if self._deterministic:
+            generation.forget_unfinished()
+        # Every engine gets another name for the request, so that late chunks of earlier engines are ignored.
+        name = f"{generation.request.id}~{attempt}" if attempt else generation.request.id
+        self._running[name] = generation
+        try:
+            await self._until_over(peer, generation, name)
+        finally:
+            del self._running[name]
+            with anyio.CancelScope(shield=True), anyio.move_on_after(1):
+                await self._release(peer, generation, name)
+
+    async def _until_over(self, peer: Peer, generation: _Generation, name: str) -> None:
+        engine = peer.worker
+        await self._ask(peer, generation, name)
+        while True:
+            await generation.wake.wait()
+            if generation.over:
+                return
+            if generation.silent_periods >= _SILENT_ASKS and self._engines.stuck(engine):
+                log.warning("engine is stuck, another goes on", engine=engine, request=name)
+                return
+            generation.wake = anyio.Event()
+            await self._ask(peer, generation, name)  # the request or the answer was lost
+
+    def _look(self, beacon: Beacon) -> None:
+        """Check all requests for silence. Beacons come every second, and one check of all requests costs less
+        than a timer for each."""
+        del beacon
+        now = time.monotonic()
+        for generation in self._running.values():
+            generation.look(now, self._silence_s)
+
+    async def _ask(self, peer: Peer, generation: _Generation, name: str) -> None:
+        begun: tuple[Array, ...] = ()
+        if not self._deterministic and any(sample.records for sample in generation.samples):
+            begun = tuple(Array.of(sample.tokens()) for sample in generation.samples)
+        request = msgspec.structs.replace(
+            generation.request,
+            id=name,
+            begun=begun,
+            have=tuple(-1 if sample.finish else sample.length for sample in generation.samples),
+            min_version=generation.floor.version,
+        )
+        context = self._context
+        message = Generate(
+            request,
+            self._bus.inbox,
+            generation.exact_version,
+            generation.span.traceparent,
+            WorkerProcess(context.worker, context.nonce) if request.images else None,
+        )
+        subject = context.names.worker("inference", peer.worker, peer.nonce, "generate")
+        await self._bus.publish(subject, message)
+
+    async def _release(self, peer: Peer, generation: _Generation, name: str) -> None:
+        """Tell the engine that it can forget the request."""
+        verb, message = ("abort", Abort(name)) if generation.unfinished else ("confirm", Confirm((name,)))
+        subject = self._context.names.worker("inference", peer.worker, peer.nonce, verb)
+        await self._bus.publish(subject, message)
+
+    async def _take(self, batch: ChunkBatch) -> None:
+        """Pass the chunks of a message to the requests that they belong to."""
+        records = _records(batch)
+        offset = 0
+        name, generation = "", None
+        behind: set[str] = set()
+        for head in batch.heads:
+            start, offset = offset, offset + head.count * _TOKEN.itemsize
+            if head.request != name:  # the chunks of a request are mostly consecutive
+                name = head.request
+                generation = self._running.get(name)
+            if generation is None or head.sample >= len(generation.samples):
+                continue
+            unfinished = generation.unfinished
+            if not generation.add(head, records[start:offset]):
+                behind.add(name)
+            if generation.unfinished < unfinished:
+                self._engines.finish_sample(generation.engine)
+        for name in behind:
+            generation = self._running[name]
+            assert generation.peer is not None
+            await self._ask(generation.peer, generation, name)
+
+
+def _records(batch: ChunkBatch) -> memoryview:
+    """Return the tokens of a message as the bytes of `_TOKEN` records, one after the other."""
+    records = np.empty(len(batch.tokens), _TOKEN)
+    records["token"] = batch.tokens.numpy()
+    records["logprob"] = batch.logprobs.numpy()
+    records["version"] = batch.versions.numpy()
+    return records.view(np.uint8).data

@@ -1,0 +1,225 @@
+"""The rollout worker: takes tickets and runs workflows, hundreds at the same time in one event loop.
+
+A ticket ends here in one of three ways: the worker wrote its trajectories and then one `GroupDone` to the
+log; the worker wrote one `GroupFailed`; or the kernel aborted the ticket. The worker takes a ticket off the
+work queue only after it has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import anyio
+import anyio.to_thread
+import msgspec
+from anyio.abc import TaskGroup
+
+from stretto import tracing
+from stretto.assembly.logs import bound
+from stretto.assembly.variants import runs_of
+from stretto.bus.messages.membership import Heartbeat, Routes
+from stretto.bus.messages.tickets import (
+    AbortTicket,
+    GroupDone,
+    GroupFailed,
+    Progress,
+    Purpose,
+    Ticket,
+    TicketStarted,
+)
+from stretto.bus.store import Delivery
+from stretto.dataset import Dataset
+from stretto.errors import ConfigError
+from stretto.models.files import fetch_config
+from stretto.models.tokenizer import load_tokenizer
+from stretto.models.vision import Vision, is_vision_language, keep_torch_out
+from stretto.workers.context import WorkerContext
+from stretto.workers.images import RolloutImages
+from stretto.workers.sampling.generation import Generations
+from stretto.workers.sampling.routing import Router
+from stretto.workers.sampling.session import SessionServices
+from stretto.workers.sampling.ticket_runner import TicketRunner, VariantRollout
+from stretto.workers.sampling.verifier_client import VerifierClient
+
+__all__ = ["RolloutWorker"]
+
+_KEEP_ALIVE_S = 10.0
+_DRAIN_POLL_S = 0.05
+
+
+class RolloutWorker:
+    """One rollout worker."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.composed.config
+        self._context = context
+        self._bus = context.bus
+        self._slots: dict[Purpose, anyio.Semaphore] = {
+            # Each purpose has its own slots: training tickets keep theirs while their engine is lent.
+            purpose: anyio.Semaphore(config.rollout.concurrency)
+            for purpose in ("train", "eval")
+        }
+        self._verifiers = Router(context, "verifier")
+        self._generations = Generations(context, Router(context, "inference"))
+        self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Delivery[Ticket]]] = {}
+        self._draining = anyio.Event()
+        self._takers = 0
+        """Tasks that take tickets."""
+        self._progress: dict[tuple[int, int], int] = {}
+        self._progress_waits = anyio.Event()
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Take tickets until cancelled."""
+        context, config = self._context, self._context.composed.config
+        datasets: dict[Purpose, Dataset] = {"train": await self._dataset("dataset")}
+        if config.evaluation is not None:
+            datasets["eval"] = await self._dataset("evaluation.dataset")
+        model = context.component_context.model
+        vision = await anyio.to_thread.run_sync(_vision_of, model)
+        images = None if vision is None else RolloutImages(context, vision)
+        runner = TicketRunner(context, await self._variants(images), datasets)
+        await self._bus.subscribe(context.names.abort_ticket, AbortTicket, self._abort)
+        await self._bus.subscribe(context.subject("routes"), Routes, context.receive_routes)
+        await self._generations.open()
+        if images is not None:
+            await images.shelf.open()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._send_progress)
+            tasks.start_soon(self._keep_alive)
+            self._takers = len(datasets)
+            for purpose in datasets:
+                tasks.start_soon(self._take, purpose, runner, tasks)
+            ready()
+
+    def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
+        """Add the number of running tickets to the heartbeat, and the processor time of this process as its
+        seconds of work: the event loop is all that works here."""
+        return msgspec.structs.replace(heartbeat, tickets=len(self._running), busy_s=time.process_time())
+
+    async def drain(self) -> None:
+        """Take no more tickets, and wait until those in hand have ended."""
+        self._draining.set()
+        for slots in self._slots.values():
+            slots.release()  # wakes the task that waits for a slot
+        while self._takers or self._running:
+            await anyio.sleep(_DRAIN_POLL_S)
+
+    async def _variants(self, images: RolloutImages | None) -> dict[str, VariantRollout]:
+        """Return what runs the tickets of each variant, and of the run's own sections."""
+        context = self._context
+        if images is not None:
+            tokenizer = images.vision.tokenizer
+        else:
+            tokenizer = await anyio.to_thread.run_sync(load_tokenizer, context.component_context.model)
+        return {
+            variant: VariantRollout(
+                SessionServices(
+                    composed.config,
+                    self._generations,
+                    VerifierClient(context, self._verifiers, composed.config, variant),
+                    tokenizer,
+                    images,
+                    self._note_oldest_version,
+                ),
+                composed.make("workflow", context.component_context),
+            )
+            for variant, composed in runs_of(context.composed).items()
+        }
+
+    async def _dataset(self, path: str) -> Dataset:
+        dataset: Dataset = await anyio.to_thread.run_sync(self._context.make, path)
+        if dataset.fingerprint != self._context.fingerprints[path]:
+            raise ConfigError(f"{path}: its rows here are not those that the kernel has", path=path)
+        return dataset
+
+    # --------------------------------------------------------------------------------- tickets
+
+    async def _take(self, purpose: Purpose, runner: TicketRunner, tasks: TaskGroup) -> None:
+        """Take a ticket from the queue whenever a slot is free, until the worker drains."""
+        names = self._context.names
+        stop, slots = self._draining, self._slots[purpose]
+        tickets = self._bus.store.take(names.tickets_stream, names.ticket(purpose), Ticket, until=stop)
+        while True:
+            await slots.acquire()
+            delivery = await anext(tickets, None)
+            if delivery is None:
+                break
+            if stop.is_set():  # the server had sent it already
+                await delivery.give_back()
+            else:
+                tasks.start_soon(self._work, delivery, runner)
+        self._takers -= 1
+
+    async def _work(self, delivery: Delivery[Ticket], runner: TicketRunner) -> None:
+        """Run one ticket, write its outcome to the log, and take the ticket off the queue."""
+        ticket = delivery.message
+        key = (ticket.purpose, ticket.id, ticket.attempt)
+        worker = self._context.worker
+        if key in self._running:  # delivered again, for example because the server was killed
+            self._running[key] = (self._running[key][0], delivery)
+            self._slots[ticket.purpose].release()
+            return
+        with bound(ticket=ticket.name), anyio.CancelScope() as scope:
+            self._running[key] = (scope, delivery)
+            try:
+                message = TicketStarted(worker, ticket.purpose, ticket.id, ticket.attempt)
+                await self._bus.publish(self._context.names.ticket_started, message)
+                with tracing.within(tracing.span("rollout", ticket.traceparent, ticket=ticket.name)) as span:
+                    outcome = await runner.outcome(ticket)
+                    _trace(outcome, span)
+                await self._bus.store.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
+            finally:
+                _, newest = self._running.pop(key)
+                self._slots[ticket.purpose].release()
+                if not self._context.leave.is_set():
+                    with anyio.CancelScope(shield=True), anyio.move_on_after(5):
+                        await newest.acknowledge()
+
+    def _abort(self, message: AbortTicket) -> None:
+        if running := self._running.get((message.purpose, message.ticket, message.attempt)):
+            running[0].cancel()
+
+    async def _keep_alive(self) -> None:
+        """Tell the server that tickets are still running, so that it does not deliver long ones again."""
+        while True:
+            await anyio.sleep(_KEEP_ALIVE_S)
+            for _, delivery in list(self._running.values()):
+                await delivery.in_progress()
+
+    # -------------------------------------------------------------------------------- progress
+
+    def _note_oldest_version(self, ticket: Ticket, version: int) -> None:
+        """Queue the version of a training ticket's oldest token for the kernel, which may be able to use it
+        before the ticket is done."""
+        if ticket.purpose == "train":
+            self._progress[ticket.id, ticket.attempt] = version
+            self._progress_waits.set()
+
+    async def _send_progress(self) -> None:
+        while True:
+            await self._progress_waits.wait()
+            await anyio.sleep(0.05)
+            self._progress_waits = anyio.Event()
+            progress, self._progress = self._progress, {}
+            oldest = tuple((ticket, attempt, version) for (ticket, attempt), version in progress.items())
+            await self._bus.publish(self._context.names.progress, Progress(self._context.worker, oldest))
+
+
+def _trace(outcome: GroupDone | GroupFailed, span: tracing.Span) -> None:
+    """Add the outcome of a ticket to the span of its rollout."""
+    if isinstance(outcome, GroupFailed):
+        span.set(outcome="filtered" if outcome.filtered else "failed", reason=outcome.reason)
+        if not outcome.filtered:
+            span.fail(outcome.reason)
+    else:
+        rewards = [member.reward for member in outcome.members]
+        span.set(outcome="done", trajectories=len(rewards), reward=sum(rewards) / len(rewards))
+
+
+def _vision_of(model: str | None) -> Vision | None:
+    """Return the processor of the run's model; None if the model reads no images."""
+    if model is None or not is_vision_language(fetch_config(model)):
+        return None
+    keep_torch_out()
+    return Vision(model)

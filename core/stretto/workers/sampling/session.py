@@ -1,0 +1,247 @@
+"""The session of one ticket. A workflow uses it to sample and score answers and to call tools and
+environments."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto import tracing
+from stretto.agents.conversation import Conversation, conversation_in
+from stretto.array import Array
+from stretto.bus.messages.tickets import Ticket
+from stretto.config import RunConfig
+from stretto.engine import GenerateRequest, Sampling
+from stretto.environment import Feedback, columns_of_turn
+from stretto.models.images import IMAGE_COLUMNS
+from stretto.models.tokenizer import Message, Tokenizer
+from stretto.tools import ToolAnswer
+from stretto.workers.images import RolloutImages, TicketImages
+from stretto.workers.sampling.generation import Generations, VersionFloor
+from stretto.workers.sampling.verifier_client import VerifierClient
+from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory, texts_and_columns
+
+__all__ = ["RolloutSession", "SessionServices", "TicketClocks", "sample_seed"]
+
+
+@dataclass(frozen=True)
+class SessionServices:
+    """The services that all sessions of a rollout worker share."""
+
+    config: RunConfig
+    generations: Generations
+    verifiers: VerifierClient
+    tokenizer: Tokenizer
+    images: RolloutImages | None
+    """None for a text model."""
+    on_oldest_version: Callable[[Ticket, int], None]
+    """Called when the version of a ticket's oldest token is known."""
+
+    def sampling_of(self, ticket: Ticket) -> Sampling:
+        """Return the sampling of a ticket, unless the workflow gives its own sampling."""
+        if ticket.purpose == "eval" and self.config.evaluation is not None:
+            return self.config.evaluation.sampling or self.config.sampling
+        return self.config.sampling
+
+
+class _Clock:
+    """Measures the seconds during which at least one of its `with` blocks is running."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._running = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        if self._running == 0:
+            self._since = anyio.current_time()
+        self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self.seconds += anyio.current_time() - self._since
+
+
+@dataclass(frozen=True)
+class TicketClocks:
+    """The time that one ticket spends in generation and in scoring."""
+
+    generate: _Clock = field(default_factory=_Clock)
+    score: _Clock = field(default_factory=_Clock)
+
+
+class RolloutSession:
+    """The `stretto.workflow.Session` of one ticket; that protocol documents the contract."""
+
+    def __init__(self, services: SessionServices, ticket: Ticket, clocks: TicketClocks) -> None:
+        self._services = services
+        self._ticket = ticket
+        self._clocks = clocks
+        self._trace = tracing.current()
+        """Context of the ticket's rollout, also for calls from tasks outside of it."""
+        self._floor = VersionFloor(
+            ticket.min_version, lambda version: services.on_oldest_version(ticket, version)
+        )
+        self.images: TicketImages | None = None
+        """The ticket's images; None for a text model."""
+        self._turns: Counter[str] = Counter()
+        """Number of requests made in each conversation."""
+        self._conversations = 0
+        self._finished: dict[tuple[str, int], tuple[NDArray[np.int32], list[Answer]]] = {}
+        """Prompt and answers of the latest request of each conversation, and of every other request."""
+
+    @property
+    def group_size(self) -> int:
+        """Number of samples that the algorithm wants for the prompt."""
+        return self._ticket.samples
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampling of this ticket, unless the workflow gives its own."""
+        return self._services.sampling_of(self._ticket)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._services.tokenizer
+
+    async def generate(
+        self,
+        prompt_ids: NDArray[np.int32],
+        *,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        conversation_id: str = "",
+        on_tokens: OnTokens | None = None,
+        images: Sequence[str] | None = None,
+    ) -> list[Answer]:
+        """Sample n answers to a prompt."""
+        ticket, services = self._ticket, self._services
+        self._turns[conversation_id] += 1
+        number = self._turns[conversation_id]
+        turn = f"{conversation_id}.{number}" if conversation_id else str(number)
+        request = GenerateRequest(
+            id=f"{ticket.name}/{turn}",
+            prompt_ids=Array.of(prompt_ids, np.int32),
+            seeds=tuple(sample_seed(self._seed_scope, turn, sample) for sample in range(n)),
+            sampling=sampling or self.sampling,
+            min_version=self._floor.version,
+            deadline_s=services.config.workflow.timeout_s,
+            images=self._images_of_row_in(prompt_ids) if images is None else tuple(images),
+        )
+        with self._clocks.generate:
+            samples = await services.generations.run(
+                request,
+                self._floor,
+                exact_version=ticket.exact_version,
+                affinity=f"{ticket.name}/{conversation_id}",
+                on_tokens=on_tokens,
+                traceparent=self._trace,
+            )
+        answers = [
+            Answer(
+                tokens=sample.tokens(),
+                logprobs=sample.logprobs(),
+                versions=sample.versions(),
+                finish=sample.finish,
+                text=self.tokenizer.decode(sample.tokens()),
+                engine=sample.engine,
+            )
+            for sample in samples
+        ]
+        self._finished[conversation_id, 0 if conversation_id else number] = (prompt_ids, answers)
+        return answers
+
+    def finished(self) -> list[Trajectory]:
+        """Return what was sampled so far, without a score: the latest answer of each conversation with all
+        before it, and every answer that belongs to none."""
+        unscored = Score(math.nan)
+        return [
+            Trajectory.of(prompt_ids, answer, unscored)
+            for prompt_ids, answers in self._finished.values()
+            for answer in answers
+        ]
+
+    def conversation(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        limit: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Conversation:
+        """Begin a conversation. It has its own seeds, and its requests go to the same engine if possible."""
+        self._conversations += 1
+        return conversation_in(
+            self, f"c{self._conversations}", prompt, tools=tools, limit=limit, on_tokens=on_tokens
+        )
+
+    async def score(
+        self,
+        prompt: Prompt,
+        answers: Sequence[Answer | str],
+        *,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[Score]:
+        """Let the verifiers score answers to the prompt's row."""
+        texts, more = texts_and_columns(answers, columns or {})
+        with self._clocks.score:
+            results = await self._services.verifiers.score(
+                self._row(prompt), texts, more, traceparent=self._trace
+            )
+        return [Score(reward, metrics) for reward, metrics in results]
+
+    async def tools(self) -> list[dict[str, Any]]:
+        """Return the JSON schemas of the tools."""
+        return await self._services.verifiers.tools()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Call a tool."""
+        with self._clocks.score:
+            return await self._services.verifiers.call(
+                name, arguments, images=self.images is not None, traceparent=self._trace
+            )
+
+    async def feedback(
+        self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
+    ) -> Feedback:
+        """Return the environment's reaction to the conversation's last answer."""
+        with self._clocks.score:
+            question = {**self._row(prompt), **columns_of_turn(conversation, state)}
+            return await self._services.verifiers.feedback(question, traceparent=self._trace)
+
+    @property
+    def _seed_scope(self) -> str:
+        """The scope of the ticket's seeds. All attempts of a ticket share their seeds, so that a repeated
+        attempt draws with the same random numbers."""
+        ticket = self._ticket
+        number = ticket.id if ticket.purpose == "train" else ticket.row
+        return f"{self._services.config.seed}/{ticket.purpose}/{number}"
+
+    def _images_of_row_in(self, prompt_ids: NDArray[np.int32]) -> tuple[str, ...]:
+        """Return the names of the row's images if a prompt has image tokens."""
+        return tuple(self.images.of_row) if self.images and self.images.tokens_in(prompt_ids) else ()
+
+    def _row(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the row that is sent to verifiers. For a model that reads images, it has no images."""
+        hidden = IMAGE_COLUMNS if self._services.images is not None else ()
+        return {name: value for name, value in prompt.row.items() if name not in hidden}
+
+
+def sample_seed(scope: str, turn: str, sample: int) -> int:
+    """Return the seed of one sample. It is the same in every attempt and in every repetition of the run.
+
+    Args:
+        scope: the run's seed, the ticket's purpose, and the ticket's number or, in an evaluation, its row.
+    """
+    digest = hashlib.sha256(f"{scope}/{turn}/{sample}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")

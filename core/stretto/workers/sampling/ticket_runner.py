@@ -1,0 +1,316 @@
+"""Turn a ticket into its outcome: read the prompt, run the workflow, write the trajectories to the log."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import anyio
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from stretto.assembly.variants import BASE
+from stretto.bus.messages.membership import Routes
+from stretto.bus.messages.tickets import (
+    GroupDone,
+    GroupFailed,
+    Member,
+    Purpose,
+    StoredImage,
+    Ticket,
+    TicketRecord,
+    TrajectoryBundle,
+    WireTrajectory,
+)
+from stretto.dataset import Dataset, Row
+from stretto.errors import ConfigError, EngineError, StrettoError, leaves
+from stretto.models.tokenizer import characters_of, fault_of, work_on_text
+from stretto.records.kept.kept_sample import digest_of, kept_samples
+from stretto.workers.context import WorkerContext
+from stretto.workers.sampling.answers import answers_of
+from stretto.workers.sampling.session import RolloutSession, SessionServices, TicketClocks
+from stretto.workers.sampling.ticket_record import TicketNotes, record_of
+from stretto.workers.sampling.trajectory_log import bundles_of, member_of, wire_trajectories
+from stretto.workflow import Prompt, Trajectory, Workflow
+
+__all__ = ["TicketRunner", "VariantRollout"]
+
+log = structlog.get_logger()
+
+_CHARACTERS_PER_TOKEN = 4
+"""About as many characters a token makes of text."""
+
+
+@dataclass(frozen=True)
+class VariantRollout:
+    """What runs the tickets of one variant, or of the run's own sections."""
+
+    services: SessionServices
+    workflow: Workflow
+
+
+class TicketRunner:
+    """Runs the workflow on tickets. Any number of tickets can run at the same time.
+
+    Args:
+        variants: by the name in `Ticket.variant`.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        variants: Mapping[str, VariantRollout],
+        datasets: Mapping[Purpose, Dataset],
+    ) -> None:
+        self._context = context
+        self._variants = variants
+        self._services = variants[BASE].services
+        self._datasets = datasets
+        self._limits = _TicketLimits(context)
+
+    async def outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
+        """Run a ticket. When this returns `GroupDone`, the trajectories are in the log; those of an
+        evaluation are there only if the run keeps samples.
+
+        Every exception of a ticket is caught here and reported as a failed group.
+        """
+        context = self._context
+        if ticket.variant not in self._variants:
+            reason = f"the run of this worker has no variant {ticket.variant!r}"
+            return GroupFailed(ticket.purpose, ticket.id, ticket.attempt, context.worker, reason)
+        attempt = _RunningTicket(ticket, self._variants[ticket.variant])
+        timeout_s = attempt.variant.services.config.workflow.timeout_s
+        try:
+            with self._limits.of(ticket, timeout_s):
+                await self._roll_out(attempt)
+                members, images = await self._store(attempt)
+                record, digest = await self._keep(attempt)
+        except _Unfit as unfit:
+            return await self._failed(attempt, str(unfit), filtered=True)
+        except TimeoutError:
+            return await self._failed(attempt, f"took longer than workflow.timeout_s={timeout_s:g}")
+        except Exception as error:
+            first = leaves(error)[0]
+            log.warning("ticket failed", error=f"{type(first).__name__}: {first}", exc_info=first)
+            text = f"{type(first).__name__}: {first}"
+            reason = text if isinstance(first, StrettoError) else context.explain(first)
+            return await self._failed(attempt, reason)
+        return GroupDone(
+            ticket.purpose,
+            ticket.id,
+            ticket.attempt,
+            context.worker,
+            tuple(members),
+            attempt.seconds,
+            generate_s=attempt.clocks.generate.seconds,
+            score_s=attempt.clocks.score.seconds,
+            record=record,
+            digest=digest,
+            images=tuple(images),
+        )
+
+    async def _failed(self, attempt: _RunningTicket, reason: str, *, filtered: bool = False) -> GroupFailed:
+        """Return the outcome of a failed attempt, and keep what it sampled."""
+        ticket, worker = attempt.ticket, self._context.worker
+        try:
+            attempt.trajectories = attempt.trajectories or attempt.session.finished()
+            record, _ = await self._keep(attempt, failed=True)
+        except Exception as error:  # a workflow may have returned anything
+            log.warning("samples of a failed ticket are not kept", exc_info=error)
+            record = 0
+        return GroupFailed(
+            ticket.purpose, ticket.id, ticket.attempt, worker, reason[:500], filtered, record=record
+        )
+
+    async def _roll_out(self, attempt: _RunningTicket) -> None:
+        images = self._services.images
+        with images.ticket() if images is not None else nullcontext() as attempt.session.images:
+            prompt = await self._prompt(attempt)
+            attempt.trajectories = await attempt.variant.workflow.run(prompt, attempt.session)
+            if not attempt.trajectories:
+                raise EngineError("the workflow returned no trajectory")
+            if attempt.session.images is not None:
+                for trajectory in attempt.trajectories:
+                    await attempt.session.images.check(trajectory)
+
+    async def _prompt(self, attempt: _RunningTicket) -> Prompt:
+        """Return the row of a ticket and the ids of its prompt."""
+        ticket, config = attempt.ticket, self._services.config
+        row = attempt.row = self._datasets[ticket.purpose][ticket.row]
+        if fault := fault_of(row["prompt"]):
+            raise ConfigError(f"row {ticket.row}: prompt: {fault}")
+        section = config.dataset
+        if ticket.purpose == "eval" and config.evaluation is not None:
+            section = config.evaluation.dataset
+        limit = section.max_prompt_tokens
+        too_long = f"max_prompt_tokens={limit}" if limit is not None else "any that the model reads"
+        characters = characters_of(row["prompt"])
+        if characters > self._services.tokenizer.most_characters(limit):
+            raise _Unfit(f"prompt longer than {too_long}")
+        ids = await self._encode(attempt, characters)
+        if limit is not None and len(ids) > limit:
+            raise _Unfit(f"prompt longer than {too_long}")
+        if len(ids) == 0:
+            raise _Unfit("prompt without a token")
+        return Prompt(row, ids)
+
+    async def _encode(self, attempt: _RunningTicket, characters: int) -> NDArray[np.int32]:
+        """Return the ids of the prompt of a ticket's row, whose text has this many characters."""
+        row = attempt.row
+        if attempt.session.images is not None:
+            return await attempt.session.images.encode_row(row)
+        tokenizer = self._services.tokenizer
+        return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"]), characters)
+
+    async def _store(self, attempt: _RunningTicket) -> tuple[list[Member], list[int]]:
+        """Write the trajectories to the log in a few messages, then the images that they name. For an
+        evaluation, write only the answers that the config keeps.
+
+        Returns:
+            The members of the group, and the sequence numbers of the images.
+        """
+        ticket, trajectories = attempt.ticket, attempt.trajectories
+        wires = attempt.wires()
+        if ticket.purpose == "eval":
+            answers_sequence = await self._keep_answers(ticket, trajectories)
+            pairs = enumerate(zip(trajectories, wires, strict=True))
+            return [member_of(each, wire.id, answers_sequence, index) for index, (each, wire) in pairs], []
+        members: list[Member] = []
+        for sequence, bundle in await self._append(ticket, wires, self._context.names.trajectories):
+            for index, wire in enumerate(bundle):
+                members.append(member_of(trajectories[len(members)], wire.id, sequence, index))
+        return members, await self._append_images(attempt, wires)
+
+    async def _append_images(self, attempt: _RunningTicket, wires: Sequence[WireTrajectory]) -> list[int]:
+        """Write the images that the workflow added to the log, each once. They follow the trajectories, so
+        they are kept at least as long. Those of a failed ticket may also name images that it never had."""
+        images, names = attempt.session.images, self._context.names
+        if images is None:
+            return []
+        added = dict.fromkeys(each for wire in wires for each in wire.added_images if each in images)
+        return [
+            await self._context.bus.store.append(
+                names.image(digest), StoredImage(file), id=f"{attempt.ticket.name}/{digest}"
+            )
+            for digest, file in zip(added, images.files(list(added)), strict=True)
+        ]
+
+    async def _append(
+        self, ticket: Ticket, wires: list[WireTrajectory], subject: str
+    ) -> list[tuple[int, list[WireTrajectory]]]:
+        """Write trajectories to the log, and return them with the sequence numbers of their bundles."""
+        stored: list[tuple[int, list[WireTrajectory]]] = []
+        for number, bundle in enumerate(bundles_of(wires)):
+            message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))
+            id = f"{ticket.name}/{subject.rpartition('.')[2]}/{number}"
+            stored.append((await self._context.bus.store.append(subject, message, id=id), bundle))
+        return stored
+
+    async def _keep(self, attempt: _RunningTicket, *, failed: bool = False) -> tuple[int, str]:
+        """Write the record of an attempt to the log, and its trajectories if training does not read them.
+        Return the record's sequence number, and the digest over all that is kept; 0 and no digest if the run
+        does not keep the ticket's samples."""
+        ticket, names = attempt.ticket, self._context.names
+        if not self._services.config.samples.keeps(ticket.id if ticket.purpose == "train" else ticket.row):
+            return 0, ""
+        wires = attempt.wires()
+        if failed or ticket.purpose == "eval":
+            await self._append(ticket, wires, names.kept_trajectories)
+            await self._append_images(attempt, wires)
+
+        def make_record() -> tuple[TicketRecord, str]:
+            record = record_of(
+                ticket,
+                self._context.worker,
+                TicketNotes(
+                    attempt.row,
+                    attempt.seconds,
+                    attempt.clocks.generate.seconds,
+                    attempt.clocks.score.seconds,
+                ),
+                attempt.trajectories,
+                self._services.tokenizer,
+            )
+            return record, digest_of(kept_samples(record, wires))
+
+        tokens = sum(len(wire.tokens) for wire in wires)
+        record, digest = await work_on_text(make_record, _CHARACTERS_PER_TOKEN * tokens)
+        return await self._context.bus.store.append(names.records, record, id=f"{ticket.name}/record"), digest
+
+    async def _keep_answers(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> int:
+        """Write the answers of an evaluation ticket to the log, if the config keeps them. Return their
+        sequence number, or 0 if they are not kept."""
+        evaluation = self._context.composed.config.evaluation
+        if evaluation is None or not evaluation.keep_answers:
+            return 0
+        answers = answers_of(
+            ticket, self._datasets["eval"][ticket.row], trajectories, self._services.tokenizer
+        )
+        return await self._context.bus.store.append(
+            self._context.names.kept_answers, answers, id=f"{ticket.name}/answers"
+        )
+
+
+class _RunningTicket:
+    """An attempt of a ticket under way."""
+
+    def __init__(self, ticket: Ticket, variant: VariantRollout) -> None:
+        self.ticket = ticket
+        self.variant = variant
+        self.clocks = TicketClocks()
+        self.session = RolloutSession(variant.services, ticket, self.clocks)
+        self.row: Row = {}
+        """The row of the dataset; empty before it is read."""
+        self.trajectories: Sequence[Trajectory] = ()
+        """What the workflow returned; empty before."""
+        self._start = anyio.current_time()
+
+    def wires(self) -> list[WireTrajectory]:
+        """Return the trajectories as messages."""
+        of_row = self.session.images.of_row if self.session.images is not None else ()
+        return wire_trajectories(self.ticket, self.trajectories, of_row)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start of the attempt."""
+        return anyio.current_time() - self._start
+
+
+class _TicketLimits:
+    """The time limits of tickets. A limit is extended by the time in which engines are there but none may
+    sample for the ticket, because all are lent to other work."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._running: set[tuple[int | None, anyio.CancelScope]] = set()
+        """(`exact_version` of the ticket, its limit) of every running ticket."""
+        self._routes_s = 0.0
+        self._serving: set[int | None] = set()
+        """`exact_version` of each engine in the latest routes, which have engines of every kind."""
+        context.on_routes(self._on_routes)
+
+    @contextmanager
+    def of(self, ticket: Ticket, timeout_s: float) -> Generator[None]:
+        """Raise TimeoutError if the block takes longer than `timeout_s`, extensions not counted."""
+        with anyio.fail_after(timeout_s) as limit:
+            entry = (ticket.exact_version, limit)
+            self._running.add(entry)
+            try:
+                yield
+            finally:
+                self._running.discard(entry)
+
+    def _on_routes(self, routes: Routes) -> None:
+        """Extend the limits by the time for which their engines were lent. Routes come every second and at
+        every change."""
+        now = anyio.current_time()
+        elapsed, self._routes_s = now - self._routes_s, now
+        for exact_version, limit in self._running:
+            if self._serving and exact_version not in self._serving:
+                limit.deadline += elapsed
+        self._serving = {peer.exact_version for peer in routes.peers if peer.role == "inference"}
+
+
+class _Unfit(Exception):
+    """The row's prompt is too long or empty, so the ticket is filtered."""

@@ -1,0 +1,132 @@
+"""The requests of a rollout worker to the verifier workers: scores, tools, environments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.scoring import (
+    AskTools,
+    EnvironmentAnswer,
+    RunTool,
+    Scored,
+    ScoreSamples,
+    TellEnvironment,
+    ToolDone,
+    ToolList,
+)
+from stretto.config import RunConfig
+from stretto.environment import EnvironmentConfig, Feedback
+from stretto.errors import ConfigError, RewardError
+from stretto.tools import ToolAnswer, ToolsConfig
+from stretto.workers.context import WorkerContext
+from stretto.workers.sampling.routing import Router
+
+__all__ = ["VerifierClient"]
+
+M = TypeVar("M", bound=Message)
+
+
+class VerifierClient:
+    """All verifier workers of the run, for one of its variants. If a worker is lost, its requests are sent to
+    another."""
+
+    def __init__(self, context: WorkerContext, router: Router, config: RunConfig, variant: str) -> None:
+        self._context = context
+        self._router = router
+        self._config = config
+        self._variant = variant
+        self._schemas: list[dict[str, Any]] | None = None
+        self._listing = anyio.Lock()
+
+    async def score(
+        self,
+        row: Mapping[str, Any],
+        texts: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        traceparent: str = "",
+    ) -> list[tuple[float, dict[str, float]]]:
+        """Return the reward and the metrics of each text.
+
+        Raises:
+            RewardError: if the run has no reward, or the reward failed.
+        """
+        if self._config.reward is None:
+            raise RewardError(
+                "the run has no `reward`, so its environment must return a reward for every conversation"
+            )
+        message = ScoreSamples(
+            msgspec.msgpack.encode(row),
+            tuple(texts),
+            msgspec.msgpack.encode(columns),
+            traceparent,
+            self._variant,
+        )
+        answer = await self._ask("score", message, Scored)
+        if answer.error:
+            raise RewardError(answer.error)
+        return list(answer.scores)
+
+    async def tools(self) -> list[dict[str, Any]]:
+        """Return the JSON schemas of the run's tools.
+
+        Raises:
+            ConfigError: if the config of the workflow does not extend `ToolsConfig`.
+        """
+        if not isinstance(self._config.workflow, ToolsConfig):
+            raise ConfigError("this workflow has no tools: its config must extend `ToolsConfig`")
+        async with self._listing:
+            if self._schemas is None:
+                answer = await self._ask("tools", AskTools(variant=self._variant), ToolList)
+                self._schemas = msgspec.msgpack.decode(answer.schemas, type=list[dict[str, Any]])
+        return self._schemas
+
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], *, images: bool = False, traceparent: str = ""
+    ) -> ToolAnswer:
+        """Call a tool, and return its answer.
+
+        Args:
+            images: whether the answer may have images.
+
+        Raises:
+            ConfigError: if the config of the workflow does not extend `ToolsConfig`.
+        """
+        await self.tools()
+        message = RunTool(name, json.dumps(arguments).encode(), traceparent, self._variant, images)
+        return (await self._ask("tool", message, ToolDone)).answer
+
+    async def feedback(self, question: Mapping[str, Any], *, traceparent: str = "") -> Feedback:
+        """Call the environment, and return its feedback.
+
+        Raises:
+            ConfigError: if the config of the workflow does not extend `EnvironmentConfig`.
+            RewardError: if the environment raised, took too long, or returned a value that is not allowed.
+        """
+        if not isinstance(self._config.workflow, EnvironmentConfig):
+            raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
+        message = TellEnvironment(msgspec.msgpack.encode(question), traceparent, self._variant)
+        answer = await self._ask("environment", message, EnvironmentAnswer)
+        if answer.error:
+            raise RewardError(answer.error)
+        return answer.feedback
+
+    async def _ask(self, verb: str, message: Message, kind: type[M]) -> M:
+        """Send a request to any verifier. If it is lost, try another. The ticket's own time limit is shorter
+        than the deadline."""
+        context = self._context
+        while True:
+            async with self._router.member() as verifier:
+                return await context.bus.request(
+                    context.names.worker("verifier", verifier.worker, verifier.nonce, verb),
+                    message,
+                    kind,
+                    who=verifier.worker,
+                    deadline_s=self._config.workflow.timeout_s,
+                )

@@ -1,0 +1,1 @@
+"""The verifier: rewards, tools and environments in child processes."""

@@ -1,0 +1,286 @@
+"""The verifier worker: runs rewards, tools and environments in child processes that can be killed, each call
+with a time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol, TypeVar
+
+import anyio
+import msgspec
+import structlog
+from anyio.abc import TaskGroup
+
+from stretto import tracing
+from stretto.assembly.compose import Composed
+from stretto.assembly.variants import runs_of
+from stretto.bus.messages.membership import Heartbeat
+from stretto.bus.messages.scoring import (
+    AskTools,
+    EnvironmentAnswer,
+    RunTool,
+    Scored,
+    ScoreSamples,
+    TellEnvironment,
+    ToolDone,
+    ToolList,
+)
+from stretto.children import environment, reward, tools
+from stretto.environment import EnvironmentConfig
+from stretto.errors import ConfigError, printable
+from stretto.reward import RewardConfig
+from stretto.tools import ToolAnswer, ToolsConfig
+from stretto.user_code.guard import guarded
+from stretto.workers.context import WorkerContext
+from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
+
+__all__ = ["VerifierWorker"]
+
+log = structlog.get_logger()
+
+S = TypeVar("S", bound="_Service")
+
+_DRAIN_POLL_S = 0.05
+_ROUTES_S = 2.0
+"""By then every rollout worker has new routes: the kernel sends them at once, and again every second."""
+_MOST_LOGGED = 20
+"""Answers over a limit that one verifier worker logs."""
+_END = 200
+"""Characters of such an answer in the log: its end, which has the result."""
+_LONGEST_NAME = 100
+"""Characters of a tool's name in a trace: the policy may call what does not exist."""
+
+
+class VerifierWorker:
+    """One verifier worker with its children."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        runs = runs_of(context.composed)
+        self._rewards = _by_variant(runs, "reward", partial(_rewards_of, context))
+        self._tools = _by_variant(runs, "workflow", partial(_tools_of, context))
+        self._environments = _by_variant(runs, "workflow", partial(_environments_of, context))
+        services = (self._rewards, self._tools, self._environments)
+        self._services: list[_Service] = list(
+            {id(service): service for of_variant in services for service in of_variant.values()}.values()
+        )
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Start the children, then serve until cancelled."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                for service in self._services:
+                    await service.open(tasks)
+                await self._serve()
+                ready()
+                await anyio.sleep_forever()
+        finally:
+            self._context.bus.stop_serving()  # rollout workers ask another verifier
+            for service in self._services:
+                await service.children.close()
+
+    async def drain(self) -> None:
+        """Wait until rollout workers know that this worker leaves, and make no new calls. Then wait until no
+        call is at a child."""
+        await anyio.sleep(_ROUTES_S)
+        while any(service.children.calls for service in self._services):
+            await anyio.sleep(_DRAIN_POLL_S)
+
+    async def _serve(self) -> None:
+        """Serve the requests that the run needs. Each request names the variant whose service it wants."""
+        bus, subject = self._context.bus, self._context.subject
+        if rewards := self._rewards:
+            await bus.serve(
+                subject("score"), ScoreSamples, lambda each: _service(rewards, each.variant).score(each)
+            )
+        if tools := self._tools:
+            await bus.serve(subject("tools"), AskTools, lambda each: _service(tools, each.variant).list())
+            await bus.serve(subject("tool"), RunTool, lambda each: _service(tools, each.variant).call(each))
+        if environments := self._environments:
+            await bus.serve(
+                subject("environment"),
+                TellEnvironment,
+                lambda each: _service(environments, each.variant).tell(each),
+            )
+
+    def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
+        """Add `busy_s`: seconds that children spent on calls."""
+        busy_s = sum(service.children.busy_s for service in self._services)
+        return msgspec.structs.replace(heartbeat, busy_s=busy_s)
+
+
+class _Service(Protocol):
+    """One sort of requests to this worker, and the children that answer them."""
+
+    children: ChildPool
+
+    async def open(self, tasks: TaskGroup) -> None:
+        """Start the first child."""
+        ...
+
+
+def _by_variant(
+    runs: Mapping[str, Composed], section: str, make: Callable[[Composed], S | None]
+) -> dict[str, S]:
+    """Return the service of each variant that has one. Variants with the same section share a service.
+
+    Args:
+        section: key of the section that decides on the service.
+    """
+    made: dict[int, S | None] = {}
+    services: dict[str, S] = {}
+    for variant, composed in runs.items():
+        key = id(getattr(composed.config, section))
+        if key not in made:
+            made[key] = make(composed)
+        if (service := made[key]) is not None:
+            services[variant] = service
+    return services
+
+
+def _service(services: Mapping[str, S], variant: str) -> S:
+    """Return the service of a variant.
+
+    Raises:
+        ConfigError: if the variant has none; the asking process gets a refusal.
+    """
+    if variant not in services:
+        raise ConfigError(f"this verifier worker serves no such request for the variant {variant!r}")
+    return services[variant]
+
+
+def _rewards_of(context: WorkerContext, composed: Composed) -> _Rewards | None:
+    config = composed.config.reward
+    return None if config is None else _Rewards(context, composed, config)
+
+
+def _tools_of(context: WorkerContext, composed: Composed) -> _Tools | None:
+    config = composed.config.workflow
+    return _Tools(context, composed, config) if isinstance(config, ToolsConfig) else None
+
+
+def _environments_of(context: WorkerContext, composed: Composed) -> _Environments | None:
+    config = composed.config.workflow
+    return _Environments(composed, config) if isinstance(config, EnvironmentConfig) else None
+
+
+class _Rewards:
+    """Scores answers. If the reward fails, the ticket fails."""
+
+    def __init__(self, context: WorkerContext, composed: Composed, config: RewardConfig) -> None:
+        self._timeout_s = config.timeout_s
+        self._answer_s = config.limits[0] or 0.0
+        self._num_logged = 0
+        setup = reward.setup_frame(msgspec.to_builtins(composed.config), context.component_context)
+        program = Program("the scoring process", guarded(reward.COMMAND), setup)
+        self.children = ChildPool(program, composed.config.verifier.children)
+
+    async def open(self, tasks: TaskGroup) -> None:
+        await self.children.open(tasks)
+
+    async def score(self, message: ScoreSamples) -> Scored:
+        with tracing.span("reward", message.traceparent, answers=len(message.completions)) as span:
+            scored = await self._scored(message)
+            if scored.error:
+                span.fail(scored.error)
+            return scored
+
+    async def _scored(self, message: ScoreSamples) -> Scored:
+        task = reward.Task(message.row, message.completions, message.columns)
+        timeout_s = self._timeout_s + self._answer_s * len(message.completions)
+        try:
+            answer = await self.children.ask(task, reward.ScoringResult, timeout_s)
+        except TimeoutError:
+            return Scored((), f"reward took longer than reward.timeout_s={self._timeout_s:g}")
+        except ChildEnded as error:
+            return Scored((), f"reward ended its process: {error}")
+        for index, reason in answer.over.items():
+            self._log_limit(message.completions[index], reason)
+        return Scored(answer.scores, answer.error)
+
+    def _log_limit(self, completion: str, reason: str) -> None:
+        """Log why an answer scored 0. Log only the first `_MOST_LOGGED` answers; the metrics count all."""
+        self._num_logged += 1
+        if self._num_logged <= _MOST_LOGGED:
+            log.warning(
+                "answer scored 0", reason=f"it {reason}", characters=len(completion), end=completion[-_END:]
+            )
+        if self._num_logged == _MOST_LOGGED:
+            log.warning("further answers over a limit are not logged, only counted in the metrics")
+
+
+class _Tools:
+    """Calls tools in the sandbox. If a tool fails, the policy gets the error as the tool's answer."""
+
+    def __init__(self, context: WorkerContext, composed: Composed, config: ToolsConfig) -> None:
+        self._timeout_s = config.tool_timeout_s
+        self._schemas = b""
+        run = composed.config
+        command = tools.command(config, run.sandbox, context.component_context.folder)
+        program = Program(
+            "the tool process",
+            command.argv,
+            tools.setup_frame(config),
+            command.env,
+            command.folder,
+            tools.max_answer(config),
+        )
+        self.children = ChildPool(program, run.verifier.tool_children)
+
+    async def open(self, tasks: TaskGroup) -> None:
+        self._schemas = await self.children.open(tasks)
+
+    async def list(self) -> ToolList:
+        return ToolList(self._schemas)
+
+    async def call(self, message: RunTool) -> ToolDone:
+        with tracing.span("tool", message.traceparent, tool=printable(message.name[:_LONGEST_NAME])) as span:
+            done = await self._called(message)
+            if done.answer.failed:
+                span.fail(done.answer.text)
+            return done
+
+    async def _called(self, message: RunTool) -> ToolDone:
+        invocation = tools.Invocation(message.name, message.arguments, message.images)
+        try:
+            return ToolDone(await self.children.ask(invocation, ToolAnswer, self._timeout_s))
+        except TimeoutError:
+            return self._failed(message, f"took longer than {self._timeout_s:g} s")
+        except ChildEnded as error:
+            return self._failed(message, f"ended its process: {error}")
+
+    def _failed(self, message: RunTool, fault: str) -> ToolDone:
+        log.warning("tool failed", tool=message.name, error=fault)
+        return ToolDone(ToolAnswer(f"error: {message.name} {fault}", failed=True))
+
+
+class _Environments:
+    """Gets the environment's feedback to answers. If the environment fails, the ticket fails."""
+
+    def __init__(self, composed: Composed, config: EnvironmentConfig) -> None:
+        self._timeout_s = config.environment_timeout_s
+        setup = environment.setup_frame(config.environment)
+        program = Program("the environment process", guarded(environment.COMMAND), setup)
+        self.children = ChildPool(program, composed.config.verifier.children)
+
+    async def open(self, tasks: TaskGroup) -> None:
+        await self.children.open(tasks)
+
+    async def tell(self, message: TellEnvironment) -> EnvironmentAnswer:
+        with tracing.span("environment", message.traceparent) as span:
+            answer = await self._told(message)
+            if answer.error:
+                span.fail(answer.error)
+            return answer
+
+    async def _told(self, message: TellEnvironment) -> EnvironmentAnswer:
+        question = environment.Question(message.arguments)
+        try:
+            reaction = await self.children.ask(question, environment.Reaction, self._timeout_s)
+        except TimeoutError:
+            limit = f"workflow.environment_timeout_s={self._timeout_s:g}"
+            return EnvironmentAnswer(error=f"environment took longer than {limit}")
+        except ChildEnded as error:
+            return EnvironmentAnswer(error=f"environment ended its process: {error}")
+        return EnvironmentAnswer(reaction.feedback, reaction.error)

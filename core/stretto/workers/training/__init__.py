@@ -1,0 +1,1 @@
+"""The trainer: batches, calls, publication, checkpoints."""

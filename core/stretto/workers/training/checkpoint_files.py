@@ -1,0 +1,97 @@
+"""The files of a checkpoint, for one trainer: in a shared folder, or in a store that is reached by a URL.
+
+From a store, a trainer downloads all files to a temporary folder of its own, and loads them from there. It
+saves to such a folder, too, and uploads what it has written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio.to_thread
+import msgspec
+import structlog
+
+from stretto.base.remote_folder import RemoteFolder
+from stretto.bus.messages.training import LoadCheckpoint, Save
+from stretto.component import Context
+from stretto.errors import EngineError
+from stretto.models.version_files import RunFolders
+
+__all__ = ["folder_to_load", "folder_to_save"]
+
+log = structlog.get_logger()
+
+_MANIFEST = "manifest.json"
+
+
+@asynccontextmanager
+async def folder_to_load(message: LoadCheckpoint, context: Context) -> AsyncGenerator[str]:
+    """Yield a folder with the files of a checkpoint; empty if the message names none.
+
+    Raises:
+        EngineError: if they cannot be downloaded, or are not those of the checkpoint.
+    """
+    if not _is_url(message.folder):
+        yield message.folder
+        return
+    async with _temporary_folder(context) as folder:
+        await anyio.to_thread.run_sync(_download, message, folder)
+        yield str(folder)
+
+
+@asynccontextmanager
+async def folder_to_save(message: Save, context: Context, uploaded: dict[str, str]) -> AsyncGenerator[str]:
+    """Yield a folder for this trainer's files of a checkpoint. At the end of the block, upload those for a
+    store.
+
+    Args:
+        uploaded: gets name -> SHA-256 of the files that were uploaded.
+
+    Raises:
+        EngineError: if they cannot be uploaded.
+    """
+    if not _is_url(message.folder):
+        yield message.folder
+        return
+    async with _temporary_folder(context) as folder:
+        yield str(folder)
+        try:
+            uploaded |= await anyio.to_thread.run_sync(RemoteFolder(message.folder).upload, folder)
+            log.info("checkpoint uploaded", url=message.folder, files=sorted(uploaded))
+        except OSError as error:
+            raise EngineError(f"the checkpoint cannot be uploaded: {error}") from error
+
+
+def _is_url(place: str) -> bool:
+    return "://" in place  # a path has no two slashes in a row
+
+
+@asynccontextmanager
+async def _temporary_folder(context: Context) -> AsyncGenerator[Path]:
+    """Yield a folder that only this user can enter. What a killed process of this worker has left is
+    removed."""
+    folder = RunFolders(context, tempfile.gettempdir()).own("checkpoint")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _download(message: LoadCheckpoint, folder: Path) -> None:
+    remote = RemoteFolder(message.folder)
+    try:
+        manifest = remote.read(_MANIFEST)
+        if hashlib.sha256(manifest).hexdigest() != message.manifest:
+            raise OSError(f"{remote.url}/{_MANIFEST} is not the one in the run's folder")
+        remote.download(msgspec.json.decode(manifest, type=dict[str, str]), folder)
+    except (OSError, msgspec.DecodeError) as error:
+        raise EngineError(
+            f"the checkpoint cannot be loaded: {error}; to continue from the checkpoint before it, remove "
+            f"{remote.url}/{_MANIFEST} and resume"
+        ) from error

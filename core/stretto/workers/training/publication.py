@@ -1,0 +1,219 @@
+"""Publishes the lead model's versions from one rank, beside the calls of the next step.
+
+The compute thread scores the canary and copies the weights, before the next call changes them. Another thread
+then checks, writes and hashes the copy. Weights above `_MOST_COPIED` are not copied: the compute thread
+publishes them itself, and the next call waits.
+
+Tensors that training does not change are published once, after a load of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stretto import tracing
+from stretto.engine import PartlyFrozenEngine, TrainingEngine
+from stretto.errors import WeightsError
+from stretto.models.digest import digest_of, tensor_hash
+from stretto.models.finite import not_finite
+from stretto.models.version_files import open_version
+from stretto.weights import Canary, FreezingPublisher, Publisher, WeightsNote
+from stretto.workers.context import ComputeThread
+from stretto.workers.training.canary import Probe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DigestPublisher", "Publication"]
+
+_MOST_COPIED = 2 * 2**30
+"""Largest weights that are copied, in bytes: no more than the file that a transport holds in memory by
+default. A copy takes about an eighth of the time of hashing and writing."""
+
+
+class Publication:
+    """Publishes the versions of one engine.
+
+    Args:
+        probe: the canary's text, or why there is none.
+        publisher: None in the ranks that only take part in gathering the weights.
+        compute: the thread in which the engine computes.
+    """
+
+    def __init__(
+        self, engine: TrainingEngine, probe: Probe | str, publisher: Publisher | None, compute: ComputeThread
+    ) -> None:
+        self._engine = engine
+        self._probe = probe
+        self._publisher = publisher
+        self._compute = compute
+        self._writer = ComputeThread("publish")
+        """Only this thread calls the publisher, except for weights that are not copied."""
+        self._frozen: list[tuple[str, Tensor]] = []
+        """The frozen tensors, for a publisher that takes them with every version."""
+
+    def begin(
+        self, version: int, needed: Collection[int], traceparent: str, *, loaded: bool = False
+    ) -> Future[WeightsNote | None]:
+        """Begin to publish the engine's present weights as a version. All ranks of the group call it; the
+        result of ranks without a publisher is None. What the compute thread is asked for afterwards waits for
+        its part of the work.
+
+        Args:
+            needed: published versions that must stay available.
+            loaded: whether the engine has loaded its state since the last version, or this is the first one.
+
+        Raises (from the result):
+            WeightsError: if a weight is not finite, or if the version cannot be written.
+        """
+        taken = self._compute.submit(self._take, version, needed, traceparent, loaded=loaded)
+        return self._writer.submit(self._publish, taken, version, needed, traceparent)
+
+    async def copy(self, versions: Iterable[int], folder: str) -> None:
+        """Write published versions into a checkpoint. Do nothing in ranks without a publisher."""
+        if self._publisher is not None:
+            for version in versions:
+                await self._writer.run(self._publisher.copy, version, _folder_of(version, folder))
+
+    async def again(self, earlier: Iterable[WeightsNote], folder: str) -> tuple[WeightsNote, ...]:
+        """Publish the versions that a checkpoint keeps for evaluations, and return their new notes."""
+        notes: list[WeightsNote] = []
+        if (publisher := self._publisher) is not None:
+            if isinstance(publisher, FreezingPublisher):
+                await self._writer.run(publisher.freeze, ())  # the files of a checkpoint have all tensors
+            for note in earlier:
+                update = await self._writer.run(open_version, note, _folder_of(note.version, folder))
+                new_note = await self._writer.run(
+                    publisher.publish,
+                    note.version,
+                    update.tensors().items(),
+                    [each.version for each in notes],
+                )
+                notes.append(msgspec.structs.replace(new_note, canary=note.canary))
+        return tuple(notes)
+
+    def close(self) -> None:
+        """Remove all published versions, after the one under way: the process waits for this thread."""
+        if self._publisher is not None:
+            self._writer.submit(self._publisher.close)
+
+    def _take(
+        self, version: int, needed: Collection[int], traceparent: str, *, loaded: bool
+    ) -> tuple[Canary | str, list[tuple[str, Tensor]] | WeightsNote | None]:
+        """Return the canary and a copy of the weights; or the note of weights that are too large to copy.
+        Ranks without a publisher only take part."""
+        with tracing.span("canary", traceparent):
+            canary = self._probe.score(self._engine) if isinstance(self._probe, Probe) else self._probe
+        weights = self._engine.weights()
+        if isinstance(self._engine, PartlyFrozenEngine):
+            weights = self._engine.trained_weights()
+            if loaded:
+                self._freeze(self._engine.frozen_weights(), version)
+        if self._publisher is None:
+            _exhaust(weights)
+            return canary, None
+        with tracing.span("copy weights", traceparent):
+            copies: list[tuple[str, Tensor]] = []
+            size = 0
+            for name, tensor in weights:
+                size += tensor.nbytes
+                if size > _MOST_COPIED:
+                    rest = chain(self._frozen, _drain(copies), [(name, tensor)], weights)
+                    return canary, self._publisher.publish(version, _finite(rest, version), needed)
+                copies.append((name, tensor.clone()))
+        return canary, copies
+
+    def _freeze(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Publish the frozen tensors for all versions to come. No step changes them, so they need no copy."""
+        if self._publisher is None:
+            _exhaust(weights)
+        elif isinstance(self._publisher, FreezingPublisher):
+            self._publisher.freeze(_finite(weights, version))
+        else:
+            self._frozen = [*weights]
+
+    def _publish(
+        self,
+        taken: Future[tuple[Canary | str, list[tuple[str, Tensor]] | WeightsNote | None]],
+        version: int,
+        needed: Collection[int],
+        traceparent: str,
+    ) -> WeightsNote | None:
+        canary, weights = taken.result()
+        if self._publisher is None or weights is None:
+            return None
+        if isinstance(weights, list):
+            with tracing.span("publish", traceparent, version=version):
+                every = chain(self._frozen, weights)
+                weights = self._publisher.publish(version, _finite(every, version), needed)
+        return msgspec.structs.replace(weights, canary=canary)
+
+
+class DigestPublisher:
+    """The publisher of a run without inference engines: it computes the digest and writes no weights."""
+
+    def __init__(self) -> None:
+        self._frozen: list[tuple[str, str]] = []
+
+    def freeze(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Hash the tensors of all versions to come."""
+        self._frozen = [(name, tensor_hash(tensor)) for name, tensor in tensors]
+
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
+    ) -> WeightsNote:
+        """Return a note without an address."""
+        del needed
+        hashes = [(name, tensor_hash(tensor)) for name, tensor in tensors]
+        return WeightsNote(version, "", digest_of([*self._frozen, *hashes]))
+
+    def copy(self, version: int, folder: Path) -> None:
+        """Refuse: no version is kept.
+
+        Raises:
+            WeightsError: always.
+        """
+        raise WeightsError(f"version {version} has no inference engine, so it was not kept", version=version)
+
+    def close(self) -> None:
+        """Do nothing: there are no files to remove."""
+
+
+def _folder_of(version: int, checkpoint: str) -> Path:
+    """Return the folder in a checkpoint that has the weights of an older version, for its evaluation."""
+    return Path(checkpoint, "evaluation", f"v{version:08d}")
+
+
+def _finite(weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a version.
+
+    Raises:
+        WeightsError: at the first tensor with a NaN or an infinite value.
+    """
+    for name, tensor in weights:
+        if fault := not_finite(name, tensor):
+            reason = f"version {version} is not published: {fault}"
+            if version:
+                reason += (
+                    ". A step was too large; start again from an older checkpoint with a lower training.lr"
+                )
+            raise WeightsError(reason, version=version)
+        yield name, tensor
+
+
+def _drain(copies: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the copies in order, and keep none of those that were yielded."""
+    copies.reverse()
+    while copies:
+        yield copies.pop()
+
+
+def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in weights:
+        pass

@@ -1,0 +1,600 @@
+"""The trainer: one rank of a worker group. It runs the calls of the dataflow on the models of its group.
+
+The kernel sends requests to rank 0, which passes them on to the other ranks. Each rank reads the rows that it
+works on, and keeps what it computes; the kernel gets only names, statistics and digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+import structlog
+
+from stretto import tracing
+from stretto.algorithm import Algorithm, Call, Loss, Stateful
+from stretto.assembly.contracts import expect_contract
+from stretto.assembly.dataflow import graph_of
+from stretto.assembly.placement import Placement, group_of_worker, model_folder, split_groups, split_rows
+from stretto.bus.listening import url_host
+from stretto.bus.messages import training as messages
+from stretto.bus.messages.base import Message
+from stretto.bus.messages.inference import AskSharedRows, SharedRows
+from stretto.bus.messages.membership import AskRanks, Heartbeat, Ranks
+from stretto.bus.messages.training import (
+    AskMeetingPlace,
+    AskPublished,
+    CallDone,
+    EndStep,
+    LoadCheckpoint,
+    Loaded,
+    MeetingPlace,
+    Prefetch,
+    Published,
+    Save,
+    Saved,
+    StepEnded,
+)
+from stretto.bus.server import free_port
+from stretto.engine import TrainingEngine
+from stretto.errors import ConfigError, EngineError, Refused, one_error
+from stretto.weights import Publisher, WeightsNote
+from stretto.workers.context import ComputeThread, WorkerContext
+from stretto.workers.shared_rows import choose_rows, score_rows
+from stretto.workers.training.batch_store import BatchStore
+from stretto.workers.training.canary import probe_of
+from stretto.workers.training.checkpoint_files import folder_to_load, folder_to_save
+from stretto.workers.training.publication import DigestPublisher, Publication
+from stretto.workers.training.step_recorder import ROW, StepFigures, StepRecorder
+from stretto.workers.weights_wire import BusWire
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.rl.batch import Batch
+
+__all__ = ["TrainerWorker"]
+
+log = structlog.get_logger()
+
+M = TypeVar("M", bound=Message)
+A = TypeVar("A", bound=Message)
+
+_STATE = "algorithm.json"
+"""File in a checkpoint with the state of a `Stateful` algorithm."""
+_START = "start_logprobs"
+_SHARED_VERSIONS = 8
+"""Keep the shared rows of this many newest versions: an engine's swap may take longer than a train step."""
+_MEETING_S = 600.0
+"""Deadline for all ranks to have joined, and for rank 0 to say where they meet: a cluster may start their
+processes much later."""
+_RANK_DEADLINE_S = 24 * 3600.0
+"""Deadline of a request to another rank. The kernel notices a rank that dies long before."""
+
+
+class TrainerWorker:
+    """One rank of a worker group."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._thread = ComputeThread()
+        self._engines: dict[str, TrainingEngine] = {}
+        self._publication: Publication | None = None
+        """Only in the group of the lead model."""
+        self._note: Future[WeightsNote | None] | None = None
+        """The note of the version, when it is published; None in a group that publishes nothing."""
+        self._shared_rows: dict[int, Future[SharedRows]] = {}
+        """Shared rows of the newest versions, by version."""
+        self._version = -1
+        self._incarnation = 0
+        self._busy_s = 0.0
+        self._recorder = StepRecorder(context.bus, context.names, context.worker)
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Make the engines, then serve requests of the kernel."""
+        context = self._context
+        if not context.component_context.folder and context.composed.config.checkpoint.store is None:
+            raise ConfigError(
+                f"{context.worker} on {socket.gethostname()} does not see the run's folder, where trainers "
+                "keep checkpoints; set `checkpoint.store` to the URL of a store, or `out` to a folder on a "
+                "disk that the machines of the trainers and the kernel share",
+                path="out",
+            )
+        algorithm: Algorithm = context.make("algorithm")
+        self._algorithm = algorithm
+        self._graph = graph_of(algorithm.calls(), algorithm.models)
+        self._calls = {call.name: call for call in self._graph.calls}
+        self._placement = Placement(context.composed.config, self._graph)
+        name, self._rank = group_of_worker(context.worker)
+        self._group = self._placement.groups[name]
+        self._part = self._group.part_of(self._rank)
+        self._leads = self._group is self._placement.lead
+        self._nonces = await self._ask_ranks()
+        self._rows = BatchStore(context, self._placement, self._nonces)
+        self._rendezvous = await self._meeting_place()
+        for model in self._group.models:
+            self._engines[model] = await self._thread.run(self._make_engine, model)
+        config, wire = context.composed.config, BusWire(context)
+        sampling = self._graph.samples or config.evaluation is not None
+        if self._leads:
+            probe = await anyio.to_thread.run_sync(probe_of, config) if sampling else ""
+            publisher = self._make_publisher(wire, sampling=sampling) if self._rank == 0 else None
+            self._publication = Publication(self._engines[self._graph.lead], probe, publisher, self._thread)
+        try:
+            await wire.open()
+            await self._rows.open()
+            await self._serve("load", LoadCheckpoint, Loaded, self._load)
+            await self._serve("call", messages.RunCall, CallDone, self._call)
+            await self._serve("end", EndStep, StepEnded, self._end_step)
+            await self._serve("save", Save, Saved, self._save, _join_saved)
+            await context.bus.subscribe(context.subject("prefetch"), Prefetch, self._prefetch)
+            if self._leads and self._rank == 0:
+                await context.bus.serve(context.subject("published"), AskPublished, self._tell_note)
+                await context.bus.serve(context.subject("shared_rows"), AskSharedRows, self._tell_shared_rows)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._recorder.run)
+                ready()
+        finally:
+            for engine in self._engines.values():
+                engine.stop()
+            if self._publication is not None:
+                self._publication.close()
+
+    def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
+        """Add `busy_s`: seconds spent in calls."""
+        return msgspec.structs.replace(heartbeat, busy_s=self._busy_s)
+
+    async def drain(self) -> None:
+        """Return at once: a trainer is not asked to drain, because the run ends without it."""
+
+    async def _ask_ranks(self) -> Mapping[str, str]:
+        """Return the nonces of all trainers, by worker. Wait until all have joined."""
+        context = self._context
+        subject = context.names.kernel("trainer", "ranks")
+        ranks = await context.bus.request(subject, AskRanks(), Ranks, who="kernel", deadline_s=_MEETING_S)
+        return ranks.nonces
+
+    async def _meeting_place(self) -> str:
+        """Return how the ranks of this worker group find each other (see `Context.rendezvous`)."""
+        context, name = self._context, self._group.name
+        if self._group.section.processes == 1:
+            return ""
+        if not context.many_machines and context.component_context.folder:
+            return str(context.component_context.path("bus", f"{name}-{context.lease_epoch}.rendezvous"))
+        if self._rank == 0:
+            host = context.bus.local_address
+            place = MeetingPlace(f"tcp://{url_host(host)}:{free_port(host)}")
+            await context.bus.serve(
+                context.subject("meeting_place"), AskMeetingPlace, partial(self._tell, place)
+            )
+            return place.rendezvous
+        first = self._group.workers[0]
+        answer = await context.bus.request(
+            context.names.worker("trainer", first, self._nonces[first], "meeting_place"),
+            AskMeetingPlace(context.lease_epoch),
+            MeetingPlace,
+            who=first,
+            deadline_s=_MEETING_S,
+        )
+        return answer.rendezvous
+
+    async def _tell(self, place: MeetingPlace, message: AskMeetingPlace) -> MeetingPlace:
+        self._context.check_lease(message.lease_epoch)
+        return place
+
+    def _make_publisher(self, wire: BusWire, *, sampling: bool) -> Publisher:
+        context = self._context
+        publisher = context.make("weights").publisher(wire) if sampling else DigestPublisher()
+        expect_contract(publisher, Publisher, context.composed.origin("weights").label)
+        return publisher
+
+    def _make_engine(self, name: str) -> TrainingEngine:
+        """Make the engine of one model of the group, with the run file's settings for that model."""
+        context, group = self._context, self._group
+        settings, model = context.composed.config.models.get(name), self._graph.models[name]
+        section = group.section
+        if settings is not None and settings.lr is not None:
+            section = msgspec.structs.replace(section, lr=settings.lr)
+        component_context = msgspec.structs.replace(
+            context.component_context,
+            model=(settings and settings.path) or context.component_context.model,
+            head=model.head,
+            trainable=model.trainable,
+            rank=self._rank,
+            rendezvous=self._rendezvous,
+        )
+        return context.composed.make(group.path, component_context, section)
+
+    # --------------------------------------------------------------------------- in all ranks together
+
+    async def _serve(
+        self,
+        verb: str,
+        kind: type[M],
+        answer: type[A],
+        handler: Callable[[M], Awaitable[A]],
+        join: Callable[[A, list[A]], A] = lambda own, others: own,
+    ) -> None:
+        """Serve a request. Rank 0 passes it on to the other ranks, and all ranks do it at the same time.
+
+        Args:
+            join: makes the answer from that of this rank and those of the other ranks.
+        """
+        other_workers = self._group.workers[1:] if self._rank == 0 else []
+
+        async def run_on_all_ranks(message: M) -> A:
+            own: list[A] = []
+            others: list[A] = []
+
+            async def run_here() -> None:
+                own.append(await handler(message))
+
+            async def pass_on(worker: str) -> None:
+                subject = self._context.names.worker("trainer", worker, self._nonces[worker], verb)
+                others.append(
+                    await self._context.bus.request(
+                        subject, message, answer, who=worker, deadline_s=_RANK_DEADLINE_S
+                    )
+                )
+
+            with one_error():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(run_here)
+                    for worker in other_workers if self._runs_on_all_ranks(message) else ():
+                        tasks.start_soon(pass_on, worker)
+            return join(own[0], others)
+
+        await self._context.bus.serve(self._context.subject(verb), kind, run_on_all_ranks)
+
+    def _runs_on_all_ranks(self, message: Message) -> bool:
+        """Whether all ranks do a request. A pure function runs only on rank 0; the others ask for its
+        columns later."""
+        return not (isinstance(message, messages.RunCall) and self._calls[message.name].op == "function")
+
+    # ----------------------------------------------------------------------------- kernel's requests
+
+    async def _load(self, message: LoadCheckpoint) -> Loaded:
+        self._context.check_lease(message.lease_epoch)
+        async with folder_to_load(message, self._context.component_context) as folder:
+            for name, engine in self._engines.items():
+                from_checkpoint = bool(folder) and self._graph.models[name].trainable
+                await self._thread.run(
+                    engine.load, model_folder(Path(folder), name, self._graph) if from_checkpoint else None
+                )
+            if isinstance(self._algorithm, Stateful):
+                state_file = Path(folder, _STATE)
+                has_state = folder and state_file.exists()
+                self._algorithm.restore(json.loads(state_file.read_bytes()) if has_state else {})
+            self._rows.end()
+            self._version, self._shared_rows = message.version, {}
+            if self._publication is None:
+                return Loaded(None, ())
+            needed = await self._publication.again(message.needed, folder)
+        versions = [note.version for note in needed]
+        self._note = self._publication.begin(self._version, versions, "", loaded=True)
+        return Loaded(await asyncio.wrap_future(self._note), needed)
+
+    async def _save(self, message: Save) -> Saved:
+        self._context.check_lease(message.lease_epoch)
+        self._expect(message.version)
+        start = time.perf_counter()
+        uploaded: dict[str, str] = {}
+        async with folder_to_save(message, self._context.component_context, uploaded) as folder:
+            for name, engine in self._engines.items():
+                if self._graph.models[name].trainable:
+                    of_model = model_folder(Path(folder), name, self._graph)
+                    of_model.mkdir(parents=True, exist_ok=True)
+                    await self._thread.run(engine.save, of_model)
+            if self._leads and self._rank == 0 and isinstance(self._algorithm, Stateful):
+                Path(folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
+            if self._publication is not None:
+                await self._publication.copy(message.needed, folder)
+        return Saved(time.perf_counter() - start, uploaded)
+
+    async def _call(self, message: messages.RunCall) -> CallDone:
+        self._context.check_lease(message.lease_epoch)
+        self._expect(message.version)
+        self._incarnation = message.incarnation
+        call = self._calls[message.name]
+        await self._rows.begin(message.version, message.rows)
+        log.info("call", call=call.name, version=message.version)
+        start = time.perf_counter()
+        span = tracing.span(
+            f"call {call.name}",
+            message.traceparent,
+            links=message.links if call.op == "train" else (),
+            op=call.op,
+            step=message.version + 1,
+            sequences=len(message.rows),
+        )
+        with tracing.within(span):
+            statistics = await self._run_call(call)
+        seconds = time.perf_counter() - start
+        self._busy_s += seconds
+        return CallDone(dict(statistics), seconds)
+
+    async def _end_step(self, message: EndStep) -> StepEnded:
+        self._context.check_lease(message.lease_epoch)
+        self._expect(message.version)
+        if self._leads and self._bounds_divergence:
+            self._shared_rows.pop(self._version - _SHARED_VERSIONS + 1, None)
+            self._shared_rows[self._version + 1] = await self._score_shared_rows()
+        self._rows.end()
+        self._version += 1
+        if self._publication is not None:
+            self._note = self._publication.begin(self._version, message.needed, message.traceparent)
+        return StepEnded()
+
+    async def _tell_note(self, message: AskPublished) -> Published:
+        """Return the note of a version when it is published, and its shared rows are scored."""
+        self._context.check_lease(message.lease_epoch)
+        self._expect(message.version)
+        assert self._note is not None
+        note = await asyncio.wrap_future(self._note)
+        assert note is not None, "rank 0 publishes"
+        if shared_rows := self._shared_rows.get(message.version):
+            await asyncio.wrap_future(shared_rows)
+        return Published(note)
+
+    async def _prefetch(self, message: Prefetch) -> None:
+        await self._rows.prefetch(message.rows, complete=message.complete)
+
+    @property
+    def _bounds_divergence(self) -> bool:
+        """Whether the run bounds the divergence of the batches that it trains on."""
+        return self._graph.samples and self._context.composed.config.queue.max_divergence is not None
+
+    async def _score_shared_rows(self) -> Future[SharedRows]:
+        """Begin to score a few rows of this rank's part of the batch with the weights after the step."""
+        if self._rows.has_images:
+            return self._thread.submit(SharedRows, (), "the model reads images, but engines score only text")
+        parts = split_groups(self._rows.lengths, self._group.section.data_parallel, self._rows.groups)
+        batch = await self._rows.batch(choose_rows(parts[self._part]), (), media=False)
+        engine = self._engines[self._graph.lead]
+        return self._thread.submit(lambda: SharedRows(score_rows(engine, batch)))
+
+    async def _tell_shared_rows(self, message: AskSharedRows) -> SharedRows:
+        rows = self._shared_rows.get(message.version)
+        return SharedRows(()) if rows is None else await asyncio.wrap_future(rows)
+
+    def _expect(self, version: int) -> None:
+        if version != self._version:
+            worker = self._context.worker
+            raise Refused(worker, f"has version {self._version}, but the request is for version {version}")
+
+    # ----------------------------------------------------------------------------------- the calls
+
+    async def _run_call(self, call: Call) -> Mapping[str, float]:
+        """Run one call on this rank's part of the batch, and keep what it writes."""
+        temperature = self._context.composed.config.sampling.temperature
+        if call.op == "function":
+            assert call.function is not None
+            all_rows = range(len(self._rows.lengths))
+            batch = await self._rows.batch(all_rows, call.reads, media=False)
+            columns = await self._thread.run(call.function, batch)
+            for key, column in _expect_columns(call, columns).items():
+                self._rows.put(key, all_rows, column)
+            return {}
+        assert call.model is not None
+        engine = self._engines[call.model]
+        if call.op == "forward":
+            parts = split_groups(self._rows.lengths, self._group.section.data_parallel, self._rows.groups)
+            rows = self._own(parts, call)
+            batch = await self._rows.batch(rows, call.reads, media=True)
+            column = await self._thread.run(engine.forward, batch, temperature=temperature)
+            self._rows.put(call.writes[0], rows, column)
+            return {}
+        return await self._train(call, engine, temperature)
+
+    async def _start_logprobs(
+        self, call: Call, engine: TrainingEngine, temperature: float
+    ) -> list[Mapping[str, Tensor]]:
+        """Return, for each optimizer step of the first epoch, the column `_START`: logprobs of the policy at
+        the start of the train step. With one minibatch return no column: the only optimizer step of the epoch
+        computes these logprobs itself."""
+        if call.minibatches == 1:
+            return [{}]
+        writers = self._graph.writers
+        forward_keys = [
+            key for key in call.reads if (writers[key].op, writers[key].model) == ("forward", call.model)
+        ]
+        starts: list[Mapping[str, Tensor]] = []
+        for rows in islice(self._steps(call), call.minibatches):
+            batch = await self._rows.batch(rows, call.reads, media=True)
+            if forward_keys:
+                starts.append({_START: batch[forward_keys[0]]})
+            else:
+                column = await self._thread.run(engine.forward, batch, temperature=temperature)
+                starts.append({_START: column})
+        return starts
+
+    def _steps(self, call: Call) -> Iterator[list[int]]:
+        """Yield this rank's rows of every optimizer step of a train call."""
+        assert call.loss is not None
+        lengths, groups = self._rows.lengths, self._rows.groups
+        seed = abs(self._context.composed.config.seed)
+        for epoch in range(call.epochs):
+            for rows in minibatches(groups, call.minibatches, [seed, self._version, epoch]):
+                split = split_rows if call.loss.unit == "group" else split_groups
+                parts = split(
+                    [lengths[row] for row in rows],
+                    self._group.section.data_parallel,
+                    [groups[row] for row in rows],
+                )
+                yield [rows[index] for index in self._own(parts, call)]
+
+    def _own(self, parts: list[list[int]], call: Call) -> list[int]:
+        """Return this rank's part.
+
+        Raises:
+            EngineError: if the part is empty.
+        """
+        if not parts[self._part]:
+            raise EngineError(
+                f"call {call.name!r} has {sum(map(len, parts))} sequences for the {len(parts)} data-parallel "
+                f"ranks of {self._group.path!r}: {self._context.worker} gets none"
+            )
+        return parts[self._part]
+
+    async def _train(self, call: Call, engine: TrainingEngine, temperature: float) -> Mapping[str, float]:
+        """Run the optimizer steps of a train call. The statistics are means over the steps, or maxima."""
+        assert call.loss is not None
+        audit = _Audit(call.loss, self._version)
+        audited = self._graph.samples and call.model == self._graph.lead
+        steps: list[Mapping[str, float]] = []
+        figures: dict[str, float] = {}
+        divergences: list[float] = []
+        starts = (
+            await self._start_logprobs(call, engine, temperature)
+            if audited and self._bounds_divergence
+            else []
+        )
+        kept = StepFigures() if audited and self._context.composed.config.samples.keep != "none" else None
+        for number, rows in enumerate(self._steps(call)):
+            batch = await self._rows.batch(rows, call.reads, media=True)
+            loss = audit.loss if audited and not steps else call.loss
+            if number < len(starts):
+                loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
+            if kept is not None and number < call.minibatches:  # the first epoch has every row once
+                loss, batch = kept.watch(loss, rows), batch.with_columns({ROW: _numbers(rows)})
+            with tracing.within(tracing.span("optimizer step", number=number, sequences=len(rows))):
+                statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
+            if audited and not steps:
+                figures = audit.pop_figures(statistics)
+            if "divergence" in statistics:
+                divergences.append(statistics.pop("divergence"))
+            steps.append(statistics)
+        if kept is not None:
+            self._record(kept)
+        means = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        if divergences:
+            figures["divergence"] = sum(divergences) / len(divergences)
+        if not self._graph.samples:
+            means["tokens"] = float(self._rows.trained_tokens)
+        return {**means, **figures}
+
+    def _record(self, kept: StepFigures) -> None:
+        """Send the figures of the step's trajectories to the log, beside the next step. Several ranks may
+        have computed the same rows; one of them sends them."""
+        last = (self._rank + 1) % self._group.ranks_per_part == 0  # this rank has the model's output
+        ids, groups = self._rows.ids, self._rows.groups
+        keeps = self._context.composed.config.samples.keeps
+        shown = {id for id, group in zip(ids, groups, strict=True) if keeps(group)}
+        if last and shown:
+            self._recorder.add(self._incarnation, self._version, kept, ids, shown)
+
+
+def _join_saved(own: Saved, others: Sequence[Saved]) -> Saved:
+    """Return the answer of all ranks: the files that any of them has uploaded."""
+    uploaded = {name: value for each in (own, *others) for name, value in each.uploaded.items()}
+    return Saved(own.seconds, uploaded)
+
+
+def _numbers(rows: Sequence[int]) -> Tensor:
+    import torch
+
+    return torch.tensor(rows)
+
+
+def _over_steps(name: str, values: Sequence[float]) -> float:
+    return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+
+def _expect_columns(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the columns of a function if they are those that its call writes.
+
+    Raises:
+        EngineError: if they are not.
+    """
+    if sorted(columns) != sorted(call.writes):
+        returned, expected = ", ".join(columns) or "nothing", ", ".join(call.writes) or "nothing"
+        raise EngineError(
+            f"the function of call {call.name!r} returned the columns {returned}; expected {expected}"
+        )
+    return columns
+
+
+def minibatches(groups: Sequence[int], count: int, seed: list[int]) -> list[list[int]]:
+    """Split rows into `count` parts of equally many random groups; one part has all rows in their order."""
+    if count == 1:
+        return [list(range(len(groups)))]
+    names = np.random.default_rng(seed).permutation(np.unique(groups))
+    return [np.flatnonzero(np.isin(groups, part)).tolist() for part in np.array_split(names, count)]
+
+
+def _with_divergence(loss: Loss) -> Loss:
+    """Return the loss with one more statistic: `divergence`, KL(behaviour || policy at the start of the train
+    step) of the trained tokens, see `stretto.rl.functional.bounded_kl`."""
+
+    def loss_with_divergence(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        from stretto.rl.functional import bounded_kl
+
+        losses, statistics = loss.function(logprobs, batch)
+        at_start = batch[_START] if _START in batch else logprobs.detach()
+        return losses, {**statistics, "divergence": bounded_kl(at_start, batch["behaviour_logprobs"])}
+
+    return replace(loss, function=loss_with_divergence)
+
+
+class _Audit:
+    """Compares engine and trainer: logprobs of tokens sampled by the version that is about to be trained.
+
+    `mismatch_*` covers samples with tokens of that version only: the numerical difference between engine and
+    trainer. `drift_*` covers tokens of that version in samples that an older version began: the additional
+    difference from continuing on an old KV cache. Each has the share of such tokens, and over them the mean
+    and the maximum of |Δ|, and a KL estimate (k3).
+    """
+
+    def __init__(self, loss: Loss, version: int) -> None:
+        self.loss = replace(loss, function=self._audit)
+        self._plain = loss.function
+        self._version = version
+
+    def _audit(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        import torch
+
+        from stretto.rl.functional import kl_to_behaviour
+
+        mask, versions = batch["loss_mask"], batch["versions"]
+        index = batch.sequence_index().to(mask.device)
+        older = torch.zeros(len(batch), dtype=torch.bool, device=mask.device)
+        older[index[mask & (versions < self._version)]] = True
+        fresh = mask & (versions == self._version)
+        current, behaviour = logprobs.detach(), batch["behaviour_logprobs"]
+        delta, kl = (current - behaviour).abs(), kl_to_behaviour(current, behaviour)
+        figures: dict[str, Tensor] = {}
+        for name, selection in (("mismatch", fresh & ~older[index]), ("drift", fresh & older[index])):
+            figures |= {
+                f"{name}_share": selection.float(),
+                f"{name}_mean": torch.where(selection, delta, 0.0),
+                f"{name}_max": torch.where(selection, delta, 0.0),
+                f"{name}_kl": torch.where(selection, kl, 0.0),
+            }
+        loss, statistics = self._plain(logprobs, batch)
+        return loss, {**statistics, **figures}
+
+    def pop_figures(self, statistics: dict[str, float]) -> dict[str, float]:
+        """Remove the audit's figures from a step's statistics and return them. If there are no such tokens,
+        return only the share."""
+        result: dict[str, float] = {}
+        for name in ("mismatch", "drift"):
+            figures = {key: statistics.pop(f"{name}_{key}", 0.0) for key in ("share", "mean", "max", "kl")}
+            result[f"{name}_share"] = figures["share"]
+            if figures["share"]:
+                result[f"{name}_mean"] = figures["mean"] / figures["share"]
+                result[f"{name}_max"] = figures["max"]
+                result[f"{name}_kl"] = figures["kl"] / figures["share"]
+        return result
