@@ -51,3 +51,9 @@ def test_troubleshooting_lists_every_message_with_what_to_do() -> None:
     assert errors.filled(page) == page, "run `python docs/fill_errors.py`, and fill the empty cells"
     empty = [message for message, todo in errors.ROW.findall(page) if not todo.strip()]
     assert not empty, f"docs/troubleshooting.md does not say what to do about {empty}"
+
+
+def test_the_lists_of_files_are_those_of_the_docstrings() -> None:
+    files = load_module(str(ROOT / "docs" / "fill_files.py"))
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert files.filled(page) == page, "run `python docs/fill_files.py`"
