@@ -2,7 +2,8 @@
 # make vision       the same for examples/vision, a tiny model that reads images
 # make test         set everything up and run the tests
 # make coverage     the same tests, and which lines they run in all processes; fails below the floor in pyproject.toml
-# make lint         ruff, pyright (strict), import rules, declared dependencies, spelling
+# make lint         ruff, pyright (strict), import rules, sizes, declared dependencies, spelling
+# make lines        lines of code of each package
 # make format       what ruff can mend
 # make docs         the documentation site, into build/site; fails if a link does not hold
 # make test-slow   the tests that take a minute or more
@@ -38,7 +39,7 @@ ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart vision test test-slow test-all test-chaos test-integration test-gpu test-clusters coverage lint format docs bench clean
+.PHONY: quickstart vision test test-slow test-all test-chaos test-integration test-gpu test-clusters coverage lint lines format docs bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
@@ -84,8 +85,13 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python .ci/lint_imports.py
+	$(BIN)/python .ci/lint_sizes.py
 	$(BIN)/deptry core plugins/* examples/quickstart
 	$(BIN)/codespell
+
+# Needs no set-up, so that it also counts another checkout.
+lines:
+	@python3 .ci/lines.py
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

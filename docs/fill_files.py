@@ -1,7 +1,7 @@
 """Write the lists of files in docs/architecture.md from the files' docstrings: `python docs/fill_files.py`.
 
-Each list stands between `<!-- files: public -->` or `<!-- files: private -->` and `<!-- end -->`. A test fails
-if filling would change the page.
+Each list stands between `<!-- files: public -->` or `<!-- files: private -->` and `<!-- end -->`. A test
+fails if filling would change the page.
 """
 
 from __future__ import annotations

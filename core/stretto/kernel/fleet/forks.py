@@ -2,8 +2,8 @@
 
 A process of a run spends most of its start on imports: half a second of processor time without torch, several
 seconds with it. The fork server (`stretto.kernel.fleet.fork_server`) imports once and forks the processes
-from itself. What libraries read from the environment when they are loaded is the same for all of them, so only a
-process with exactly the server's environment is forked; all others are started as usual.
+from itself. What libraries read from the environment when they are loaded is the same for all of them, so
+only a process with exactly the server's environment is forked; all others are started as usual.
 """
 
 from __future__ import annotations
