@@ -18,7 +18,7 @@ from rich.table import Table
 
 from stretto.bus.messages.journal import JournalBatch
 from stretto.cli.audit.recording import Recording, WeightSums, read_replayed, read_weights
-from stretto.cli.show.tables import add_row, figure_table
+from stretto.cli.tables import add_row, figure_table
 from stretto.records.run import REPLAY, RunRecord
 
 __all__ = [

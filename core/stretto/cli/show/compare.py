@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from stretto.cli.show.tables import add_row, figure_table
+from stretto.cli.tables import add_row, figure_table
 from stretto.records.comparison import Comparison, RunFigures
 from stretto.records.figures import FIGURES, duration_text, figure
 from stretto.records.intervals import Estimate

@@ -1,0 +1,104 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from stretto.errors import ConfigError
+
+__all__ = [
+    "Detach",
+    "DryRun",
+    "ElsewhereCertificate",
+    "ElsewhereLogin",
+    "ElsewhereUrl",
+    "EvaluationOverrides",
+    "Overrides",
+    "RunFile",
+    "RunOrViewer",
+    "Runs",
+    "TrustPlugins",
+    "WithOverrides",
+]
+
+RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (YAML).")]
+Detach = Annotated[
+    bool,
+    typer.Option("--detach", help="Return when the run trains; it goes on in the background."),
+]
+TrustPlugins = Annotated[
+    bool,
+    typer.Option("--trust-plugins", help="Import the plugin files of a run that another user owns."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Values that override keys of the run file, for example queue.max_staleness=0.",
+    ),
+]
+EvaluationOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Values that override keys of the run file, for example inference.slots=64.",
+    ),
+]
+
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be submitted to the cluster, and stop.")
+]
+
+RunOrViewer = Annotated[
+    Path,
+    typer.Argument(metavar="RUN_OR_VIEWER", help="A run's folder, or a copy of its bus/viewer.json."),
+]
+ElsewhereUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url", help="Without the run's folder: address of nats-server as it is reached from here."
+    ),
+]
+ElsewhereLogin = Annotated[
+    str | None,
+    typer.Option(
+        "--credentials", help="Without the run's folder: login for a server of your own.", metavar="FILE"
+    ),
+]
+ElsewhereCertificate = Annotated[
+    Path | None,
+    typer.Option(
+        "--certificate",
+        help="Without the run's folder: certificate for a server of your own, beside its key NAME.key.",
+        metavar="NAME.pem",
+    ),
+]
+
+Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs.")
+]
+
+
+class WithOverrides(TyperCommand):
+    """A command that takes `key=value`. It refuses `--steps=3` and says what to write instead."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse keys with dashes, then parse as usual."""
+        from stretto.config import RunConfig
+
+        options = {name for parameter in self.params for name in parameter.opts}
+        for item, after in pairwise([*args, "VALUE"]):
+            option, equals, value = item.partition("=")
+            key = option.removeprefix("--")
+            is_key = key.split(".")[0] in RunConfig.__struct_fields__
+            if option.startswith("--") and option not in options and is_key:
+                raise ConfigError(
+                    f"no option {option!r}: keys of the run file are written without dashes; "
+                    f"write {key}={value if equals else after}"
+                )
+        return super().parse_args(ctx, args)

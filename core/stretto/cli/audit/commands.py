@@ -1,0 +1,138 @@
+"""Commands that prove a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from stretto.cli.arguments import (
+    Overrides,
+    TrustPlugins,
+    WithOverrides,
+)
+from stretto.cli.output import fail, print_table
+from stretto.errors import StrettoError, printable
+
+if TYPE_CHECKING:
+    from stretto.cli.audit.audit import AuditReport
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+
+_MOST_VIOLATIONS = 20
+"""Maximum number of violations of one check that the table's text lists."""
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
+    ticket: Annotated[
+        int | None, typer.Option(min=0, help="Tell the story of this training ticket instead.")
+    ] = None,
+) -> None:
+    """Check that a run that has ended lost no ticket, trained none twice and kept its bounds.
+
+    The audit reads journal, log and checkpoints by itself, from a copy of the run's store. Exit status: 0
+    clean, 1 violations, 2 the run cannot be audited.
+    """
+    from stretto.cli.audit.audit import audit_run
+    from stretto.cli.audit.ticket_story import ticket_story
+
+    if ticket is not None:
+        try:
+            story = ticket_story(folder, ticket)
+        except StrettoError as error:
+            fail(error, 2)
+        if as_json:
+            typer.echo(msgspec.json.encode(story))
+        else:
+            typer.echo("\n".join(map(printable, [f"ticket {ticket}", *story.events])))
+        for violation in story.violations:
+            typer.echo(f"error: {printable(violation)}", err=True)
+        raise typer.Exit(1 if story.violations else 0)
+    try:
+        report = audit_run(folder)
+    except StrettoError as error:
+        fail(error, 2)
+    if as_json:
+        typer.echo(msgspec.json.encode(report))
+    else:
+        _show_audit(report)
+    raise typer.Exit(0 if report.status == "clean" else 1)
+
+
+@app.command(cls=WithOverrides)
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that has ended.")],
+    overrides: Overrides = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="N", help="Begin at the checkpoint of version N; default the initial models."
+        ),
+    ] = None,
+    stop: Annotated[
+        int | None, typer.Option("--to", min=1, metavar="N", help="The last step to train; default the last.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder to make; default RUN-replay.", metavar="FOLDER")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    trust_plugins: TrustPlugins = False,
+) -> None:
+    """Train the recorded steps of a run again from its kept samples, and compare the weights.
+
+    Nothing is generated. Without overrides the weights are the same bit for bit, on the same machine. Exit
+    status: 0 the replay is complete, and without overrides identical; 1 it differs, or failed.
+    """
+    from stretto.cli.audit.replay import ReplayOptions, replay_run
+    from stretto.cli.audit.replay_report import report_lines, report_tables
+    from stretto.cli.start.trust import require_trust
+
+    require_trust(folder.absolute(), trusted=trust_plugins)
+    replayed = replay_run(folder, ReplayOptions(start, stop, out), overrides or ())
+    if replayed.report is None:
+        from stretto.kernel.life import exit_status
+        from stretto.kernel.observe.view import final_lines
+
+        typer.echo(final_lines(replayed.summary, replayed.folder), err=True)
+        raise typer.Exit(exit_status(replayed.summary))
+    if as_json:
+        typer.echo(msgspec.json.encode(replayed.report))
+    else:
+        for title, table in report_tables(replayed.report):
+            typer.echo(title)
+            print_table(table)
+        typer.echo("\n".join(map(printable, [*report_lines(replayed.report), f"see {replayed.folder}"])))
+    raise typer.Exit(0 if overrides or replayed.report.difference is None else 1)
+
+
+def _show_audit(report: AuditReport) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("check", "result", "checked", "not checked"):
+        table.add_column(column, overflow="fold")
+    for check in report.checks:
+        fine = "nothing to check" if check.empty else "ok"
+        result = f"{len(check.violations)} violations" if check.violations else fine
+        table.add_row(*map(printable, (check.name, result, check.checked, check.unchecked)))
+    print_table(table)
+    for check in report.checks:
+        for violation in check.violations[:_MOST_VIOLATIONS]:
+            typer.echo(printable(f"{check.name}: {violation}"))
+        if len(check.violations) > _MOST_VIOLATIONS:
+            typer.echo(
+                f"{check.name}: {len(check.violations) - _MOST_VIOLATIONS} more; --json lists them all"
+            )
+    typer.echo(
+        f"{report.status}: {report.lost} tickets lost, {report.doubled} trained twice, in {report.folder}"
+    )

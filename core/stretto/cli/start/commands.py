@@ -1,0 +1,159 @@
+"""Commands that start a run, or check its file."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stretto.cli.arguments import (
+    Detach,
+    DryRun,
+    Overrides,
+    RunFile,
+    TrustPlugins,
+    WithOverrides,
+)
+from stretto.errors import ConfigError
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+
+@app.command(cls=WithOverrides)
+def run(file: RunFile, overrides: Overrides = None, detach: Detach = False, dry_run: DryRun = False) -> None:
+    """Train: read the run file, start the run's processes, and show the run until it ends.
+
+    With the launcher of a cluster, submit the run instead. It begins when the cluster starts it.
+    """
+    from stretto.assembly.compose import compose
+    from stretto.cli.start.acceptance import accepted_start
+    from stretto.cli.start.submit import submitted_run
+
+    composed = compose(file, overrides or ())
+    if submitted_run(composed, file, overrides or (), dry_run=dry_run):
+        return
+    if detach:
+        from stretto.assembly.plan import run_folder
+
+        folder = run_folder(composed.config)
+        if (folder / "config.yaml").exists():
+            raise ConfigError(f"{composed.place('out')}: {folder} already holds a run", path="out")
+        _detach(["run", str(file), *(overrides or ()), f"out={folder}"], folder)
+        return
+    with accepted_start(composed) as (folder, forks):
+        from stretto.kernel.life import run_to_end
+
+        status = run_to_end(composed, folder, forks)
+    raise typer.Exit(status)
+
+
+@app.command(cls=WithOverrides)
+def quickstart(
+    folder: Annotated[
+        str, typer.Argument(metavar="[FOLDER]", help="A folder to make, or an empty one.")
+    ] = "quickstart",
+    overrides: Overrides = None,
+) -> None:
+    """Copy the quickstart into FOLDER and run it: a first run, on this machine's CPU."""
+    from stretto.assembly.compose import compose
+    from stretto.cli.start.acceptance import accepted_start
+    from stretto.cli.start.quickstart import copy_quickstart
+
+    if "=" in folder:  # `stretto quickstart steps=2`
+        folder, overrides = "quickstart", [folder, *(overrides or ())]
+    with ExitStack() as stack:
+        with copy_quickstart(Path(folder)) as file:
+            composed = compose(file, overrides or ())
+            out, forks = stack.enter_context(accepted_start(composed))
+        again = shlex.join(["stretto", "run", str(file), *(overrides or ())])
+        typer.echo(f"the quickstart is in {folder}; to run it again: {again}", err=True)
+        from stretto.kernel.life import run_to_end
+
+        status = run_to_end(composed, out, forks)
+    raise typer.Exit(status)
+
+
+@app.command(cls=WithOverrides)
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    overrides: Overrides = None,
+    trust_plugins: TrustPlugins = False,
+    accept_dataset: Annotated[
+        bool, typer.Option("--accept-dataset", help="Continue although the rows of a dataset have changed.")
+    ] = False,
+    detach: Detach = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Resume a run from its newest checkpoint and its journal. Overrides change its values.
+
+    With the launcher of a cluster, submit the run instead.
+    """
+    from stretto.cli.start.submit import submitted_resume
+    from stretto.cli.start.trust import require_trust
+
+    folder = folder.absolute()
+    require_trust(folder, trusted=trust_plugins)
+    options = {"--trust-plugins": trust_plugins, "--accept-dataset": accept_dataset}
+    chosen = [option for option, is_chosen in options.items() if is_chosen]
+    if submitted_resume(folder, overrides or (), chosen, dry_run=dry_run):
+        return
+    if detach:
+        if not (folder / "config.yaml").exists():
+            raise ConfigError(f"{folder} holds no run: it has no config.yaml")
+        _detach(["resume", str(folder), *(overrides or ()), *chosen], folder)
+        return
+    from stretto.cli.start.acceptance import accepted
+    from stretto.kernel.durable.changes import compose_changes, put_into_force
+    from stretto.kernel.life import owned, resume_to_end
+
+    with owned(folder):
+        if overrides:
+            changed = accepted(compose_changes(folder, overrides), starting=True, resumed=True)
+            put_into_force(folder, changed)
+        status = resume_to_end(folder, accept_dataset=accept_dataset)
+    raise typer.Exit(status)
+
+
+@app.command(cls=WithOverrides)
+def check(
+    file: RunFile,
+    overrides: Overrides = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Print only the algorithm's dataflow, as text.")
+    ] = False,
+    mermaid: Annotated[
+        bool, typer.Option("--mermaid", help="Print only the dataflow, as a Mermaid flowchart.")
+    ] = False,
+) -> None:
+    """Check a run file, and print the run's processes, models and batches. No worker starts."""
+    from stretto.assembly import plan
+    from stretto.assembly.compose import compose
+    from stretto.cli.start.acceptance import accepted
+    from stretto.cli.start.describe import describe
+
+    composed = accepted(compose(file, overrides or ()), starting=False)
+    if mermaid:
+        typer.echo(plan.graph(composed).mermaid())
+    elif graph:
+        typer.echo(plan.graph(composed).text())
+    else:
+        typer.echo(describe(composed))
+
+
+def _detach(arguments: Sequence[str], folder: Path) -> None:
+    """Start a run in the background, and say how to follow it."""
+    from stretto.cli.start.detach import run_detached
+
+    process = run_detached(arguments, folder)
+    where = shlex.quote(str(folder))
+    typer.echo(f"the run in {folder} trains (pid {process}); follow it: stretto watch {where}")
+    typer.echo(f"its log: stretto logs -f {where}; to end it: stretto stop {where}")
