@@ -120,7 +120,7 @@ def plot(
         int, typer.Option("--smooth", min=1, metavar="STEPS", help="Draw means over this many steps.")
     ] = 1,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Draw into a .png or .svg file.")
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Draw into an .svg file.")
     ] = None,
 ) -> None:
     """Draw the curves of one run, or of several over each other, in the terminal or into a file."""

@@ -1,4 +1,4 @@
-"""`stretto plot`: curves of runs in the terminal, or as a PNG or SVG file.
+"""`stretto plot`: curves of runs in the terminal, or as an SVG file.
 
 One panel for each key, all runs over each other. Held-out accuracies are points in the panel of the reward,
 and in a panel of their own where a run has no reward.
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from stretto.cli.show.svg import chart_file
 from stretto.errors import ConfigError, offer, printable
 from stretto.records.comparison import labels_of
 from stretto.records.curves import Points, smooth, thin_points
@@ -22,11 +23,9 @@ from stretto.records.run import RunRecord
 
 __all__ = ["Panel", "RunCurve", "draw_file", "draw_text", "panels_of"]
 
-_SUFFIXES = (".png", ".svg")
 _MOST_POINTS = 4000
 _LINES_HIGH = 16
 """Height of a panel in the terminal."""
-_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
 _TERMINAL_COLOURS = (33, 208, 40, 160, 141, 130, 213)
 """Numbers of the terminal's 256 colours."""
 _TICKS = 6
@@ -147,50 +146,24 @@ def _head(curve: RunCurve, key: str, letter: str, colour: int | None) -> str:
 
 
 def draw_file(panels: Sequence[Panel], file: Path) -> None:
-    """Draw the panels into a PNG or SVG file.
+    """Draw the panels into an SVG file, as the report does.
 
     Raises:
-        ConfigError: if the file's name has another ending, if the file cannot be written, or if matplotlib is
-            not installed.
+        ConfigError: if the file's name has another ending, or if the file cannot be written.
     """
-    if file.suffix not in _SUFFIXES:
-        raise ConfigError(f"{file}: expected a name that ends with {' or '.join(_SUFFIXES)}")
-    _require("matplotlib")
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure as Drawing
-
-    rows = (len(panels) + 1) // 2
-    columns = min(2, len(panels))
-    # A label from a run file is no formula, and the same runs give the same file.
-    with rc_context({"text.parse_math": False, "svg.hashsalt": "stretto"}):
-        drawing = Drawing(figsize=(6.4 * columns, 3.6 * rows), layout="constrained")
-        axes: Any = drawing.subplots(rows, columns, squeeze=False)
-        for panel, axis in zip(panels, axes.flat, strict=False):
-            _draw_panel(panel, axis)
-        for axis in axes.flat[len(panels) :]:
-            axis.set_visible(False)
-        try:
-            drawing.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
-        except OSError as error:
-            raise ConfigError(f"cannot write {file}: {error}") from error
-
-
-def _draw_panel(panel: Panel, axis: Any) -> None:
-    axis.set_title(figure(panel.key).title)
-    axis.set_xlabel("step")
-    axis.grid(alpha=0.3)
-    for curve in panel.curves:
-        colour = _COLOURS[curve.run % len(_COLOURS)]
-        if curve.line:
-            axis.plot(
-                *zip(*thin_points(curve.line, _MOST_POINTS), strict=True), color=colour, label=curve.label
-            )
-        if curve.points:
-            label = f"{curve.label}: {FIGURES[ACCURACY].label}"
-            axis.plot(
-                *zip(*curve.points, strict=True), "o", color=colour, mec="white", markersize=6, label=label
-            )
-    axis.legend(fontsize="small")
+    if file.suffix != ".svg":
+        raise ConfigError(f"{file}: expected a name that ends with .svg")
+    charts = [
+        (
+            figure(panel.key).title,
+            [(curve.run, curve.label, curve.line, curve.points) for curve in panel.curves],
+        )
+        for panel in panels
+    ]
+    try:
+        file.write_text(chart_file(charts))
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error}") from error
 
 
 def _require(module: str) -> ModuleType:

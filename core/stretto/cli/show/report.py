@@ -15,7 +15,7 @@ from typing import Any
 
 from stretto.cli.show.html import safe
 from stretto.cli.show.report_samples import samples_html
-from stretto.cli.show.svg import Bar, bar_chart, lane_chart, line_chart
+from stretto.cli.show.svg import STYLE, Bar, bar_chart, lane_chart, line_chart
 from stretto.errors import ConfigError, printable
 from stretto.records.comparison import Comparison, compare_runs, labels_of
 from stretto.records.figures import FIGURES, duration_text, figure
@@ -46,7 +46,6 @@ _MARGIN_S = 60.0
 _MOST_BARS = 4000
 _LANES = ("step", "evaluation", "call", "swap", "ticket")
 """Kinds of lanes in the order of the page's timeline. Lanes of one kind are in the order of their names."""
-_STYLE = Path(__file__).with_name("report.css")
 
 
 def write_report(runs: Sequence[RunRecord], file: Path) -> None:
@@ -87,7 +86,7 @@ def report_html(runs: Sequence[RunRecord]) -> str:
             for run, label in zip(runs, labels, strict=True)
         ),
     ]
-    style = _STYLE.read_text()
+    style = STYLE.read_text()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; form-action 'none'; base-uri 'none'"
     return (

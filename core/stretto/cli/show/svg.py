@@ -1,4 +1,4 @@
-"""Charts as inline SVG, for reports. They have no script; colours come from the page's style sheet.
+"""Charts as inline SVG, for reports, and as files. They have no script; colours come from `report.css`.
 
 Classes: `axis` and `grid` lines, `label` texts, and `run0` to `run6` for what belongs to a run.
 """
@@ -6,24 +6,32 @@ Classes: `axis` and `grid` lines, `label` texts, and `run0` to `run6` for what b
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 from stretto.errors import printable
 from stretto.records.curves import Points, thin_points
 from stretto.records.figures import FIGURES
 from stretto.records.metrics import ACCURACY
 
-__all__ = ["Bar", "bar_chart", "lane_chart", "line_chart"]
+__all__ = ["STYLE", "Bar", "Curve", "bar_chart", "chart_file", "lane_chart", "line_chart"]
+
+Curve = tuple[int, str, Points, Points]
+"""Number of a run, its label, its line, and its held-out accuracies as single points."""
+STYLE = Path(__file__).with_name("report.css")
 
 _WIDTH, _HEIGHT = 400, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 10, 10, 26
 _MOST_POINTS = 800
 """More points than a chart has pixels across would not show."""
 _RUNS = 7
+_NAMESPACE = "http://www.w3.org/2000/svg"
 _LANE = 18
 _LANE_NAMES = 120
+_LINE_OF_TEXT = 22
 
 
 @dataclass(frozen=True)
@@ -59,13 +67,38 @@ class _Scale:
         return [step * number for number in range(first, math.floor(self.high / step) + 1)]
 
 
-def line_chart(curves: Sequence[tuple[int, str, Points, Points]]) -> str:
-    """Return a chart of curves over steps.
+def line_chart(curves: Sequence[Curve]) -> str:
+    """Return a chart of curves over steps. At least one of them has a point."""
+    return _svg(_WIDTH, _HEIGHT, _line_parts(curves))
 
-    Args:
-        curves: number of the run, its label, its line, and its held-out accuracies as single points. At
-            least one has a point.
-    """
+
+def chart_file(charts: Sequence[tuple[str, Sequence[Curve]]]) -> str:
+    """Return charts with their titles, two beside each other, below the names of the runs: a file that other
+    programs show without a style sheet."""
+    labels = {number: label for _, curves in charts for number, label, _, _ in curves}
+    top, cell = _LINE_OF_TEXT * len(labels) + 8, _HEIGHT + _LINE_OF_TEXT
+    parts = [f"<style>{_literal_style()}</style>"]
+    for row, (number, label) in enumerate(sorted(labels.items())):
+        up = _LINE_OF_TEXT * (row + 1)
+        parts.append(f'<circle class="run{number % _RUNS}" cx="12" cy="{up - 4}" r="4"/>')
+        parts.append(_text(22, up, label, "start"))
+    for place, (title, curves) in enumerate(charts):
+        x, y = _WIDTH * (place % 2), top + cell * (place // 2)
+        drawn = "".join([_text(_LEFT, -4, title, "start"), *_line_parts(curves)])
+        parts.append(f'<g transform="translate({x},{y + _LINE_OF_TEXT})">{drawn}</g>')
+    width, height = _WIDTH * min(2, len(charts)), top + cell * ((len(charts) + 1) // 2)
+    return _svg(width, height, parts).replace("<svg", f'<svg xmlns="{_NAMESPACE}" width="{width}"', 1) + "\n"
+
+
+def _literal_style() -> str:
+    """Return the style of charts with the light colours in place of variables, which many programs ignore."""
+    css = STYLE.read_text()
+    colours = dict(re.findall(r"(--\w+):(#\w+)", css.partition("@media")[0]))
+    rules = re.findall(r"(?:polyline|circle|rect\.run|\.grid|\.label)[^{}]*\{[^}]*\}", css)
+    return re.sub(r"var\((--\w+)\)", lambda match: colours[match[1]], "".join(rules))
+
+
+def _line_parts(curves: Sequence[Curve]) -> list[str]:
     every = [point for _, _, line, points in curves for point in (*line, *points)]
     across = _scale([x for x, _ in every], _LEFT, _WIDTH - _RIGHT)
     up = _scale([y for _, y in every], _HEIGHT - _BOTTOM, _TOP)
@@ -83,7 +116,7 @@ def line_chart(curves: Sequence[tuple[int, str, Points, Points]]) -> str:
             f"<title>{_safe(label)}: {FIGURES[ACCURACY].text(y)} at version {x:g}</title></circle>"
             for x, y in points
         ]
-    return _svg(_WIDTH, _HEIGHT, parts)
+    return parts
 
 
 def bar_chart(counts: Sequence[Mapping[int, int]], labels: Sequence[str]) -> str:
