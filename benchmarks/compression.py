@@ -126,7 +126,7 @@ def main() -> None:
         figures = json.loads((folder / "figures.json").read_text())
     whole = statistics.mean(each["loss"] for each in figures["whole"])
     print(f"{STEPS} steps of {ROWS} rows; held-out loss for each of {len(SEEDS)} seeds")
-    print(f"{'':18} {'bytes a step':>14} {'mean loss':>10}  losses")
+    print(f"{'':18} {'bytes per step':>14} {'mean loss':>10}  losses")
     result: dict[str, dict[str, float]] = {}
     for side, found in figures.items():
         losses = [each["loss"] for each in found]

@@ -11,7 +11,7 @@ the small model. Rounds alternate and the medians are compared, so that other lo
 equally.
 
 `limit` is the tokens per second of a machine that does nothing but the products with the model's weights, at
-the rate of one large product here, or nothing but read the weights once a step, whichever is slower. Both
+the rate of one large product here, or nothing but read the weights once per step, whichever is slower. Both
 rates are measured between the rounds. The last line is one JSON object.
 """
 

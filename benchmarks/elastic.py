@@ -72,7 +72,7 @@ def ready_rollout_workers(out: Path) -> int:
 
 
 def groups_per_s(out: Path, seconds: float) -> float:
-    """Return the groups a second that a run finishes in the next seconds."""
+    """Return the groups per second that a run finishes in the next seconds."""
     start = time.time()
     time.sleep(seconds + 2)  # the timeline is a second behind
     done = [event.time for event in read_timeline(out) if isinstance(event, TicketDone)]

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=448, help="width and height of an image")
     options = parser.parse_args()
     figures: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    print(f"{'round':>5} {'prompts':>7} {'bytes a group':>13} {'with each sample':>16} {'groups/s':>8}")
+    print(f"{'round':>5} {'prompts':>7} {'bytes per group':>13} {'with each sample':>16} {'groups/s':>8}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_files(folder, rows=(options.steps + 10) * BATCH, pixels=options.pixels)

@@ -244,7 +244,7 @@ class Worker:
         return 0
 
     def beat(self) -> None:
-        """Send a heartbeat, and the next one a second later. Once groups are measured, they come more rarely:
+        """Send a heartbeat, and the next one a second later. While groups are measured, they are rarer:
         the cost of many would hide that of groups."""
         message = Heartbeat(self.id, self.nonce, ready=True, load=self.load(), tickets=self.tickets)
         self.wire.publish(self.names.kernel(self.role, "heartbeat"), encode(message), kind="heartbeats")

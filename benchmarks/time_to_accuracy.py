@@ -4,7 +4,7 @@
     python benchmarks/time_to_accuracy.py --profile [--task short] [key=value ...]
 
 VENV has trl 1.16 and torch for CPUs. Both sides train the same model, in float32, on the same rows in the
-same order: as many prompts a step, 8 samples each, one optimizer step (AdamW) for each batch, the same
+same order: as many prompts per step, 8 samples each, one optimizer step (AdamW) for each batch, the same
 learning rate, clipping of the gradient, temperature and limit of tokens. The objective is what TRL calls
 `dapo`, its default: PPO's clipped surrogate of group-relative rewards, averaged over the tokens of the batch,
 without a reference model. stretto runs `time_to_accuracy.yaml`; its samples may be `queue.max_staleness`

@@ -4,8 +4,8 @@
 
 The two runs of a pair share the machine at the same time, so other programs slow both of them. The benchmark
 begins to measure when both have trained a few steps, and measures for the given time. It counts finished
-tickets a second, and the CPU seconds (user and system) of all processes of a run for each finished ticket. It
-does so for the quickstart, whose torch engines use all cores, and for the run file of `rollout.py`, whose
+tickets per second, and the CPU seconds (user and system) of all processes of a run for each finished ticket.
+It does so for the quickstart, whose torch engines use all cores, and for the run file of `rollout.py`, whose
 rollout worker has 512 tickets at once. The spans go to files unless an argument names a collector. The
 medians of the ratios over the pairs count. The last line is one JSON object.
 """
@@ -92,7 +92,7 @@ def pair(file: Path, folder: Path, overrides: dict[bool, list[str]], seconds: fl
         begin, cpu_before = time.time(), {traced: run.cpu_s() for traced, run in runs.items()}
         time.sleep(seconds)
         end, cpu_after = time.time(), {traced: run.cpu_s() for traced, run in runs.items()}
-        time.sleep(2)  # the kernel writes the timeline once a second
+        time.sleep(2)  # the kernel writes the timeline once per second
         rates: dict[bool, Rates] = {}
         for traced, run in runs.items():
             done = run.done(begin, end)

@@ -42,7 +42,7 @@ def make_run(
     """Make a run folder and return it.
 
     Args:
-        groups: tickets a step.
+        groups: tickets per step.
         samples: trajectories a ticket.
         finished: write a summary.
         answer: text of every answer. A token is a byte of it.

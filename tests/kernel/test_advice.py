@@ -122,7 +122,7 @@ def test_a_policy_that_the_first_steps_destroy_is_said_with_the_learning_rate_al
     advice = only(advised(lines), "reward_collapse")
     assert advice.said < 20
     assert (
-        "the policy is broken: its answers are nearly certain (entropy 0.01 nats a token), they all end at "
+        "the policy is broken: its answers are nearly certain (entropy 0.01 nats per token), they all end at "
         "the limit of tokens, the gradient is 0, so no step changes it any more; set `training.lr` to 3e-05 "
         "(now 0.0003), or set `queue.max_staleness` to 1"
     ) in advice.message

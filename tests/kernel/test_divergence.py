@@ -155,7 +155,7 @@ def diverging(start: Start, tmp_path: Path) -> Start:
 
 @pytest.mark.parametrize("weights", ["file", "bus"])
 def test_an_engines_error_never_closes_the_gate(diverging: Start, weights: str) -> None:
-    """0.5 in every logprob is k3 = exp(-0.5) - 0.5 = 0.1065 nats a token, ten times the bound."""
+    """0.5 in every logprob is k3 = exp(-0.5) - 0.5 = 0.1065 nats per token, ten times the bound."""
     run = diverging(0.1066, 0.5, "steps=12", f"weights={weights}")
     run.assert_completed(12)
     lines = run.metrics()

@@ -25,12 +25,12 @@ class SimulatedRun:
     """
 
     speeds: Mapping[Role, float]
-    """Groups a second of one worker."""
+    """Groups per second of one worker."""
     train: float
-    """Groups a second of training."""
+    """Groups per second of training."""
     numbers: dict[Role, int]
     hidden: float = 1e9
-    """Groups a second that a cause allows which no figure shows."""
+    """Groups per second that a cause allows which no figure shows."""
     start_s: float = 2.0
     """Seconds that a new worker needs."""
     noise: float = 0.0

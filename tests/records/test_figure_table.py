@@ -40,7 +40,7 @@ def test_a_value_is_text(key: str, value: Any, text: str) -> None:
 
 def test_a_figure_has_a_name_and_a_title() -> None:
     entropy, step = FIGURES["entropy"], FIGURES["step_s"]
-    assert (entropy.name, entropy.title) == ("entropy, nats a token", "Entropy, nats a token")
+    assert (entropy.name, entropy.title) == ("entropy, nats per token", "Entropy, nats per token")
     assert (step.name, step.title) == ("step time", "Step time, s")
     assert figure("reward/parts") == Figure("reward/parts")
     assert figure("reward/parts").title == "reward/parts"

@@ -211,14 +211,14 @@ _SLOW_ROLLOUT = (
 
 
 def groups_between(run: Any, start: float, end: float) -> float:
-    """Finished groups a second between two times of the timeline."""
+    """Finished groups per second between two times of the timeline."""
     events = read_timeline(run.folder)
     times = [each.time for each in events if isinstance(each, TicketDone) and each.purpose == "train"]
     return sum(start < time <= end for time in times) / (end - start)
 
 
 def speed_over(run: Any, seconds: float) -> float:
-    """Finished groups a second in the next seconds."""
+    """Finished groups per second in the next seconds."""
     start = time.time()
     run.until(lambda: time.time() > start + seconds + 2, seconds + 60)  # the timeline is a second behind
     return groups_between(run, start, start + seconds)

@@ -60,7 +60,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     staleness: float | None
     step_s: float | None
     tokens_per_s: float | None
-    """Trained tokens a second."""
+    """Trained tokens per second."""
     wall_s: float | None
     """The run's duration (see `RunRecord.wall_s`)."""
     last: Evaluated | None

@@ -112,7 +112,7 @@ def describe_waits(line: Mapping[str, Any]) -> str:
 
 
 def _nats(label: str, meaning: str) -> Figure:
-    return Figure(label, meaning, "nats a token")
+    return Figure(label, meaning, "nats per token")
 
 
 def _share(label: str, whose: str) -> Figure:
@@ -139,7 +139,7 @@ FIGURES: Mapping[str, Figure] = {
     "grad_norm": Figure("gradient norm", "Norm of the gradient before it is clipped"),
     "lr": Figure("learning rate", "Learning rate of the step, after the schedule and the KL target"),
     "lr_scale": Figure("learning rate factor", "Factor by which the KL target scales the learning rate"),
-    "entropy": Figure("entropy", "Entropy of the policy", "nats a token", ".4f"),
+    "entropy": Figure("entropy", "Entropy of the policy", "nats per token", ".4f"),
     "behaviour_kl": _nats("off-policy KL", "Distance of the policy from the one that sampled the batch"),
     "reference_kl": _nats("reference KL", "Distance of the policy from the reference"),
     "ratio": Figure("ratio", "Mean ratio of the policy's probability to the anchor's"),

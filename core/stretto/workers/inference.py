@@ -462,7 +462,7 @@ class InferenceWorker:
             )
         if not drift.within(config.bound):
             return (
-                f"the canary of version {note.version} drifts by {drift.mean:.3g} nats a token on average "
+                f"the canary of version {note.version} drifts by {drift.mean:.3g} nats per token on average "
                 f"({drift.max:.3g} at most) from the trainer's logprobs; inference.canary.bound is "
                 f"{config.bound:g}"
             )

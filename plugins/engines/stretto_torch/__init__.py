@@ -34,8 +34,8 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     """
 
     slots: PositiveInt = 32
-    """Number of samples decoded at once. A larger number raises the total tokens per second and lowers those
-    of each sample. On one core the gain flattens out at about 32."""
+    """Number of samples decoded at once. A larger number raises the total tokens per second and lowers
+    those of each sample. On one core the gain flattens out at about 32."""
     context_length: PositiveInt | None = None
     """Tokens a sample may have, prompt and answer together. Null uses the model's own context length, at most
     4096."""

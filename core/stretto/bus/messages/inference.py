@@ -142,8 +142,8 @@ class SwapDone(Message, frozen=True):
     unscored: str = ""
     """Why the worker did not compare the canary, if the run has one."""
     engine_kl: float | None = None
-    """Mean k3 estimate of KL(engine || trainer) at this version, in nats a token, over the trained tokens of
-    the `SharedRows`; None if the worker did not compare the rows."""
+    """Mean k3 estimate of KL(engine || trainer) at this version, in nats per token, over the trained tokens
+    of the `SharedRows`; None if the worker did not compare the rows."""
     rows_unscored: str = ""
     """Why the worker cannot compare the rows; empty if there are no rows yet."""
 

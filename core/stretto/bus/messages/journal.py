@@ -40,7 +40,7 @@ class JournalStep(Message, frozen=True):
     version: int
     digest: str
     divergence: float | None = None
-    """Divergence of the batch, in nats a token; None if it is unknown. When the step is repeated, the
+    """Divergence of the batch, in nats per token; None if it is unknown. When the step is repeated, the
     divergence gate uses this figure."""
 
 

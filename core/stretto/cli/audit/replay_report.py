@@ -243,7 +243,7 @@ def _off_policy_lines(report: ReplayReport) -> Iterator[str]:
     last = measured[-1]
     recorded = f", recorded {_number(last.recorded.get('kl'))}"
     yield (
-        f"off-policy error: KL(behaviour || replayed) {_number(last.replayed['kl'])} nats a token in step "
+        f"off-policy error: KL(behaviour || replayed) {_number(last.replayed['kl'])} nats per token in step "
         f"{last.step}{recorded}; effective sample size at least {worst.replayed['ess']:.1%} of the tokens "
         f"(step {worst.step}); {last.replayed['outside']:.1%} of the weights outside 0.8 to 1.2 in step "
         f"{last.step}"

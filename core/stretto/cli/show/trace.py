@@ -142,7 +142,7 @@ class _Drawing:
                     self._trace.count(track, step.time, value)
 
     def _generation_speeds(self) -> Iterator[tuple[float, float]]:
-        """Yield the tokens a second of the groups that were finished between two steps, from the first on."""
+        """Yield the tokens per second of the groups that were finished between two steps, in order."""
         done = sorted(
             (attempt.done.time, attempt.done.tokens) for attempt in self._story.attempts if attempt.done
         )

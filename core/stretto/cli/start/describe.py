@@ -36,7 +36,7 @@ def describe(composed: Composed) -> str:
         writes = ", ".join(call.writes) or "-"
         lines.append(f"call       {call.name}: {reads} -> {writes}")
     lines += [
-        f"batch      {batch} groups x {n} samples = {batch * n} samples a step, "
+        f"batch      {batch} groups x {n} samples = {batch * n} samples per step, "
         f"{batch * n * config.steps} in all",
     ]
     if graph.samples:

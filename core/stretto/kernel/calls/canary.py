@@ -86,7 +86,7 @@ class CanaryRecord:
 
 
 class EngineErrors:
-    """The error of each engine: its KL to the trainer at the same version, in nats a token.
+    """The error of each engine: its KL to the trainer at the same version, in nats per token.
 
     The error changes slowly, but the figure from a few rows is noisy, so it is averaged over swaps.
     """

@@ -69,7 +69,7 @@ class StepResult:
     began: float
     """Unix time at which the step began."""
     divergence: float | None = None
-    """KL(behaviour || policy at the start of the step) of the batch, in nats a token. It includes the
+    """KL(behaviour || policy at the start of the step) of the batch, in nats per token. It includes the
     engines' error. None if it was not measured."""
 
     @property

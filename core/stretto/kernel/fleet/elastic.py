@@ -4,7 +4,7 @@ The policy gets an observation every second and judges windows of them. In a win
 that limits the run: training if batches are trained nearly all the time; else the last stage of verifiers,
 engines and rollout workers whose capacity is used up while more work waits for it. That stage gets more.
 
-Every change is a trial. More workers stay if the run finishes more groups a second with them, or if another
+Every change is a trial. More workers stay if the run finishes more groups per second with them, or if another
 stage is the limit now. Fewer workers stay if it does not finish fewer. Otherwise the former number returns,
 and the policy leaves the other one alone for some time. So a cause that no figure shows, such as a machine
 whose cores are all in use, cannot make it grow without end. Between two changes the new workers must be
@@ -96,7 +96,7 @@ class _LoadWindow:
     observations: list[LoadObservation] = field(default_factory=list[LoadObservation])
 
     def speed(self, now: float) -> float:
-        """Groups a second."""
+        """Groups per second."""
         return (self.observations[-1].groups - self.groups) / max(now - self.began, 1e-9)
 
     def trained(self) -> float:
@@ -124,7 +124,7 @@ class _NumberTrial:
     before: int
     after: int
     speed: float
-    """Groups a second before it."""
+    """Groups per second before it."""
 
 
 class ElasticPolicy:
@@ -223,7 +223,7 @@ class ElasticPolicy:
         """Begin the trial of a change.
 
         Args:
-            speed: groups a second, which the change has to improve on.
+            speed: groups per second, which the change has to improve on.
         """
         before = window.observations[-1].loads[change.role].number
         self._trial = _NumberTrial(change.role, before, change.number, speed)

@@ -347,7 +347,7 @@ def _state(history: _History) -> str:
     entropy, first = history.window("entropy", 3), history.first.get("entropy")
     norm, truncated = history.window("grad_norm", 3), history.window("truncated", 3)
     parts = [
-        f"its answers are nearly certain (entropy {entropy.mean:.2g} nats a token)"
+        f"its answers are nearly certain (entropy {entropy.mean:.2g} nats per token)"
         if entropy and first and entropy.mean < max(0.02, 0.1 * first.mean)
         else "",
         "they all end at the limit of tokens" if truncated and truncated.mean > 0.9 else "",
@@ -465,8 +465,8 @@ def _entropy_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
         return None  # answers became certain because they became right
     return _finding(
         now.since,
-        f"the policy's entropy fell from {first.mean:.2g} to {now.mean:.2g} nats a token while rewards stay "
-        "mixed and do not rise: it explores no more",
+        f"the policy's entropy fell from {first.mean:.2g} to {now.mean:.2g} nats per token while rewards "
+        "stay mixed and do not rise: it explores no more",
         knobs.set("algorithm.entropy_coef", max(0.001, 2 * knobs.number("algorithm.entropy_coef", 0.0))),
         knobs.set("algorithm.eps_clip_high", 0.28),
         knobs.scale("training.lr", 1 / 3),

@@ -198,7 +198,7 @@ class StatusBoard:
         return sorted(waits, key=lambda each: -each.seconds)
 
     def _generation_speed(self, now: float) -> int:
-        """Return the sampled tokens a second over the last seconds."""
+        """Return the sampled tokens per second over the last seconds."""
         self._tokens.append((now, self._fleet.generated_tokens()))
         while len(self._tokens) > 2 and self._tokens[1][0] < now - _SPEED_S:
             self._tokens.popleft()

@@ -1,6 +1,6 @@
 """The kernel's writer of `timeline.jsonl`: what happened when (see `stretto.records.timeline`).
 
-The writer collects events and appends them about once a second. A killed kernel loses the last second. The
+The writer collects events and appends them about once per second. A killed kernel loses the last second. The
 run does not depend on the file: if it cannot be written, the events are dropped.
 """
 

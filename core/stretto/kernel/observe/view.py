@@ -62,7 +62,7 @@ class View:
         self._draws = console.is_terminal
 
     async def run(self) -> None:
-        """Draw four times a second and obey keys, until it is cancelled."""
+        """Draw four times per second and obey keys, until it is cancelled."""
         if not self._draws:
             await anyio.sleep_forever()
         with suppress(OSError), self._keyboard:  # the terminal was closed

@@ -32,7 +32,7 @@ class DivergenceGate(msgspec.Struct):
     limit: int
     """η_eff: number of train steps that generation may run ahead now, 0 to `queue.max_staleness`."""
     recent: tuple[float, ...] = (0.0,) * _WINDOW
-    """The newest figures, in nats a token, oldest first."""
+    """The newest figures, in nats per token, oldest first."""
     settling: int = 0
     """Number of steps until the last change shows in the batches."""
     calm: int = 0
@@ -47,7 +47,7 @@ class DivergenceGate(msgspec.Struct):
         """Take in the figure of one step, and perhaps move the limit.
 
         Args:
-            divergence: KL(behaviour || current) of the batch minus the engines' error, in nats a token.
+            divergence: KL(behaviour || current) of the batch minus the engines' error, in nats per token.
             bound: `queue.max_divergence`, in the same unit.
         """
         capped = divergence if divergence < _CAP * bound else _CAP * bound

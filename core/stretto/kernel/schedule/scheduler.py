@@ -74,7 +74,7 @@ class SchedulerSettings:
     rows: int
     """Number of rows in the dataset."""
     max_divergence: float | None = None
-    """Bound of the divergence gate, in nats a token; None turns the gate off."""
+    """Bound of the divergence gate, in nats per token; None turns the gate off."""
     group_size: int = 1
     on_late: Literal["wait", "drop"] = "wait"
     max_attempts: int = 3
@@ -421,7 +421,7 @@ class Scheduler:
     @property
     def done_groups(self) -> list[GroupDone]:
         """Finished groups that wait for training, in the order in which batches take them. With n groups this
-        takes O(n log n): call it once a step at most."""
+        takes O(n log n): call it once per step at most."""
         return [group for id in self._finished.in_order() if (group := self._open[id].done) is not None]
 
     @property
@@ -646,7 +646,7 @@ class Scheduler:
         Args:
             hold: start no further batch before `release`, so that the kernel can write a checkpoint between
                 two steps.
-            divergence: divergence of the batch, in nats a token; None if it is unknown or was not measured.
+            divergence: divergence of the batch, in nats per token; None if it is unknown or was not measured.
         """
         self._held = hold
         self.waits_for = Cause("checkpoint") if hold else None
