@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -199,17 +200,24 @@ async def test_a_reason_that_utf_8_cannot_encode_is_not_lost(open_pool: OpenPool
 async def test_killing_a_process_that_has_just_ended_does_not_take_its_status(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collect = asyncio.ThreadedChildWatcher._do_waitpid  # pyright: ignore
+    may_collect = threading.Event()
+    # asyncio of Python 3.11 collects the status in a thread; later versions collect it in the event loop.
+    if sys.version_info < (3, 12):
+        collect = asyncio.ThreadedChildWatcher._do_waitpid  # pyright: ignore
 
-    def collect_late(*arguments: Any) -> None:
-        time.sleep(0.5)
-        collect(*arguments)
+        def collect_late(*arguments: Any) -> None:
+            may_collect.wait()
+            collect(*arguments)
 
-    monkeypatch.setattr(asyncio.ThreadedChildWatcher, "_do_waitpid", collect_late)
-    process = await anyio.open_process(["sh", "-c", "exit 3"])
+        monkeypatch.setattr(asyncio.ThreadedChildWatcher, "_do_waitpid", collect_late)
+    its_stdin, ours = os.pipe()
+    process = await anyio.open_process(["sh", "-c", "read line; exit 3"], stdin=its_stdin)
+    os.close(its_stdin)
+    os.close(ours)  # it ends now
     while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)  # not in the event loop, which must not collect the status
     kill(process)
+    may_collect.set()
     assert await process.wait() == 3
     await process.aclose()
     assert "Unknown child process" not in caplog.text
