@@ -9,12 +9,16 @@ import sys
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
 from stretto.errors import nearest
 
 __all__ = ["fault_of_importable", "load_importable", "load_module", "unknown_parameter"]
+
+_loading = RLock()
+"""Held while a file is loaded: another thread gets a module only when it is whole."""
 
 
 def load_importable(reference: str) -> Any:
@@ -35,17 +39,18 @@ def load_module(path: str) -> ModuleType:
     Raises:
         Exception: any exception that the file raises.
     """
-    if path not in sys.modules:  # the module's name is its path, so it cannot collide with another module
-        spec = importlib.util.spec_from_file_location(path, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[path] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[path]
-            raise
-    return sys.modules[path]
+    with _loading:
+        if path not in sys.modules:  # the module's name is its path, so it cannot collide with another module
+            spec = importlib.util.spec_from_file_location(path, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = sys.modules[path] = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[path]
+                raise
+        return sys.modules[path]
 
 
 def fault_of_importable(reference: str) -> str:

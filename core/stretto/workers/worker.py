@@ -223,6 +223,8 @@ async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
         await context.leave.wait()
         log.info("leaving", reason=context.reason)
         _start_exit_watchdog()
+        with anyio.move_on_after(1):  # work since the last heartbeat counts in the run's figures
+            await _send_heartbeat(context, work, beats, ready=ready.is_set())
         tasks.cancel_scope.cancel()
 
 
