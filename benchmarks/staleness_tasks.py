@@ -6,7 +6,7 @@
   long tail. The answer goes through all partial sums, and only the last one is rewarded.
 - `sorting`: the digits of a number in ascending order. The teacher of the starting model nearly always swaps
   two of them, so right answers are rare at first.
-- `modulo`: running sums modulo 10 of 4 to 10 terms, of which only the last is rewarded. Nothing was tuned on
+- `modulo`: running sums modulo 10 of 2 to 5 terms, of which only the last is rewarded. Nothing was tuned on
   it.
 """
 
@@ -58,7 +58,7 @@ def sorting(rng: random.Random) -> Problem:
 
 def modulo(rng: random.Random) -> Problem:
     """`3+5+9+1=`, 8, `8 7 8`; the teacher forgets to add a term in one of five steps."""
-    terms = [rng.randint(1, 9) for _ in range(rng.randint(4, 10))]
+    terms = [rng.randint(1, 9) for _ in range(rng.randint(2, 5))]
     total, written = terms[0], list[str]()
     for term in terms[1:]:
         total += term if rng.random() > 0.2 else 0
