@@ -6,8 +6,8 @@
   long tail. The answer goes through all partial sums, and only the last one is rewarded.
 - `sorting`: the digits of a number in ascending order. The teacher of the starting model nearly always swaps
   two of them, so right answers are rare at first.
-- `modulo`: running sums modulo 10 of 4 to 10 terms, of which only the last is rewarded. Nothing was tuned on
-  it.
+- `largest`: the largest of 4 to 8 digits. The teacher writes another one of them in three of five answers.
+  Nothing was tuned on it.
 """
 
 from __future__ import annotations
@@ -56,14 +56,11 @@ def sorting(rng: random.Random) -> Problem:
     return f"sort {''.join(digits)}=", "".join(sorted(digits)), "".join(written)
 
 
-def modulo(rng: random.Random) -> Problem:
-    """`3+5+9+1=`, 8, `8 7 8`; the teacher forgets to add a term in one of five steps."""
-    terms = [rng.randint(1, 9) for _ in range(rng.randint(4, 10))]
-    total, written = terms[0], list[str]()
-    for term in terms[1:]:
-        total += term if rng.random() > 0.2 else 0
-        written.append(str(total % 10))
-    return "+".join(map(str, terms)) + "=", str(sum(terms) % 10), " ".join(written)
+def largest(rng: random.Random) -> Problem:
+    """`3+5+9+1=`, 9, `9`; the teacher writes any of the terms in three of five answers."""
+    terms = [rng.randint(1, 9) for _ in range(rng.randint(4, 8))]
+    written = rng.choice(terms) if rng.random() < 0.6 else max(terms)
+    return "+".join(map(str, terms)) + "=", str(max(terms)), str(written)
 
 
 def last_result(completion: str, answer: str) -> float:
@@ -177,11 +174,6 @@ TASKS = {
             chain,
         ),
         Task("sorting", 2e-4, ("sampling.max_tokens=12",), sorting),
-        Task(
-            "modulo",
-            2e-4,
-            ("sampling.max_tokens=48", f"reward={{use: function, function: {__file__}:last_result}}"),
-            modulo,
-        ),
+        Task("largest", 2e-4, ("sampling.max_tokens=8",), largest),
     )
 }
