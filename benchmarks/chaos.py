@@ -56,7 +56,7 @@ END_S = 12.0
 HANG_S = 150.0
 """After this many seconds without a new step, a run hangs."""
 MOST_RESUMES = 5
-"""A run that ends so often without a new step does not go on."""
+"""A run that ends so often without a new step does not continue."""
 IDENTICAL_STEPS = 10
 
 RUN_FILE = """\
@@ -193,7 +193,7 @@ def plan(setup: Setup, count: int, seed: str) -> list[Kill]:
 
 
 class Hopeless(Exception):
-    """The run does not go on."""
+    """The run does not continue."""
 
 
 class AttackedRun:

@@ -5,10 +5,10 @@
     python benchmarks/faults.py --jobs 4                # runs at once; most of the time they wait
 
 Each fault is caused in a run of its own, through the command line, after some steps. The program observes
-whether the run goes on, pauses or ends. When the fault has ended, it waits for the next new step, and resumes
-the run if the run has ended. In the end the run must be complete, nothing of it may be left, and `stretto
-audit` must find nothing. The last line is one JSON object. The exit status is 1 if a run broke a promise; the
-folder of that run then stays.
+whether the run continues, pauses or ends. When the fault has ended, it waits for the next new step, and
+resumes the run if the run has ended. In the end the run must be complete, nothing of it may be left, and
+`stretto audit` must find nothing. The last line is one JSON object. The exit status is 1 if a run broke a
+promise; the folder of that run then stays.
 
 Some faults need the rights of root, or a C compiler. Without them they are skipped, with the reason.
 """
@@ -52,7 +52,7 @@ from chaos import (
 GRACE_S = 10.0
 """The default of `bus.grace_s`."""
 STEPS = 160
-"""Enough for a run that goes on during a fault of 30 s."""
+"""Enough for a run that continues during a fault of 30 s."""
 BEFORE = 12
 """Steps before the fault, so that there are checkpoints."""
 PACE = "training.seconds_per_step=0.25"

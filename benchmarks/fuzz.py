@@ -1,4 +1,4 @@
-"""Hostile messages with each role's credentials: the run goes on, and no process grows.
+"""Hostile messages with each role's credentials: the run continues, and no process grows.
 
     python benchmarks/fuzz.py [--messages 100000] [--seed 1]
 

@@ -346,7 +346,7 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("steps=3")`: a run of the mock engines; `start(resume=run)` goes on with one, and
+    """`start("steps=3")`: a run of the mock engines; `start(resume=run)` continues with one, and
     `start("steps=5", resume=run)` with changes. It keeps no samples without `samples.keep=all`, because their
     writer is one more process to start."""
     with runs_in(tmp_path) as start_run:

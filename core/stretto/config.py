@@ -75,8 +75,8 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Held-out evaluation at version 0, at every multiple of `every`, and at the last version.
 
-    Each evaluation samples from exactly one version. With several inference engines, training goes on during
-    the evaluations before the last. With a single one, the evaluation takes it, and training waits."""
+    Each evaluation samples from exactly one version. With several inference engines, training continues
+    during the evaluations before the last. With a single one, the evaluation takes it, and training waits."""
 
     dataset: DatasetConfig
     """Dataset of held-out rows."""
@@ -195,8 +195,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tls: TlsConfig | None = None
     """Authority and certificate for `url` with `tls://`."""
     replicas: Annotated[int, msgspec.Meta(ge=1, le=_MOST_REPLICAS)] = 1
-    """Number of servers of a cluster that keep a copy of everything stored. With 3, the run goes on when one
-    of the servers is lost. The bundled server is one server."""
+    """Number of servers of a cluster that keep a copy of everything stored. With 3, the run continues when
+    one of the servers is lost. The bundled server is one server."""
     listen: (
         Annotated[
             str,
@@ -290,7 +290,7 @@ class VerifierConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of verifier workers."""
     children: PositiveInt = 1
     """Number of scoring processes of each worker. A run with an environment has this many environment
-    processes in each worker too. A process that exceeds its time limit is killed; the others go on."""
+    processes in each worker too. A process that exceeds its time limit is killed; the others continue."""
     tool_children: PositiveInt = 4
     """Maximum number of tool processes of each worker. One starts with the worker; the others start when
     calls wait."""

@@ -110,9 +110,9 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     replicas: PositiveInt = 1
     """Number of inference workers. Each holds the whole model."""
     on_swap: Literal["keep_cache", "recompute"] = "keep_cache"
-    """What to do with requests in flight at a weight swap. `keep_cache` goes on with their existing KV cache.
-    `recompute` computes the KV cache again with the new weights, so that every logprob is exactly that of
-    its version."""
+    """What to do with requests in flight at a weight swap. `keep_cache` continues with their existing KV
+    cache. `recompute` computes the KV cache again with the new weights, so that every logprob is exactly that
+    of its version."""
     deterministic: bool = False
     """Give bitwise identical answers, whatever other requests the engine serves. This costs some speed."""
     canary: CanaryConfig | None = CanaryConfig()
@@ -247,7 +247,7 @@ class InferenceEngine(Protocol):
         """Serve these weights from the next token on, also for requests in flight.
 
         Raises:
-            WeightsError: if the weights do not fit the model; the engine then goes on serving the old ones.
+            WeightsError: if the weights do not fit the model; the engine then continues serving the old ones.
         """
         ...
 

@@ -19,7 +19,7 @@ The tree contains every exception of core. The module is in brackets if it is no
     ├── RewardError          a reward or an environment that raised, took too long, or gave an invalid value
     ├── WeightsError         weights that are missing, damaged or not the announced ones: `version`
     ├── LaunchError          a worker that could not be started, or ends again and again: `worker`
-    ├── RunError             a run that cannot go on: `reason`
+    ├── RunError             a run that cannot continue: `reason`
     ├── ApiError             (stretto.agents.api_call) a refused HTTP request of an agent: `status`, `code`
     └── OverLimit            (stretto.agents.recorder) an agent's call beyond the limits of its run: `code`
 
@@ -173,7 +173,7 @@ class LaunchError(StrettoError):
 
 
 class RunError(StrettoError):
-    """A run in progress cannot go on; `reason` goes to its summary."""
+    """A run in progress cannot continue; `reason` goes to its summary."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -213,7 +213,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[Job, ...]
     """The workers that the kernel will start, without their commands."""
     run_file: str = ""
-    """The argument of `begin` that is the path of the run file. Empty if the run goes on."""
+    """The argument of `begin` that is the path of the run file. Empty if the run continues."""
 
 
 @runtime_checkable

@@ -1,8 +1,8 @@
 """The contract of trackers: a tracker sends the figures of a run to a service or into files of its own.
 
-Each tracker lives in a child process of its own, which reads the run's `metrics.jsonl` while the run goes on.
-Its methods may block and may raise: the run neither waits for them nor ends with them. The run writes
-`metrics.jsonl` and `summary.json` with or without a tracker.
+Each tracker lives in a child process of its own, which reads the run's `metrics.jsonl` while the run
+continues. Its methods may block and may raise: the run neither waits for them nor ends with them. The run
+writes `metrics.jsonl` and `summary.json` with or without a tracker.
 """
 
 from __future__ import annotations
@@ -88,16 +88,16 @@ class Tracker(Protocol):
     """
 
     def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> Sent | None:
-        """Begin, or go on in the same curve.
+        """Begin, or continue in the same curve.
 
         Args:
             config: the composed run as a plain mapping. Values from the environment appear as the
                 interpolations that read them, not as values.
-            resumed_at: what a former process of this tracker has surely sent; None for the first one.
+            resumed_at: what a previous process of this tracker has surely sent; None for the first one.
 
         Returns:
             What the tracker has received, if it can find out; the next steps, evaluations and samples follow
-            that. None to go on after `resumed_at`.
+            that. None to continue after `resumed_at`.
         """
         ...
 

@@ -174,7 +174,7 @@ async def test_a_stream_begins_with_the_first_token(tokenizer: PolicyTokenizer) 
         assert chunks[-2].choices[0].finish_reason == "tool_calls"
         assert chunks[-1].usage
         assert chunks[-1].usage.completion_tokens == len(session.asked[0][1])
-        # What was pieced together from a stream goes on as well.
+        # What was pieced together from a stream continues as well.
         assert calls[0].function
         function = {"name": calls[0].function.name, "arguments": calls[0].function.arguments}
         call: Any = {"id": calls[0].id, "type": "function", "function": function}
@@ -204,7 +204,7 @@ async def test_completions_of_texts_and_of_ids(tokenizer: PolicyTokenizer) -> No
         create = client.completions.create
         first = await create(model="", prompt="abc", stop="Observation:", max_tokens=30)
         assert first.choices[0].text == "thin "
-        # As agents that write their prompts go on: the stop text is put back.
+        # As agents that write their prompts continue: the stop text is put back.
         prompt = "abc" + first.choices[0].text + "Observation: 42\n"
         second = await create(model="", prompt=prompt)
         assert second.choices[0].text == "ok"
@@ -435,7 +435,7 @@ async def test_ids_trained_are_ids_sampled_over_many_sessions_of_an_unmodified_c
             splits += len(trajectories) - 1
             chats += int(trajectories[0].score.metrics["chats"])
     await endpoint.stop()
-    assert chats == 120  # whatever the answer was, what the client sends back goes on with it
+    assert chats == 120  # whatever the answer was, what the client sends back continues with it
     assert splits > 20
 
 
@@ -496,7 +496,7 @@ async def test_a_command_is_an_agent(
     command = f'{CHAT}; {CHAT}; cat words; echo " $SECRET $MINE"; cat'
     options: Any = {"command": command, "folder": str(tmp_path), "env": {"MINE": "m"}}
     trajectories = await run_agent(session, sandbox, **options)
-    assert len(trajectories) == 4  # two chats of each run: neither goes on with the other
+    assert len(trajectories) == 4  # two chats of each run: neither continues with the other
     answers, columns = session.scored
     assert answers == ['beside  m\n{"prompt":"1+1=","answer":"2"}'] * 2
     assert columns == {

@@ -65,7 +65,7 @@ async def test_a_chat_goes_on_token_by_token(tokenizer: Tokenizer) -> None:
         system: Any = [{"type": "text", "text": "Be brief."}]
         second = await create(model="", max_tokens=400, messages=messages, system=system)
         assert second.content[0].type == "text"
-        # The same chat may go on in OpenAI's API.
+        # The same chat may continue in OpenAI's API.
         messages = [{"role": "system", "content": "Be brief."}, USER]
         messages += [{"role": "assistant", "content": "thin ok"}, {"role": "user", "content": "and?"}]
         messages += [{"role": "assistant", "content": second.content[0].text}, USER]
@@ -133,7 +133,7 @@ async def test_a_stream_begins_with_the_first_token(tokenizer: Tokenizer) -> Non
         block = ["content_block_start", "content_block_delta", "content_block_stop"]
         texts = [block[0], *[block[1]] * len(pieces), block[2]]
         assert kinds == [*texts, *block, "message_delta", "message_stop"]
-        # What the client pieced together goes on as well, here from a call without text.
+        # What the client pieced together continues as well, here from a call without text.
         tools: Any = {"tools": [ADD], "max_tokens": 400, "model": ""}
         async with client.messages.stream(messages=[USER], **tools) as stream:
             final = await stream.get_final_message()

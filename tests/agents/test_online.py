@@ -380,7 +380,7 @@ def test_the_program_of_the_page_trains(start: Callable[..., Any], tmp_path: Pat
     run.until((tmp_path / "out" / "sessions" / "rollout-0.json").exists)
     with subprocess.Popen([sys.executable, tmp_path / "program.py"], stderr=subprocess.PIPE) as process:
         run.assert_completed(3, batch_size=2)
-        process.kill()  # it goes on until it finds no worker
+        process.kill()  # it continues until it finds no worker
     assert 0 < sum(line["reward"] for line in run.metrics()) < 3
 
 

@@ -423,7 +423,7 @@ async def test_a_process_that_does_not_end_after_sigkill_is_replaced_and_hides_n
             await workers.launch([Worker("rollout-0", "rollout", Resources())], tasks)
             tasks.start_soon(workers.watch)
             await until(lambda: lost == ["rollout-0"])
-            _join(workers, tmp_path)  # this one falls silent while the former one is waited for
+            _join(workers, tmp_path)  # this one falls silent while the previous one is waited for
             await until(lambda: len(lost) == 2)
             assert launcher.launched == ["rollout-0"]
             await until(lambda: launcher.launched == ["rollout-0"] * 2)
@@ -530,7 +530,7 @@ async def test_a_worker_that_starts_after_the_kernels_death_does_not_wait_to_joi
 async def test_a_process_of_a_former_kernel_hears_no_request_to_its_successor(
     open_bus: OpenBus, names: Subjects
 ) -> None:
-    """Both are `trainer-0`; the former one stood still, and has not heard yet that its kernel is gone."""
+    """Both are `trainer-0`; the previous one stood still, and has not heard yet that its kernel is gone."""
     heard: list[str] = []
 
     async with open_bus("kernel") as kernel, open_bus("trainer") as former, open_bus("trainer") as present:

@@ -17,7 +17,7 @@ from stretto.testing import LauncherConformance
 from stretto_kubernetes import KubernetesConfig
 from stretto_kubernetes.pods import KubernetesLauncher
 
-# A launcher has no end of its own: the garbage collector closes the connections of former tests.
+# A launcher has no end of its own: the garbage collector closes the connections of previous tests.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 CONFIG = KubernetesConfig(image="stretto", claim="runs", mount=os.environ["MOUNT"], python=sys.executable)

@@ -114,7 +114,7 @@ Submit = Callable[..., SlurmRun]
 
 @pytest.fixture
 def submit(tmp_path: Path) -> Iterator[Submit]:
-    """`submit("steps=30")`: a run of mock engines on two nodes; `submit(resume=run)` goes on with one."""
+    """`submit("steps=30")`: a run of mock engines on two nodes; `submit(resume=run)` continues with one."""
     file, runs = write_run_file(tmp_path), list[SlurmRun]()
 
     def submit_run(*overrides: str, resume: SlurmRun | None = None, run_file: Path = file) -> SlurmRun:

@@ -384,7 +384,7 @@ class Averaging:
 
 
 class Forgetting(Averaging):
-    """Reads a column that it does not name, and does not go on from its state."""
+    """Reads a column that it does not name, and does not continue from its state."""
 
     models: ClassVar[dict[str, Model]] = {"actor": Model()}
     coefficient = 1.0

@@ -69,7 +69,7 @@ class FakeSession:
         self.samplings: list[Sampling] = []
         self.conversation_ids: list[str] = []
         self.go_on = anyio.Event()
-        """Set, it lets answers of which the first token was heard go on."""
+        """Set, it lets answers of which the first token was heard continue."""
         self.go_on.set()
         self.cancelled = anyio.Event()
         self.fault = ""

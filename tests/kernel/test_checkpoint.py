@@ -53,7 +53,7 @@ async def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
 async def test_pruning_keeps_the_newest_and_says_what_they_need(tmp_path: Path) -> None:
     for version, lowest in ((10, 5), (20, 17), (30, 25)):
         await write(tmp_path, version, lowest)
-    assert prune(tmp_path, 2, checkpoint_name(30), {10}) == 17  # nobody goes on from one that is spared
+    assert prune(tmp_path, 2, checkpoint_name(30), {10}) == 17  # nobody continues from one that is spared
     assert (tmp_path / "step-000010").exists()
     assert prune(tmp_path, 2, checkpoint_name(30)) == 17
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020", "step-000030"]

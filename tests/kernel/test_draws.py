@@ -162,7 +162,7 @@ class World:
         self.scheduler.release()
 
     def kill(self) -> None:
-        """A new kernel goes on from the checkpoint, the journal and the log, as `recovery.py` does."""
+        """A new kernel continues from the checkpoint, the journal and the log, as `recovery.py` does."""
         self.lives += 1
         former = self.scheduler
         if self.training is not None:  # its batch is in the journal

@@ -397,7 +397,7 @@ async def test_a_batch_that_was_not_complete_is_no_lost_step(
         await delete(history, history.bundles[5])
         stored, result, scheduler = await recovered(history, checkpoint, reached=2)
         assert (stored.lost, stored.lost_from) == (LostData(groups=1, messages=1), 2)
-        assert result.incarnation == 1  # the journal has another batch of this version in the former one
+        assert result.incarnation == 1  # the journal has another batch of this version in the previous one
         assert [group.ticket for group in scheduler.done_groups] == [4]
 
 

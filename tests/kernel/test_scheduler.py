@@ -350,7 +350,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def resume_with_changes(self, batch_size: int, max_staleness: int, more_steps: int, unlucky: int) -> None:
         """The kernel is killed, and the run resumed with other settings: what has arrived is in the log, and
-        workers of the former kernel may still send theirs."""
+        workers of the previous kernel may still send theirs."""
         if unlucky:
             return
         self.settings = replace(
@@ -806,7 +806,7 @@ def test_the_last_evaluation_is_alone_and_others_run_beside_training() -> None:
     middle = step(scheduler, commands)
     ticket = evaluation_ticket(middle)
     assert (ticket.exact_version, scheduler.evaluating) == (1, 1)
-    assert step(scheduler, middle) == []  # training went on beside it; the last one waits for it
+    assert step(scheduler, middle) == []  # training continued beside it; the last one waits for it
     scheduler.group_done(done(ticket, 1))
     result, last = scheduler.commands()
     assert isinstance(result, EvaluationDone)
@@ -922,7 +922,7 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
     assert {ticket.id: ticket.row for ticket in fresh} == {
         ticket.id: ticket.row for ticket in [later[2], later[3], newest[1]]
     }
-    again.group_done(done(later[2], 1))  # a worker of the former kernel: void
+    again.group_done(done(later[2], 1))  # a worker of the previous kernel: void
     assert again.ledger == scheduler.ledger
     again.group_done(done(fresh[0], 2))
     assert len(batches(list(again.commands()))) == 1
@@ -939,7 +939,7 @@ def test_rows_beyond_a_dataset_that_has_become_smaller_are_not_asked_for() -> No
 
 
 def restored(snapshot: Snapshot, settings: SchedulerSettings) -> Scheduler:
-    """A scheduler that goes on from a snapshot with other settings."""
+    """A scheduler that continues from a snapshot with other settings."""
     scheduler = Scheduler(settings)
     scheduler.restore(snapshot, attempts_from=1000)
     scheduler.fit()

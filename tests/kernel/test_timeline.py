@@ -102,7 +102,7 @@ def test_a_resumed_kernel_goes_on_behind_the_last_whole_line(tmp_path: Path) -> 
 
 
 def test_time_does_not_go_back_with_the_clock(tmp_path: Path) -> None:
-    """The former kernel's clock was a day ahead. Bisection needs lines in order."""
+    """The previous kernel's clock was a day ahead. Bisection needs lines in order."""
     ahead = round(time.time() + 86400, 4)
     (tmp_path / FILE).write_text(f'["kernel",{ahead},1,0]\n')
     timeline = Timeline(tmp_path)

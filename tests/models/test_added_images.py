@@ -278,7 +278,7 @@ def data_url(file: bytes) -> str:
 
 
 async def test_an_agent_sends_images_in_data_urls(vision_models: Models) -> None:
-    """Each API has its form. A chat that goes on has its images again, and its ids go on; an image that
+    """Each API has its form. A chat that continues has its images again, and its ids continue; an image that
     cannot be read is an error of that call alone."""
     files = [file_of(0), file_of(1), file_of(2, 400, 300)]
     with ticket(vision_models("llava")) as (vision, images):

@@ -376,7 +376,7 @@ def test_everything_arrives_once(tracker: str, kernel_of: Callable[..., Kernel])
     kernel.step(6, 0.75)
     kernel.evaluation(5, 0.625)
     advice = {"rule": "collapse", "since": 3, "said": 7, "until": None, "message": "the reward fell"}
-    kernel.step(7, 0.875, entropy=0.5, advice_changes=[advice])  # and a figure that former steps did not have
+    kernel.step(7, 0.875, entropy=0.5, advice_changes=[advice])  # and a figure that steps before did not have
     kernel.step(8, 1.0)
     kernel.evaluation(8, 1.0)
     kernel.until_noted(step=8, evaluation=8)

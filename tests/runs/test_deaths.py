@@ -233,7 +233,7 @@ def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(s
     run.process.kill()
     run.process.wait()
     before = run.metrics()
-    resumed = start(resume=run)  # at once: former workers and server are still within their grace time
+    resumed = start(resume=run)  # at once: previous workers and server are still within their grace time
     summary = resumed.assert_completed(20, bound=1)
     text = resumed.text()
     assert "step repeated" in text

@@ -56,7 +56,7 @@ def test_a_run_that_is_elsewhere_is_seen_and_stopped_here(start: Start, tmp_path
         mirror.send_signal(signal.SIGINT)
         assert "the run goes on" in mirror.communicate(timeout=60)[0]
         held = lines_in(copy / "metrics.jsonl")
-        mirror = begin(invitation, copy)  # it goes on with the copy
+        mirror = begin(invitation, copy)  # it continues with the copy
         run.until(lambda: lines_in(copy / "metrics.jsonl") > held)
 
         assert "rollout-0: ready" in stretto("status", copy)

@@ -263,5 +263,5 @@ def test_the_example_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "step 4: reward" in text
     views = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
     assert len(views) == 2
-    assert "<polyline" in views[0]  # it was drawn again while the run went on
+    assert "<polyline" in views[0]  # it was drawn again while the run continued
     assert "step 4 of 4, completed" in views[1]

@@ -98,7 +98,7 @@ def test_a_killed_run_goes_on_with_a_smaller_bound_and_batch(start: Start) -> No
 
 @pytest.fixture(scope="module")
 def completed(module_start: Start) -> Any:
-    """A completed run of three steps. The last test that uses it goes on with it."""
+    """A completed run of three steps. The last test that uses it continues with it."""
     run = module_start("steps=3", "name=run-${steps}", "queue.max_failures=${steps}")
     run.assert_completed(3)
     return run

@@ -290,7 +290,7 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
         assert seen["interfaces"] == ["lo"]
         assert seen["env"]["KEY"] == "k"
         assert "SECRET" not in seen["env"]
-        # One that hangs is killed with what it started, in time, while another call goes on.
+        # One that hangs is killed with what it started, in time, while another call continues.
         began = time.monotonic()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call, children, "double")

@@ -2,7 +2,7 @@
 
 Each API has a module that makes `APICall`s from the bodies of its requests and writes its answers:
 `stretto.agents.openai_api` and `stretto.agents.anthropic_api`. Both turn chats into the same messages, those
-of chat templates, so a chat may go on in the other API.
+of chat templates, so a chat may continue in the other API.
 """
 
 from __future__ import annotations

@@ -394,7 +394,7 @@ class _Composer:
     def _drop_stale_keys(
         self, kind: Kind, path: str, section: dict[str, Any], component: Component[Any], notices: list[str]
     ) -> None:
-        """If an override replaces a section's component, remove keys that only the former one has."""
+        """If an override replaces a section's component, remove keys that only the previous one has."""
         if not self.source.is_overridden(f"{path}.use"):
             return
         known = {field.encode_name for field in msgspec.structs.fields(component.config)}

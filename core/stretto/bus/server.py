@@ -409,7 +409,7 @@ def _start_guard(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
 
 
 async def _end_former(pid_file: Path) -> None:
-    """Stop the guard and the server of a former kernel, without waiting for the end of the grace time."""
+    """Stop the guard and the server of a previous kernel, without waiting for the end of the grace time."""
     if not pid_file.exists():
         return
     pid = pid_file.read_text().strip()

@@ -111,7 +111,7 @@ class _LineSender:
         return is_over or bool(self._news() or any(due for _, due in self._due_samples()))
 
     def start(self, tracker: Tracker) -> None:
-        """Start the tracker, and go on after what it has."""
+        """Start the tracker, and continue after what it has."""
         resumed_at = Sent(step=self._cursor.step, evaluation=self._cursor.evaluation)
         has = tracker.start(self._run.document, resumed_at if self._began else None)
         if has is not None:
@@ -231,7 +231,7 @@ class _ParentWatch:
 
 @contextmanager
 def _sole_sender(file: Path, *, wait: bool) -> Generator[None]:
-    """Be the only process that sends to this tracker. With `wait`, the former process may still end.
+    """Be the only process that sends to this tracker. With `wait`, the previous process may still end.
 
     Raises:
         ConfigError: if another process sends, and `wait` is false.

@@ -65,7 +65,7 @@ def _added_command(entry: EntryPoint) -> Any:
     command says so."""
     try:
         function = entry.load()
-    except Exception as error:  # noqa: BLE001 - a package may raise anything; the others go on
+    except Exception as error:  # noqa: BLE001 - a package may raise anything; the others continue
         package = entry.dist.name if entry.dist else entry.value
         reason = f"{type(error).__name__}: {error}"
         function = _refusal(f"the command {entry.name!r} of {package} does not load: {reason}")

@@ -48,7 +48,7 @@ class Ending:
     def drain(self, status: State, reason: str) -> None:
         """Ask the kernel to finish the step under way, write a checkpoint, and end the run.
 
-        With the status `repeated` another kernel goes on afterwards, unless the run is drained for good
+        With the status `repeated` another kernel continues afterwards, unless the run is drained for good
         meanwhile, or while this kernel dismisses its workers.
         """
         if self.status == "repeated":

@@ -335,7 +335,7 @@ class Kernel:
             on_repeated=self._report_step,
         )
         for command in self._scheduler.commands():
-            if isinstance(command, Retire):  # the rest withdraws attempts of a former kernel
+            if isinstance(command, Retire):  # the rest withdraws attempts of a previous kernel
                 await self._do(command)
         self._journal.incarnation = recovered.incarnation
         self._tickets.log_sequence = recovered.log_sequence
@@ -377,7 +377,7 @@ class Kernel:
         Args:
             notes: notes of older versions that evaluations need, and last the note of the present weights.
             log_sequence: sequence number of the last log message that the ledger has taken in.
-            record: the journal's entry of this change, if a former kernel wrote it.
+            record: the journal's entry of this change, if a previous kernel wrote it.
 
         Raises:
             RunError: if the run is beyond the new number of steps, or if the checkpoint cannot be written.
@@ -459,7 +459,7 @@ class Kernel:
             try:
                 await self._checkpointer.save_last()
             except RunError as error:
-                if ending.drain_status == "repeated":  # the next kernel would go on from an older one
+                if ending.drain_status == "repeated":  # the next kernel would continue from an older one
                     raise
                 self._report.problems.append(str(error))
             self._crew.write_groups()
@@ -751,7 +751,7 @@ class Kernel:
         """Write the batch to the journal, run the calls of its step, and end the step.
 
         No weight changes before the batch is in the journal, and no step ends before the version of the
-        former one is announced.
+        previous one is announced.
 
         Returns:
             The step's result, and the engines' mean seconds of work so far.

@@ -100,7 +100,7 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
     """Continue a run, which this process owns, from its newest intact checkpoint and its journal, and return
     the exit status.
 
-    If the checkpoint has former values, a kernel with these values first repeats the steps that the journal
+    If the checkpoint has previous values, a kernel with these values first repeats the steps that the journal
     records with them. Later values follow in the same way, and the newest values come last.
 
     Args:
@@ -175,7 +175,7 @@ def _live_to_the_end(
 ) -> dict[str, Any]:
     """Run kernels until the run ends, and return the summary.
 
-    A kernel that is asked for another number of trainers writes a checkpoint and ends; the next one goes on
+    A kernel that is asked for another number of trainers writes a checkpoint and ends; the next one continues
     from there with that number (`stretto.kernel.fleet.crew`).
     """
     while True:

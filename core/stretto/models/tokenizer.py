@@ -200,7 +200,7 @@ def characters_of(content: Any) -> int:
 
 async def work_on_text(work: Callable[[], T], characters: int) -> T:
     """Do some work on a text of this many characters, such as to tokenise it, and return the result. A thread
-    does it if the text is long, one text at a time: the event loop goes on meanwhile."""
+    does it if the text is long, one text at a time: the event loop continues meanwhile."""
     if characters <= _SHORT:
         return work()
     try:

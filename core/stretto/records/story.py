@@ -204,7 +204,7 @@ class _Reader:
             attempt.end = event.time
             self._close(key, event.time, "withdrawn")
         else:
-            return  # of a former kernel
+            return  # of a previous kernel
         attempt.done = event
         if event.purpose == "eval":
             attempt.outcome = "evaluated"

@@ -81,7 +81,7 @@ class WorkerChanged(_Event, frozen=True, tag="worker"):
 
 
 class TicketIssued(_Event, frozen=True, tag="issued"):
-    """An attempt of a ticket enters the work queue. It ends any former attempt of the ticket."""
+    """An attempt of a ticket enters the work queue. It ends any previous attempt of the ticket."""
 
     purpose: Purpose
     ticket: int

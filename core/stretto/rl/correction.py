@@ -65,9 +65,9 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def lr_scale(self, kl: float, former: float) -> float:
         """Return the factor of the learning rate of an optimizer step, in (0, 1].
 
-        Above the target the factor is at most target_kl / kl, and at most 1 / 1.2 of the former factor: it
+        Above the target the factor is at most target_kl / kl, and at most 1 / 1.2 of the previous factor: it
         falls until the target holds. Below half of the target it rises by a tenth. As in rsl_rl's adaptive
-        schedule (Schwarke et al. 2025, arXiv 2509.10771), each step starts from the former factor. Without
+        schedule (Schwarke et al. 2025, arXiv 2509.10771), each step starts from the previous factor. Without
         that, one batch near the target would undo the reduction.
 
         Args:

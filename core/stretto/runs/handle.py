@@ -56,7 +56,7 @@ _kernels: set[_KernelProcess] = set()
 def run(config: str | os.PathLike[str] | Mapping[str, Any], /, **overrides: Any) -> RunHandle:
     """Start a run, and return its handle when the run is checked and starts its processes.
 
-    Checking takes a few seconds, as with `stretto check`. A program whose event loop must go on meanwhile
+    Checking takes a few seconds, as with `stretto check`. A program whose event loop must continue meanwhile
     calls `await asyncio.to_thread(stretto.run, …)`.
 
     Args:
@@ -171,7 +171,7 @@ class RunHandle:
             timeout_s: wait at most this many seconds; None for no limit.
 
         Raises:
-            TimeoutError: if the run has not ended in time. It goes on.
+            TimeoutError: if the run has not ended in time. It continues.
             RunError: if the run failed; `reason` says why.
             StrettoError: if it was refused when its kernel began.
         """
@@ -231,7 +231,7 @@ class RunHandle:
     # -------------------------------------------------------------------------------- in a notebook
 
     def view(self) -> None:
-        """Draw the run in a notebook, and go on drawing until the run ends. Return at once: the next cells
+        """Draw the run in a notebook, and continue drawing until the run ends. Return at once: the next cells
         can use the run meanwhile.
 
         Raises:

@@ -118,7 +118,7 @@ class DatasetConformance(ComponentConformance):
         rows: dict[int, Row],
         tmp_path_factory: pytest.TempPathFactory,
     ) -> None:
-        """A worker with other rows than the kernel's must not go on."""
+        """A worker with other rows than the kernel's must not continue."""
         if changed_section is None:
             pytest.skip("it names no section with other rows (`changed`)")
         folder = tmp_path_factory.mktemp("changed") / "run"

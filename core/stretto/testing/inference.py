@@ -836,7 +836,7 @@ class InferenceConformance(ComponentConformance):
     def test_a_request_that_cannot_be_served_is_told_why(
         self, served: ServedEngine, prompt: list[int], max_tokens: int
     ) -> None:
-        """The engine goes on serving other requests."""
+        """The engine continues serving other requests."""
         (samples,) = served.answers(request(prompt, n=2, max_tokens=max_tokens))
         assert [(sample.finish, sample.tokens) for sample in samples] == [("error", [])] * 2
         full = served.answer(request([10] * 1000, max_tokens=24))  # no more than the model has positions
@@ -1037,7 +1037,7 @@ class InferenceConformance(ComponentConformance):
     def test_weights_that_do_not_fit_leave_the_old_ones(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel], fault: str
     ) -> None:
-        """The error names the tensor, and answers in flight go on."""
+        """The error names the tensor, and answers in flight continue."""
         import torch
 
         tensors = models[1].reference.tensors()

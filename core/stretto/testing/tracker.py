@@ -53,8 +53,9 @@ _END = [_step(3), _advice(3), _samples("train", 2), _samples("eval", 2), _step(4
 
 
 class TrackerConformance(ComponentConformance):
-    """The contract of `stretto.tracker.Tracker`: it takes a whole run, goes on in another process, and takes
-    again what it has got when it was killed before that was noted. Every process of it is a real one."""
+    """The contract of `stretto.tracker.Tracker`: it takes a whole run, continues in another process, and
+    takes again what it has got when it was killed before that was noted. Every process of it is a real
+    one."""
 
     kind: ClassVar[Kind] = "tracker"
     start_s: ClassVar[float] = 60.0

@@ -186,7 +186,7 @@ class WeightsConformance(ComponentConformance):
         _run(under_test, body)
 
     def test_other_weights_than_the_announced_ones_are_refused(self, under_test: ComponentUnderTest) -> None:
-        """The digest of the note decides. The subscriber then goes on with the right one."""
+        """The digest of the note decides. The subscriber then continues with the right one."""
 
         async def body(ends: _Ends) -> None:
             note = await ends.publish(0)

@@ -34,7 +34,7 @@ class FileExporter(SpanExporter):
         """Append spans of one process, and return whether that succeeded.
 
         Raises:
-            OSError: if the file cannot be written. The SDK logs it and goes on.
+            OSError: if the file cannot be written. The SDK logs it and continues.
         """
         scopes: dict[str, list[dict[str, Any]]] = {}
         for span in spans:

@@ -178,7 +178,7 @@ def _within(tracer: Tracer, span: Span) -> Generator[Span]:
 
 def root_context(*scope: object) -> str:
     """Return the context of a root span. It follows from the scope alone, so that every kernel of a run can
-    name the trace of a ticket, and a resumed run ends the trace that the former kernel began."""
+    name the trace of a ticket, and a resumed run ends the trace that the previous kernel began."""
     digest = hashlib.sha256("/".join(map(str, scope)).encode()).hexdigest()
     return f"00-{digest[:32]}-{digest[32:48]}-01"
 

@@ -281,7 +281,7 @@ def _prepare(
         listener = _take_filter(bytes.fromhex(seccomp))
         socket.send_fds(report, [b"+"], [listener])
         os.close(listener)
-    except BaseException as error:  # noqa: BLE001 - nothing may go on to the program
+    except BaseException as error:  # noqa: BLE001 - nothing may continue to the program
         report.sendall(f"{type(error).__name__}: {error}".encode()[:_LONGEST_FAULT])
         os._exit(1)
     report.close()

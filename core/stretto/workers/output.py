@@ -40,7 +40,7 @@ def limit_output() -> None:
 
 def rotate_output() -> None:
     """Rotate the file of standard error if it is too large. Nothing happens if standard error is no file, or
-    a file that is not opened for appending: its writers would go on at their old place."""
+    a file that is not opened for appending: its writers would continue at their old place."""
     with _rotating:
         status = os.fstat(_STDERR)
         appending = fcntl.fcntl(_STDERR, fcntl.F_GETFL) & os.O_APPEND
@@ -83,7 +83,7 @@ class ChildOutput:
     def _copy(self) -> None:
         with os.fdopen(self._reading, "rb", buffering=0) as pipe:
             while data := pipe.read(_CHUNK):
-                # On a full disk output is lost. The thread goes on, since the children wait for it.
+                # On a full disk output is lost. The thread continues, since the children wait for it.
                 with suppress(OSError):
                     os.write(_STDERR, data)
                     rotate_output()

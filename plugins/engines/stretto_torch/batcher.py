@@ -121,8 +121,8 @@ class Batcher:
         return [*self._chunks, *(_chunk(sample, NO_TOKENS, "abort") for sample in self._intake)]
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
-        """Use these checked weights from the next token on, and go on with the others as they are. Return how
-        many seconds the swap took."""
+        """Use these checked weights from the next token on, and continue with the others as they are. Return
+        how many seconds the swap took."""
         start, self._decoding_since = monotonic(), None
         self.targets.load(tensors)
         self.version = version

@@ -89,7 +89,7 @@ class Prefixes:
                     self._forget(text)
 
     def keep(self, former_texts: Sequence[tuple[Block, NDArray[np.int32]]]) -> list[Move]:
-        """Keep texts of samples that have left, from their former blocks. Return the moves for this; the
+        """Keep texts of samples that have left, from their previous blocks. Return the moves for this; the
         caller must copy them before anything else happens."""
         copies: list[tuple[CachedText, Move]] = []
         for block, ids in former_texts:

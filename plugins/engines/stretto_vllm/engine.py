@@ -207,7 +207,7 @@ class VllmEngine(ServerEngine):
             await server.post("/update_weight_version", version, deadline_s=_CALL_S)
             if forget:
                 await server.post("/reset_prefix_cache", deadline_s=_CALL_S)
-            if self._reads_images:  # vLLM keeps what the former weights made of images
+            if self._reads_images:  # vLLM keeps what the previous weights made of images
                 await server.post("/reset_encoder_cache", deadline_s=_CALL_S)
         except ServerRefused as error:
             raise ServerLost(str(error)) from error

@@ -366,7 +366,7 @@ def _overlaid(pod: Manifest, config: KubernetesConfig, names: Iterable[str]) -> 
 
 
 def _merged(base: Any, over: Any) -> Any:
-    """Merge mappings key by key, append lists, and let any other value replace the former one."""
+    """Merge mappings key by key, append lists, and let any other value replace the previous one."""
     if isinstance(base, Mapping) and isinstance(over, Mapping):
         former, present = cast("Mapping[str, Any]", base), cast("Mapping[str, Any]", over)
         changed = {

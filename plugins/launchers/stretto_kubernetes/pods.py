@@ -209,7 +209,7 @@ class KubernetesLauncher:
         return f"kubectl{context} --namespace {self._namespace} logs --follow job/{name}"
 
     async def launch(self, jobs: Sequence[Job]) -> list[KubernetesHandle]:
-        """Start a pod for each job. A worker that ran before gets a new pod in place of the former one.
+        """Start a pod for each job. A worker that ran before gets a new pod in place of the previous one.
 
         Raises:
             LaunchError: if Kubernetes refuses a pod, or a pod does not start.
@@ -242,7 +242,7 @@ class KubernetesLauncher:
 
     async def _ready(self, kernel: KernelPod) -> tuple[Cluster, PodWatch]:
         """Return the cluster and the watch of this kernel's pods. The first call deletes the pods that a
-        former kernel of the run has left: this kernel starts its own workers, which need the room."""
+        previous kernel of the run has left: this kernel starts its own workers, which need the room."""
         if self._cluster is None or self._watch is None:
             self._cluster = Cluster.here(kernel.namespace)
             await anyio.to_thread.run_sync(partial(_delete_former, self._cluster, kernel))

@@ -130,7 +130,7 @@ class LocalLauncher:
         return [handles[job.worker] for job in jobs]
 
     def _place_beside(self, jobs: Sequence[Job]) -> dict[str, Spot]:
-        """Choose GPUs for new workers, beside those of the former ones.
+        """Choose GPUs for new workers, beside those of the previous ones.
 
         A worker that has ended may be started again and then gets its GPUs again, so others get them only if
         there is no other way.

@@ -156,7 +156,7 @@ class RayLauncher:
 
     async def launch(self, jobs: Sequence[Job]) -> list[RayHandle]:
         """Start an actor for each job, and its process. A worker that ran before gets the resources that were
-        reserved for it, on another node if its former one is lost.
+        reserved for it, on another node if its previous one is lost.
 
         Raises:
             LaunchError: if the cluster has no room, or a worker does not start.
@@ -213,7 +213,7 @@ class RayLauncher:
             raise LaunchError(f"the Ray cluster did not answer within {_CONNECT_S:g} s") from error
 
     def _connect(self) -> Connection:
-        """Return the connection, a new one if the former one is lost."""
+        """Return the connection, a new one if the previous one is lost."""
         if self._connected is None or not self._connected.runs:
             config = self._config
             greeting = Greeting(

@@ -1,7 +1,7 @@
 """`python warden.py PROGRAM ARGUMENT ...`: start a worker for its actor, and end it when the actor is gone.
 
 Ray kills the processes of a node, of a job, and the children of an actor in its own ways; a worker's children
-would then go on. So this process, which is no child of the actor any more, is the parent of the worker. It
+would then continue. So this process, which is no child of the actor any more, is the parent of the worker. It
 needs nothing but Python's own library, because it starts for every worker.
 
 It reads its standard input: eight bytes with the size of the worker's standard input, this text, and then a

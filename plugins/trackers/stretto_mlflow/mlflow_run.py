@@ -43,7 +43,7 @@ class MlflowTracker:
         """Figure -> the last step that the store has of it."""
 
     def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> None:
-        """Create the run, or go on with it."""
+        """Create the run, or continue with it."""
         self._client = MlflowClient(self._config.tracking_uri)
         self._run_id = kept_id(self._config, self._context, self._create_run)
         self._client.update_run(self._run_id, status="RUNNING")

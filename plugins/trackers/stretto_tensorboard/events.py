@@ -37,7 +37,7 @@ class TensorBoardTracker:
         self._folder = tracker_folder(config, context)
 
     def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> None:
-        """Open new event files that go on after what was sent."""
+        """Open new event files that continue after what was sent."""
         sent = resumed_at or Sent(step=-1, samples=-1)
         self._train = _Events(self._folder / "train", first_step=sent.step + 1)
         self._evaluation = _Events(self._folder / "evaluation", first_step=sent.evaluation + 1)

@@ -80,7 +80,7 @@ class JournalChange(Message, frozen=True):
     """Sequence number of the last log message that the ledger had taken in. With it, a repetition expires the
     same tickets."""
     changed: dict[str, tuple[str, str]]
-    """Dotted key -> (former value, new value), both as JSON."""
+    """Dotted key -> (previous value, new value), both as JSON."""
 
 
 class JournalDraws(Message, frozen=True):

@@ -85,7 +85,7 @@ class _Facts:
             batch = message.content
             if isinstance(batch, JournalBatch) and self._ticket in batch.tickets:
                 ids = tuple(row.id for row in batch.rows if row.group == self._ticket)
-                self._batches[batch.version] = ids  # a later incarnation replaces a former one
+                self._batches[batch.version] = ids  # a later incarnation replaces a previous one
 
     def attempts(self) -> Iterator[str]:
         """Yield what happened in each attempt."""

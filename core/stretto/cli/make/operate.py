@@ -111,8 +111,8 @@ def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
 
 
 def _refuse_new_faults(former: Composed, changed: Composed) -> None:
-    """Refuse values for what is wrong with them and not with the former ones. This machine may lack the files
-    that both name, and has other resources than the run's.
+    """Refuse values for what is wrong with them and not with the previous ones. This machine may lack the
+    files that both name, and has other resources than the run's.
 
     Raises:
         ConfigError: for all such errors, one on each line.

@@ -18,7 +18,7 @@ def track_run(folder: Path) -> list[str]:
     printed why.
 
     Raises:
-        ConfigError: if the folder holds no run, if the run has no trackers, or if it goes on.
+        ConfigError: if the folder holds no run, if the run has no trackers, or if it continues.
     """
     record = RunRecord(folder)
     trackers = compose(folder / "config.yaml").config.trackers

@@ -78,7 +78,7 @@ def watch(
     credentials: ElsewhereLogin = None,
     certificate: ElsewhereCertificate = None,
 ) -> None:
-    """Show the live view of a run that another process owns. `q` ends the view; the run goes on."""
+    """Show the live view of a run that another process owns. `q` ends the view; the run continues."""
     from stretto.cli.show.watch import watch_bus, watch_folder
 
     _require_begun(source)

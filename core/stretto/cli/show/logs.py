@@ -28,7 +28,7 @@ def log_lines(folder: Path, worker: str, *, newest: int | None, follow: bool) ->
     Args:
         worker: the worker whose log it is; `kernel` for the kernel.
         newest: begin with this many lines before the end; None for all.
-        follow: go on with new lines until the run has ended.
+        follow: continue with new lines until the run has ended.
 
     Raises:
         ConfigError: if the folder holds no run, or if there is no such log.
@@ -56,7 +56,7 @@ def log_lines(folder: Path, worker: str, *, newest: int | None, follow: bool) ->
 
 
 def _whole_lines(file: IO[str]) -> Iterator[str]:
-    """Yield the lines that are complete. A later call goes on behind them."""
+    """Yield the lines that are complete. A later call continues behind them."""
     while True:
         place = file.tell()
         line = file.readline()

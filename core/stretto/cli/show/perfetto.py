@@ -45,7 +45,7 @@ class PerfettoFile:
         self._builder = StreamingTraceProtoBuilder(file)
         self._tracks = 0
         packet = self._packet(start)
-        for clock in (BUILTIN_CLOCK_BOOTTIME, BUILTIN_CLOCK_REALTIME):  # the trace's own clock is the former
+        for clock in (BUILTIN_CLOCK_BOOTTIME, BUILTIN_CLOCK_REALTIME):  # the trace's own clock is the first
             packet.clock_snapshot.clocks.add(clock_id=clock, timestamp=_ns(start))
         self._builder.write_packet(packet)
 

@@ -31,7 +31,7 @@ def accepted(
 
     Args:
         starting: also refuse it for faults of this machine's environment.
-        resumed: it goes on in a folder that exists.
+        resumed: it continues in a folder that exists.
         tell: called with (`note` or `warning`, text) for each decision and each warning.
 
     Raises:

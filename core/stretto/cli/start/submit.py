@@ -44,7 +44,7 @@ def submitted_run(composed: Composed, file: Path, overrides: Sequence[str], *, d
 def submitted_resume(
     folder: Path, overrides: Sequence[str], options: Sequence[str], *, dry_run: bool
 ) -> bool:
-    """Submit a run that goes on if its launcher submits runs, and return whether it does.
+    """Submit a run that continues if its launcher submits runs, and return whether it does.
 
     Args:
         options: options of `stretto resume`, for the command that the cluster runs.

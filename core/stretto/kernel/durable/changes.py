@@ -1,12 +1,12 @@
 """The values of a run: the files that hold them, and the changes with which a run may be resumed.
 
     config.yaml        the values in force
-    config-1.yaml …    the former values, in order; config-1.yaml has the values that the run started with
+    config-1.yaml …    the previous values, in order; config-1.yaml has the values that the run started with
     references.yaml    keys that were written as a reference to another key, such as `${steps}`
     fingerprints.json  fingerprint of each dataset, by the key of its section
 
 A change is decided when `config.yaml` is replaced. A resumed run first repeats the steps that were trained
-with former values. It changes to the next values where the journal records the change, or at the journal's
+with previous values. It changes to the next values where the journal records the change, or at the journal's
 end (`kernel.py`).
 """
 
@@ -97,7 +97,7 @@ def fingerprint_changes(
         accept: record the fingerprints that differ, too.
 
     Returns:
-        Key of each dataset whose rows have changed -> its former and its new fingerprint.
+        Key of each dataset whose rows have changed -> its previous and its new fingerprint.
 
     Raises:
         ConfigError: if the file is damaged.
@@ -158,8 +158,8 @@ def document_of(folder: Path, number: int) -> dict[str, Any]:
 
 
 def put_into_force(folder: Path, changed: Composed) -> None:
-    """Replace `config.yaml`, and keep the former file under its number. If no value differs, do nothing. The
-    caller owns the run."""
+    """Replace `config.yaml`, and keep the previous file under its number. If no value differs, do nothing.
+    The caller owns the run."""
     changes = differences(yaml.safe_load((folder / "config.yaml").read_text()), changed.document)
     if not changes:
         return
@@ -171,7 +171,7 @@ def put_into_force(folder: Path, changed: Composed) -> None:
 
 
 def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the dotted keys whose values differ, each with its former and its new value as JSON. A missing
+    """Return the dotted keys whose values differ, each with its previous and its new value as JSON. A missing
     value is `null`."""
     before, after = dict(dotted_values(former)), dict(dotted_values(changed))
     return {

@@ -116,7 +116,7 @@ def checkpoint_name(version: int, values: int | None = None) -> str:
 
     Args:
         values: number of the changed values, for the first checkpoint with them: `step-000040-values-2`. This
-            name sorts after the checkpoint of the former values at the same version, which stays.
+            name sorts after the checkpoint of the previous values at the same version, which stays.
     """
     return f"{_PREFIX}{version:06d}" + (f"-values-{values}" if values is not None else "")
 
@@ -263,7 +263,7 @@ def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> i
     Args:
         keep: number of the newest checkpoints that stay.
         newest: name of the checkpoint that was written last. Checkpoints with later names stay and do not
-            count: a former kernel wrote them and they are damaged.
+            count: a previous kernel wrote them and they are damaged.
         spared: versions whose checkpoints stay too.
     """
     folders = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= newest]
@@ -374,7 +374,7 @@ def _clear(root: Path, store: RemoteFolder | None) -> None:
 
 
 def _put(draft: Draft, final: Path) -> None:
-    """Complete a checkpoint, first in the store. Rename it to its final name, where it replaces a former
+    """Complete a checkpoint, first in the store. Rename it to its final name, where it replaces a previous
     kernel's folder."""
     _write_manifest(draft)
     if draft.remote is not None:

@@ -138,7 +138,7 @@ class Checkpointer:
 
     def _name(self, version: int) -> str:
         """Return the name of a checkpoint of this version. A checkpoint of another incarnation replaces the
-        former one."""
+        previous one."""
         return self._newest if self._saved[0] == version and self._newest else checkpoint_name(version)
 
     def _state(self, note: WeightsNote) -> KernelState:

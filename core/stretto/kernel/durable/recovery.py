@@ -4,8 +4,8 @@ A kernel repeats only batches with its own set of values: those up to the next c
 records.
 
 `read_store` first compares what the checkpoint, the journal and the log still hold. If the store is damaged,
-the run goes on without the steps and groups that are lost, and their tickets are issued again. If nothing is
-left to go on from, it refuses the resume before anything is changed.
+the run continues without the steps and groups that are lost, and their tickets are issued again. If nothing
+is left to continue from, it refuses the resume before anything is changed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Stored:
     there. None if no step is lost."""
 
     def incarnation_at(self, version: int, former: int) -> int:
-        """Return the incarnation that goes on at a version: `former`, or a new one where steps are lost."""
+        """Return the incarnation that continues at a version: `former`, or a new one where steps are lost."""
         return self.next_incarnation if version == self.lost_from else former
 
     @property
@@ -200,18 +200,18 @@ async def repeat_journal(
 
     The scheduler has restored the stored snapshot. The function reports the groups in the log to it, up to
     the next change of values. Afterwards `scheduler.start()` continues the run. Of the scheduler's commands
-    before that, only the retirements matter: the attempts that it withdraws are of a former kernel, whose
+    before that, only the retirements matter: the attempts that it withdraws are of a previous kernel, whose
     workers leave.
 
     The trainers publish the versions again that still have to be evaluated. The checkpoint holds the weights
     of versions before it; the repeated steps produce those of later versions.
 
     If a repeated step does not reach its recorded digest, a new incarnation begins there. All finished groups
-    then expire, because weights of the former incarnation sampled them. A new incarnation also begins where
+    then expire, because weights of the previous incarnation sampled them. A new incarnation also begins where
     steps are lost; the groups that remain were sampled by weights from before that.
 
     Args:
-        values: number of the values of the scheduler and the trainers. If the checkpoint has former values,
+        values: number of the values of the scheduler and the trainers. If the checkpoint has previous values,
             the change is made at the checkpoint.
         on_change: called when the ledger is in the state of the change, with three arguments: the notes as in
             `Recovered.notes`, the sequence number of the last log message in the ledger, and the journal's
@@ -318,7 +318,7 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState, values: i
             names.journal_stream, names.journal, JournalEntry, start=1
         ):
             journal.newest_incarnation = max(journal.newest_incarnation, entry.incarnation)
-            if isinstance(entry, JournalDraws):  # a new incarnation keeps the draws of the former one
+            if isinstance(entry, JournalDraws):  # a new incarnation keeps the draws of the previous one
                 journal.draws |= {
                     ticket: RecordedDraw(entry.version, row)
                     for ticket, row in entry.draws

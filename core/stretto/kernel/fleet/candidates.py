@@ -49,7 +49,7 @@ class Candidates:
                 self._changed |= group.remove_rollout(rollout)
 
     def put(self, worker: str, group: Hashable, least: int) -> None:
-        """A worker can be called now, as one of a group. It leaves its former group.
+        """A worker can be called now, as one of a group. It leaves its previous group.
 
         Args:
             least: number of candidates of a rollout worker in this group, if the group has that many.

@@ -2,7 +2,7 @@
 
 More workers are started by the launcher. Of fewer, those with the highest numbers leave after a drain.
 Another number of trainers needs other processes of the whole group: the kernel writes a checkpoint and ends,
-and the next kernel of the run goes on from there with the new number.
+and the next kernel of the run continues from there with the new number.
 
 Workers that were started by hand are not counted: they come and go by themselves.
 """

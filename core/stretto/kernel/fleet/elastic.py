@@ -5,7 +5,7 @@ that limits the run: training if batches are trained nearly all the time; else t
 engines and rollout workers whose capacity is used up while more work waits for it. That stage gets more.
 
 Every change is a trial. More workers stay if the run finishes more groups per second with them, or if another
-stage is the limit now. Fewer workers stay if it does not finish fewer. Otherwise the former number returns,
+stage is the limit now. Fewer workers stay if it does not finish fewer. Otherwise the previous number returns,
 and the policy leaves the other one alone for some time. So a cause that no figure shows, such as a machine
 whose cores are all in use, cannot make it grow without end. Between two changes the new workers must be
 ready, the run must settle, and a window must pass, so that the numbers do not swing.
@@ -32,7 +32,7 @@ the speed of a window says little."""
 _SETTLE_S = 4.0
 """Seconds after a change that belong to no window: tickets in hand were begun before it."""
 _MOST_START_S = 120.0
-"""Seconds after which the policy goes on, although workers that it has asked for are not there."""
+"""Seconds after which the policy continues, although workers that it has asked for are not there."""
 _TRAINS = 0.9
 """Training is the limit if batches are trained for more than this share of the time."""
 _FULL = 0.85
@@ -198,7 +198,7 @@ class ElasticPolicy:
         return lasted >= _MOST_WINDOW_S or (lasted >= _WINDOW_S and enough)
 
     def _judge(self, window: _LoadWindow, now: float) -> NumberChange | None:
-        """Keep the numbers of the trial, or return to the former ones."""
+        """Keep the numbers of the trial, or return to the previous ones."""
         trial, self._trial = self._trial, None
         assert trial is not None
         speed = window.speed(now)

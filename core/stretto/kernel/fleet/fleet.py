@@ -293,8 +293,8 @@ class Fleet:
     # ------------------------------------------------------------------------------- membership
 
     def join(self, role: Role, message: Join) -> None:
-        """A process with the credentials of a role joins. If a former process has the same worker id, the
-        former one is lost.
+        """A process with the credentials of a role joins. If a previous process has the same worker id, the
+        previous one is lost.
 
         Raises:
             Refused: if the process does not prove that it may join under this id.
@@ -409,13 +409,13 @@ class Fleet:
         return [member for member in self.members.values() if member.role == role and member.ready]
 
     def busy_s(self, role: Role) -> float:
-        """Return the seconds of work of a role since the start: the sum over its workers, including former
+        """Return the seconds of work of a role since the start: the sum over its workers, including previous
         ones."""
         now = sum(member.busy_s for member in self.members.values() if member.role == role)
         return self._ended_busy.get(role, 0.0) + now
 
     def generated_tokens(self) -> int:
-        """Return the number of tokens sampled since the start, including those of former workers."""
+        """Return the number of tokens sampled since the start, including those of previous workers."""
         loads = [member.load for member in self.members.values() if member.load is not None]
         return self._ended_tokens + sum(load.generated_tokens for load in loads)
 

@@ -3,7 +3,7 @@
 The kernel's process starts it with one end of a socket pair (see `stretto.kernel.fleet.forks`); the run's
 folder is there for `ps`. A forked process does what `python -m MODULE ARGUMENT ...` does in a new
 interpreter: it has its own session, its log as output, and no part of another one's work, because the server
-only imports. It ends when the kernel closes the socket or is gone; the processes go on, and look after
+only imports. It ends when the kernel closes the socket or is gone; the processes continue, and look after
 themselves.
 
 Requests and answers are JSON, one a packet. `{"import": [...]}` names modules to import before the processes

@@ -51,7 +51,8 @@ class RouteSender:
         self._told: dict[str, list[str]] = {}
         """Rollout worker -> its candidates in the latest routes."""
         self._closed: dict[str, dict[str, float]] = {}
-        """Rollout worker -> its former candidates, each with the time until which its calls may go on."""
+        """Rollout worker -> its previous candidates, each with the time until which its calls may
+        continue."""
         self._stale: set[str] = set()
         """Rollout workers whose candidates serve another version than they were told."""
         self._changed = anyio.Event()

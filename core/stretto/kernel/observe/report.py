@@ -86,7 +86,7 @@ class Report:
         a trace."""
         self._resumed_version = 0
         self.reached = 0
-        """The newest version in the metrics of former kernels; 0 in a new run."""
+        """The newest version in the metrics of previous kernels; 0 in a new run."""
         self.lost = LostData()
         """Everything that the run has lost for good."""
         if resumed is not None:
@@ -131,7 +131,7 @@ class Report:
 
     def begin(self) -> None:
         """Begin to change the run's files. The lines after the checkpoint go aside, because their steps are
-        repeated or lost. The former kernel's summary goes.
+        repeated or lost. The previous kernel's summary goes.
 
         Raises:
             ConfigError: if the metrics cannot be read.
@@ -157,12 +157,12 @@ class Report:
 
     @property
     def wall_s(self) -> float:
-        """Seconds so far, including those of former kernels up to the checkpoint."""
+        """Seconds so far, including those of previous kernels up to the checkpoint."""
         return self._former_wall_s + time.monotonic() - self._began
 
     @property
     def generated_tokens(self) -> int:
-        """Number of tokens sampled so far, including those of former kernels up to the checkpoint."""
+        """Number of tokens sampled so far, including those of previous kernels up to the checkpoint."""
         return self._former_generated + self._fleet.generated_tokens()
 
     def first_ticket(self) -> None:

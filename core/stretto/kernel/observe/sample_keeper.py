@@ -93,7 +93,7 @@ class SampleKeeper:
 
     async def until_followed(self) -> None:
         """Wait until the writer reads the log, so that it notices what comes after a loss. If it does not
-        start, the run goes on, and the log is kept for it."""
+        start, the run continues, and the log is kept for it."""
         if self.on:
             with anyio.move_on_after(_START_S) as waiting:
                 await self._followed.wait()

@@ -63,7 +63,7 @@ class Timeline:
         return self._newest
 
     def begin(self, lease_epoch: int, version: int) -> None:
-        """Continue the file of a former kernel, without a broken last line, or begin a new one.
+        """Continue the file of a previous kernel, without a broken last line, or begin a new one.
 
         Args:
             version: version of the checkpoint from which the kernel continues.

@@ -1,7 +1,7 @@
 """The traces of a run: one for each ticket in the traced share, one for each step and each evaluation.
 
 The kernel begins and ends them; the other processes add spans below. The ids of a ticket's trace follow from
-the run and the ticket's number: the trace goes on when the kernel issues the ticket again, also after a
+the run and the ticket's number: the trace continues when the kernel issues the ticket again, also after a
 resume. A step that `resume` repeats has no trace of its own.
 """
 
@@ -128,7 +128,7 @@ class RunTraces:
         return context if step == version else ""
 
     def _end_ticket(self, context: str, outcome: str, attempt: int, reason: str = "") -> None:
-        """End the root span of a ticket. If a former kernel issued the ticket, the span begins with this
+        """End the root span of a ticket. If a previous kernel issued the ticket, the span begins with this
         kernel."""
         ticket, since = self._open.pop(context, (None, self._began_ns))
         version = ticket.exact_version if ticket is not None else None

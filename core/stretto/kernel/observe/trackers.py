@@ -46,7 +46,7 @@ class Trackers:
         self._processes = [_TrackerProcess(run, section, problems) for section in sections]
 
     def start(self) -> None:
-        """Start all processes. Lines after the checkpoint, and the summary of a former kernel, must be gone
+        """Start all processes. Lines after the checkpoint, and the summary of a previous kernel, must be gone
         by now."""
         for each in self._processes:
             log.info("tracker starts", tracker=each.section.folder_name)

@@ -65,7 +65,7 @@ class Draws:
         self.again: deque[tuple[int, int]] = deque()
         """(row, number of drops) of the rows to draw again."""
         self._recorded: dict[int, RecordedDraw] = {}
-        """Draws of tickets that a former kernel may have issued."""
+        """Draws of tickets that a previous kernel may have issued."""
         self._unrecorded: list[tuple[int, int]] = []
         self._pending: dict[int, list[TicketEnd]] = {}
         """Ends that the curriculum has not heard of, by the version at which the ticket was drawn."""
@@ -134,7 +134,7 @@ class Draws:
         again: Sequence[tuple[int, int]],
         recorded: Mapping[int, RecordedDraw],
     ) -> None:
-        """Take over a former kernel's state.
+        """Take over a previous kernel's state.
 
         Args:
             recorded: draws of the tickets that were issued after the state, by ticket.

@@ -25,7 +25,7 @@ _MAX_PATIENCE = 64
 class DivergenceGate(msgspec.Struct):
     """The limit and the controller's state between two steps. It is part of every checkpoint.
 
-    A change of the limit shows in the batches only after the tickets issued under the former limit are
+    A change of the limit shows in the batches only after the tickets issued under the previous limit are
     trained. So the controller waits for that number of steps after each change before it judges again.
     """
 

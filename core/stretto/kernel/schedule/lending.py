@@ -1,7 +1,7 @@
 """The choice of the inference workers that are lent to the evaluation under way. A plain class without I/O.
 
 A lent worker serves the weights of the evaluation, and only to the evaluation. While training needs no
-engine, all workers are lent. While training goes on, one of several workers is lent, or half of them if
+engine, all workers are lent. While training continues, one of several workers is lent, or half of them if
 another evaluation waits.
 
 A single worker takes turns. Before the first step it serves training, so that a fault of the training shows

@@ -1,7 +1,7 @@
 """Outcomes of tickets, as rollout workers write them to the log, checked before the ledger takes them in.
 
 A group that no later step could use fails its ticket, and nothing else. The check uses the outcome and its
-place in the log alone, so a resumed run decides as the former kernel did.
+place in the log alone, so a resumed run decides as the previous kernel did.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Fail:
-    """The run cannot go on."""
+    """The run cannot continue."""
 
     reason: str
 
@@ -439,7 +439,7 @@ class Scheduler:
         return Counter(ticket.worker for ticket in self._open.values() if ticket.done is None)
 
     def is_due(self, version: int) -> bool:
-        """Whether the run evaluates this version while training goes on."""
+        """Whether the run evaluates this version while training continues."""
         every = self.settings.evaluation_every if self.settings.evaluation_rows else 0
         return bool(every) and version % every == 0 and version < self.settings.steps
 
@@ -484,9 +484,9 @@ class Scheduler:
     def restore(
         self, snapshot: Snapshot, *, attempts_from: int, recorded: Mapping[int, RecordedDraw] | None = None
     ) -> None:
-        """Take over a former kernel's state.
+        """Take over a previous kernel's state.
 
-        Between `restore` and `start`, the caller may report with `replay` and `group_done` what the former
+        Between `restore` and `start`, the caller may report with `replay` and `group_done` what the previous
         kernel's workers finished. `start` issues the other tickets again. It numbers their attempts from
         `attempts_from + 1`. After `start`, the scheduler ignores groups of earlier attempts.
 
@@ -601,7 +601,7 @@ class Scheduler:
         self._proceed()
 
     def group_failed(self, failure: GroupFailed) -> None:
-        """The present attempt of a ticket produces no group. Failures of former attempts do not count."""
+        """The present attempt of a ticket produces no group. Failures of previous attempts do not count."""
         found = self._find(failure.purpose, failure.ticket)
         if found is None or found.done is not None:
             return
@@ -685,7 +685,7 @@ class Scheduler:
         assert self._training is None
         finished, chosen = {group.ticket: group for group in groups}, sorted(tickets)
         for id in chosen:
-            while self._ledger.issued <= id:  # the former kernel had issued it
+            while self._ledger.issued <= id:  # the previous kernel had issued it
                 self._open_next()
             if self._open[id].done is None:
                 self.variants.observe(finished[id])
@@ -702,8 +702,8 @@ class Scheduler:
         self._rounds_due = deque(each for each in self._rounds_due if not self._is_evaluated(each))
 
     def expire_finished(self, reason: str) -> None:
-        """Expire all finished groups, because a new incarnation begins and weights of the former one sampled
-        them. Evaluations of later versions are dropped too. Called after `restore`."""
+        """Expire all finished groups, because a new incarnation begins and weights of the previous one
+        sampled them. Evaluations of later versions are dropped too. Called after `restore`."""
         self.evaluations = [each for each in self.evaluations if each.version <= self.version]
         for ticket in [ticket for ticket in self._open.values() if ticket.done]:
             self._retire(ticket, "expired", reason)
@@ -757,7 +757,7 @@ class Scheduler:
         return ticket
 
     def _open_up_to(self, id: int) -> None:
-        """Open all tickets up to this number, because the former kernel had issued them. Called after
+        """Open all tickets up to this number, because the previous kernel had issued them. Called after
         `restore`, with the number in a worker's message: one that is too high opens no more than a window."""
         most = self._ledger.issued + self._window
         while self._ledger.issued <= id < most:
@@ -823,7 +823,7 @@ class Scheduler:
                 self._reissue("train", ticket, "")
 
     def _void(self, attempt: int) -> bool:
-        """Whether an attempt belongs to a former kernel and no longer counts."""
+        """Whether an attempt belongs to a previous kernel and no longer counts."""
         return self._state != "new" and attempt <= self._attempts_from
 
     def _find(self, purpose: Purpose, ticket: int) -> OpenTicket | None:

@@ -62,8 +62,9 @@ class TicketQueue:
         await self._bus.publish(self._names.abort_ticket, AbortTicket(purpose, ticket, attempt))
 
     async def clear(self) -> None:
-        """Remove the tickets that a former kernel left in the queue. No worker of this kernel may take them:
-        no engine is ever lent to an evaluation of the former kernel, so its tickets would never end."""
+        """Remove the tickets that a previous kernel left in the queue. No worker of this kernel may take
+        them: no engine is ever lent to an evaluation of the previous kernel, so its tickets would never
+        end."""
         await self._bus.store.purge(self._names.tickets_stream)
 
     async def follow(self, take_in: Callable[[Outcome], None]) -> None:

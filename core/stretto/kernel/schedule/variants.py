@@ -42,7 +42,7 @@ class VariantAccounts:
         self.accounts = {name: VariantAccount() for name in weights}
 
     def restore(self, accounts: Mapping[str, VariantAccount]) -> None:
-        """Take over the accounts of a former kernel."""
+        """Take over the accounts of a previous kernel."""
         self.accounts |= {name: _copy(account) for name, account in accounts.items() if name in self.accounts}
 
     def snapshot(self) -> dict[str, VariantAccount]:
