@@ -129,7 +129,8 @@ class Runner:
         models = sorted({(run.task, run.layers) for run in every})
         missing = [run for run in every if run.key not in self._known]
         with ThreadPoolExecutor(jobs or self._jobs) as pool:
-            list(pool.map(lambda model: TASKS[model[0]].make(WORK, layers=model[1]), models))
+            for made in [pool.submit(TASKS[task].make, WORK, layers=layers) for task, layers in models]:
+                made.result()
             for run, result in zip(missing, pool.map(self._run, missing), strict=True):
                 self._keep(run, result)
         return {run: self._known[run.key] for run in every}

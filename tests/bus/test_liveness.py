@@ -37,7 +37,8 @@ from stretto.component import Problem
 from stretto.config import BusConfig
 from stretto.engine import Load
 from stretto.errors import NoAnswer
-from stretto.kernel.fleet.fleet import Fleet, fleet
+from stretto.kernel.fleet import fleet
+from stretto.kernel.fleet.fleet import Fleet
 from stretto.launcher import Job, Resources
 from stretto.workers.context import WorkerContext
 from stretto.workers.heartbeats import heartbeats

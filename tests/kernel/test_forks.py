@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from stretto import Context, LauncherConfig
-from stretto.kernel.fleet.fleet import forks as forks_module
+from stretto.kernel.fleet import forks as forks_module
 from stretto.kernel.fleet.forks import ForkServer
 from stretto.launcher import Job, Resources, process_environment
 from stretto_local import LocalLauncher

@@ -605,7 +605,8 @@ def test_a_run_of_sft_reads_images(start: Start, vision_models: Models, rows: Pa
 def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from stretto.workers import images as worker_images, rollout\n"
+        "from stretto.workers import images as worker_images\n"
+        "from stretto.workers.sampling import rollout\n"
         "from stretto.children.first_row import fault_of_first_row\n"
         f"vision = rollout._vision_of({str(vision_models('qwen2_5_vl'))!r})\n"
         f"row = {{'prompt': 'a <|image_pad|>', 'image': {str(rows.parent / 'pictures' / '0-0.png')!r}}}\n"
