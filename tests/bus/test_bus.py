@@ -134,6 +134,20 @@ async def test_payloads_above_the_limit_travel_in_parts(open_bus: OpenBus, names
         assert answer.config == place.encode() * 2
 
 
+async def test_a_subscription_receives_what_is_published_once_it_is_made(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    """The client's own `flush` overtakes a subscription that waits to be sent, now and then."""
+    subject = names.kernel("rollout", "heartbeat")
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        for _ in range(200):
+            heard = anyio.Event()
+            await kernel.subscribe(subject, Heartbeat, lambda _, heard=heard: heard.set())
+            await rollout.publish(subject, Heartbeat("rollout-0", "n", ready=True))
+            with anyio.fail_after(5):
+                await heard.wait()
+
+
 # --------------------------------------------------------------------------- request and serve
 
 

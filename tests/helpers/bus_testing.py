@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import anyio
 import msgspec
-import nats
 from nats.aio.client import Client
 
+from stretto.bus.connection import NatsClient
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.membership import Welcome
 
@@ -36,13 +36,15 @@ def server_pid(folder: Path) -> int:
 async def raw_client(folder: Path, role: str, **options: Any) -> Client:
     """A plain NATS client with the credentials of a role, which sends whatever a test wants."""
     login = msgspec.json.decode((folder / "bus" / f"{role}.json").read_bytes())
-    return await nats.connect(
+    client = NatsClient()
+    await client.connect(
         login["url"],
         user=login["user"],
         password=login["password"],
         inbox_prefix=f"st.{login['run']}.inbox.{role}".encode(),
         **options,
     )
+    return client
 
 
 def welcome(run: str, lease_epoch: int, **sections: Any) -> Welcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import ssl
 from collections.abc import Awaitable, Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import anyio
 import nats.errors
-from nats.aio.client import Client
+from nats.aio.client import PING_PROTO, Client
 
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
@@ -45,13 +46,21 @@ _NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus
 
 
 class NatsClient(Client):
-    """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS."""
+    """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS. Its
+    `flush` waits until the server has taken in everything sent before."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         server = self._current_server
         if initial_connection and server and server.uri.scheme == "tls" and not info.get("tls_required"):
             raise nats.errors.Error(f"{server.uri.hostname} offers no TLS")
         await super()._process_info(info, initial_connection)
+
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        # nats-py writes a ping before what still waits to be sent. Its answer would not say that the server
+        # has a subscription made before.
+        self._pongs.append(future or asyncio.get_running_loop().create_future())
+        await self._send_command(PING_PROTO)
+        await self._flush_pending()
 
 
 async def open_once(
