@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import psutil
 import pytest
 
 from bus_testing import until
@@ -56,6 +57,8 @@ async def test_a_writer_that_hangs_is_killed_started_again_and_reported(
     monkeypatch.setattr(keeper, "_start", start)
     async with running(keeper):
         await until(lambda: len(started) == 3)
+        # A signal that comes before the stop would end the process.
+        await until(lambda: psutil.Process(started[2].pid).status() == psutil.STATUS_STOPPED)
         assert [process.poll() for process in started[:2]] == [-9, -9]
         await keeper.stop(at_once=False)
         assert started[2].poll() is not None

@@ -320,7 +320,7 @@ async def test_an_agent_sends_images_in_data_urls(vision_models: Models) -> None
 
 
 class Log:
-    """A bus with one bundle, and images that it says have these names."""
+    """A store with one bundle, and images that it says have these names."""
 
     def __init__(self, bundle: TrajectoryBundle, images: dict[str, bytes]) -> None:
         self.bundle = bundle
@@ -364,7 +364,7 @@ async def test_a_trainer_makes_the_arrays_of_the_images_that_a_trajectory_names(
     def store_of(*wires: WireTrajectory, **lies: bytes) -> tuple[BatchStore, Log]:
         """A batch of trajectories whose row has the first file."""
         log = Log(TrajectoryBundle(1, 1, 0, wires), {**dict(zip(names, files, strict=True)), **lies})
-        context: Any = SimpleNamespace(bus=log, names=Subjects("r"))
+        context: Any = SimpleNamespace(bus=SimpleNamespace(store=log), names=Subjects("r"))
         placement: Any = SimpleNamespace(graph=SimpleNamespace(samples=True, source=None, writers={}))
         store: Any = BatchStore(context, placement, {})
         store._vision, store._dataset = vision, [row_of("<image>", files[0])]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Log:
-    """A bus with bundles of two rows by sequence number, which counts how often each is read."""
+    """A store with bundles of two rows by sequence number, which counts how often each is read."""
 
     def __init__(self) -> None:
         self.reads: list[int] = []
@@ -33,7 +33,7 @@ def log() -> Log:
 @pytest.fixture
 def store(log: Log) -> BatchStore:
     graph = SimpleNamespace(samples=True, source=None, writers={})
-    context: Any = SimpleNamespace(bus=log, names=SimpleNamespace(log_stream="log"))
+    context: Any = SimpleNamespace(bus=SimpleNamespace(store=log), names=SimpleNamespace(log_stream="log"))
     placement: Any = SimpleNamespace(graph=graph)
     return BatchStore(context, placement, {})
 

@@ -124,7 +124,7 @@ def _seconds(label: str, meaning: str) -> Figure:
 
 
 _ALONE = "in answers that this step's version sampled alone"
-_AFTER_SWAP = "where this step's version went on with an older version's answer"
+_AFTER_SWAP = "where this step's version continued an older version's answer"
 FIGURES: Mapping[str, Figure] = {
     "reward": Figure("reward", "Mean reward of the batch", form=".3f"),
     ACCURACY: Figure("held-out accuracy", "Mean accuracy of the answers to held-out rows", form=".3f"),
