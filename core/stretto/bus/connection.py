@@ -46,8 +46,10 @@ _NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus
 
 
 class NatsClient(Client):
-    """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS. Its
-    `flush` waits until the server has taken in everything sent before."""
+    """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS.
+
+    Its `flush` waits until the server has taken in everything sent before.
+    """
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         server = self._current_server
