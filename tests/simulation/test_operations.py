@@ -161,9 +161,11 @@ class Sequence:
         if self.readers and self.rng.random() < 0.6:
             stream, consumer = self.log, self.rng.choice(self.readers)
         number = self.rng.randint(1, 3)
-        got = await self._taken(stream, consumer, number)
-        if got == ["404"]:  # a real consumer hears of a new message a moment after its sender
+        for attempt in range(5):  # a real consumer hears of a new message a moment after its sender
+            await asyncio.sleep(0.01 * attempt)
             got = await self._taken(stream, consumer, number)
+            if got != ["404"]:
+                break
         return got
 
     async def _taken(self, stream: str, consumer: str, number: int) -> list[Any]:
