@@ -7,11 +7,13 @@ is replaced here, where a library or the standard library does it.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import secrets
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -132,6 +134,12 @@ def _signals(*numbers: int) -> Iterator[Any]:
         process.on_signal.remove(handle)
 
 
+def _process_id() -> int:
+    """Take the place of `os.getpid`."""
+    process = current_process()
+    return process.pid if process is not None else 1
+
+
 def _escape(*args: object, **options: object) -> Any:
     raise Escaped(f"{args[:1]}: sockets, threads and processes are not there in the simulation")
 
@@ -145,6 +153,11 @@ def patched(world: World) -> Generator[None]:
     ) -> Any:
         return await world.in_thread(func, *args, abandon=abandon_on_cancel)
 
+    def strftime(form: str, moment: time.struct_time | None = None) -> str:
+        return real_strftime(form, moment or time.gmtime(world.wall()))
+
+    real_strftime = time.strftime
+
     def token_hex(number: int = 32) -> str:
         return world.random.randbytes(number).hex()
 
@@ -154,6 +167,9 @@ def patched(world: World) -> Generator[None]:
         (time, "process_time", world.now),
         (time, "time", world.wall),
         (time, "sleep", world.sleep),
+        (time, "strftime", strftime),
+        (os, "getpid", _process_id),
+        (tempfile, "_get_candidate_names", lambda: iter(lambda: token_hex(4), None)),
         (secrets, "token_bytes", lambda number=32: world.random.randbytes(number)),
         (secrets, "token_hex", token_hex),
         (secrets, "randbits", world.random.getrandbits),

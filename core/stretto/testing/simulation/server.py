@@ -127,6 +127,8 @@ class Server:
         """The context of the server's own callbacks, which belong to no process."""
         self.weather = Weather()
         self.up = True
+        self.folder = b"/"
+        """Folder of the universe. It has another name each time, so the trace does not show it."""
         self.observers: list[Callable[[str, str, bytes], None]] = []
         """Called with sender, subject and payload of each message that is published."""
         self.messages = 0
@@ -280,7 +282,8 @@ class Server:
     def _deliver(
         self, sender: str, to: Connection, sid: bytes, subject: str, reply: str, head: bytes, data: bytes
     ) -> None:
-        self.loop.note("message", sender, to.name, subject, hashlib.blake2b(data, digest_size=8).hexdigest())
+        shown = data.replace(self.folder, b"FOLDER") if self.folder in data else data
+        self.loop.note("message", sender, to.name, subject, hashlib.blake2b(shown, digest_size=8).hexdigest())
         address = f"{subject} {sid.decode()} {reply}".rstrip()
         if head:
             line = f"HMSG {address} {len(head)} {len(head) + len(data)}\r\n"

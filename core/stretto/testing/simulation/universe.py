@@ -58,6 +58,7 @@ class Universe:
         self.world = World(self.loop, seed)
         self.server = Server(self.loop, seed)
         self.machine = Machine(self.world)
+        self.server.folder = str(folder).encode()
         self.folder, self.document = folder, document
         self.log: list[str] = []
         self.kernels = 0
@@ -141,6 +142,12 @@ def _seams():
     import stretto.kernel.life as life
     import stretto_mock.inference
 
+    import stretto.kernel.observe.report
+    from stretto.base.cores import CoreUse
+
+    class NoMeter:
+        def read(self): return CoreUse(0.5, 0.5)
+
     class NoView:
         def __init__(self, *args: Any) -> None: ...
         async def run(self) -> None: ...
@@ -154,6 +161,7 @@ def _seams():
             (worker, "_start_exit_watchdog", start_exit_watchdog),
             (life, "View", NoView),
             (stretto_mock.inference, "_TICK_S", 0.03),
+            (stretto.kernel.observe.report, "CoreMeter", NoMeter),
         ]:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
