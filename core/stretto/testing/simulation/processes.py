@@ -38,6 +38,12 @@ _CHILD_S = (0.1, 0.5)
 _SCORE_S = 0.01
 
 
+def use(world: World, machine: Machine) -> None:
+    """Have everything of this module belong to a world."""
+    InlineExecutor.world = InlineChildPool.world = world
+    SimulatedLauncher.machine = machine
+
+
 class Machine:
     """Where the processes of a simulation run: it starts and finds them."""
 
@@ -231,5 +237,3 @@ class InlineChildPool:
 
     async def close(self) -> None:
         """Do nothing: there are no processes."""
-
-

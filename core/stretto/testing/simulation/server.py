@@ -159,6 +159,11 @@ class Server:
             delay += self._rng.random() * self.weather.late_s
         return delay
 
+    def calm(self) -> None:
+        """End the bad weather. A server that hangs or has a full disk is not concerned."""
+        weather = self.weather
+        self.weather = Weather(disk_full=weather.disk_full, pings_only=weather.pings_only)
+
     # ------------------------------------------------------------------------------- connections
 
     def accept(self, transport: SimulatedTransport, name: str) -> Connection:

@@ -1,167 +1,274 @@
-"""One universe: a run, its faults, and what became of it. The same seed gives the same universe."""
+"""One universe: a run, its faults, and what became of it. The same tape gives the same universe."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import resource
-import shutil
-import signal
-import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import anyio
 import msgspec
 import structlog
 
+import stretto.kernel.observe.report
+import stretto.workers.context
+import stretto.workers.scoring.verifier
+import stretto.workers.worker
+import stretto_mock.inference
+from stretto.assembly.compose import compose_mapping
+from stretto.base.cores import CoreUse
+from stretto.bus.joining import operator_bootstrap
+from stretto.bus.messages.operation import ScaleRun
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.server import lock_run
+from stretto.errors import StrettoError
+from stretto.kernel import life
+from stretto.kernel.durable.changes import write_values
+from stretto.kernel.ending import Interruptions
+from stretto.kernel.setup import RunSetup
+from stretto.testing.simulation import processes
+from stretto.testing.simulation.faults import Tape, inject
 from stretto.testing.simulation.loop import Deadlock, Livelock, Process, SimulatedLoop
+from stretto.testing.simulation.oracles import Oracle
 from stretto.testing.simulation.patches import World, patched
-from stretto.testing.simulation.processes import (
-    InlineChildPool,
-    InlineExecutor,
-    Machine,
-    SimulatedLauncher,
-    heartbeats,
-    start_exit_watchdog,
-)
 from stretto.testing.simulation.server import Server
 
-_CPU_S = 120
+__all__ = ["Outcome", "Universe"]
+
+_LIMIT_S = 300.0
+"""Virtual seconds after which a run that has not ended is stuck."""
+_MOST_KERNELS = 6
+_PAUSES_S = (0.2, 3.0, 15.0)
+_NUM_ROWS = 200
 
 
 class Outcome(msgspec.Struct):
     """What became of a universe."""
 
     status: str
-    reason: str = ""
-    virtual_s: float = 0.0
-    cpu_s: float = 0.0
-    callbacks: int = 0
-    messages: int = 0
-    kernels: int = 0
-    digest: str = ""
-    errors: list[str] = []
+    reason: str
+    violations: list[str]
+    errors: list[str]
+    """Exceptions that nobody has handled."""
+    digest: str
+    """SHA-256 of the trace."""
+    virtual_s: float
+    cpu_s: float
+    callbacks: int
+    messages: int
+    kernels: int
+    """Number of kernels that have owned the run."""
     log: list[str] = []
+
+    @property
+    def failed(self) -> bool:
+        """Whether it shows a fault of stretto."""
+        return self.status != "completed" or bool(self.violations or self.errors)
 
 
 class Universe:
-    """A run in the simulation."""
+    """A run in the simulation.
 
-    def __init__(self, seed: int, folder: Path, document: dict[str, Any]) -> None:
+    Args:
+        folder: an empty folder, which the universe uses.
+    """
+
+    def __init__(self, tape: Tape, folder: Path) -> None:
+        seed = tape.seed
+        self.tape, self.folder = tape, folder
         self.loop = SimulatedLoop(seed)
         self.world = World(self.loop, seed)
         self.server = Server(self.loop, seed)
-        self.machine = Machine(self.world)
         self.server.folder = str(folder).encode()
-        self.folder, self.document = folder, document
+        self.machine = processes.Machine(self.world)
         self.log: list[str] = []
-        self.kernels = 0
-        InlineExecutor.world = InlineChildPool.world = self.world
-        SimulatedLauncher.machine = self.machine
+        self._rng = Random(f"pauses {seed}")
+        self._kernels = 0
+        self._summary: dict[str, Any] | None = None
+        self._began = self.loop.time()
 
-    def run(self, limit_s: float) -> Outcome:
-        from stretto.kernel import life
-        from stretto.assembly.compose import compose_mapping
+    def later(self, seconds: float, call: Callable[..., Any], *args: Any) -> None:
+        """Call something later, outside of all processes."""
+        self.loop.call_later(seconds, call, *args, context=self.server.context)
 
-        began = time.process_time()
-        before = time.process_time
-        result: dict[str, Any] = {}
-        with patched(self.world), _seams():
-            structlog.configure(processors=[structlog.contextvars.merge_contextvars, self._log])
-            composed = compose_mapping(self.document)
-            out = self.folder / "run"
+    def tell(self, *words: object) -> None:
+        """Add a line to the log and the trace."""
+        text = " ".join(map(str, words)).replace(str(self.folder), "FOLDER")
+        self.loop.note("log", text)
+        self.log.append(f"{self.loop.time() - self._began:9.3f} {text}")
 
-            async def live() -> None:
-                from stretto.bus.server import lock_run
-                from stretto.kernel.durable.changes import write_values
-                from stretto.kernel.setup import RunSetup
-                from stretto.kernel.ending import Interruptions
-
-                lock = lock_run(out / "bus")
-                write_values(out, composed)
-                self.kernels += 1
-                setup = RunSetup(composed, out, resumed=None)
-                kernel = Process(self.loop, "kernel")
-                kernel.on_end.append(lock.close)
-
-                async def main() -> None:
-                    try:
-                        summary, _ = await life._live_and_sum_up(setup, Interruptions())
-                        result.update(summary)
-                    except Exception as error:
-                        result.update(status="raised", reason="".join(traceback.format_exception(error)))
-                    kernel.end(0)
-
-                self.task = self.loop.create_task(main(), context=kernel.context())
-                done, _ = await asyncio.wait([kernel.ended], timeout=limit_s)
-                if not done:
-                    result.update(status="stuck", reason=f"not over after {limit_s:g} virtual seconds")
-
-            try:
-                self.loop.run_until_complete(live())
-            except Deadlock as error:
-                result.update(status="deadlock", reason=str(error))
-            except Livelock as error:
-                result.update(status="livelock", reason=str(error))
+    def run(self) -> Outcome:
+        """Run until the run has ended for good, or is stuck."""
+        cpu = time.process_time
+        began = cpu()
+        processes.use(self.world, self.machine)
+        with patched(self.world), _replaced(), _logged(self.tell):
+            self._composed = compose_mapping(self._document())
+            oracle = Oracle(self._composed.config.queue.max_staleness)
+            self.server.observers.append(oracle)
+            inject(self, self.tape.faults)
+            summary = self._live()
+        oracle.end(summary, self.tape.run["steps"])
         return Outcome(
-            result["status"],
-            result.get("reason", ""),
-            self.loop.time() - 1000,
-            before() - began,
-            self.loop.callbacks,
-            self.server.messages,
-            self.kernels,
-            self.loop.digest,
-            self.loop.errors,
-            self.log,
+            status=summary["status"],
+            reason=summary.get("reason", ""),
+            violations=oracle.violations,
+            errors=self.loop.errors,
+            digest=self.loop.digest,
+            virtual_s=round(self.loop.time() - self._began, 3),
+            cpu_s=round(cpu() - began, 3),
+            callbacks=self.loop.callbacks,
+            messages=self.server.messages,
+            kernels=self._kernels,
+            log=self.log,
         )
 
-    def _log(self, logger: Any, name: str, event: dict[str, Any]) -> Any:
-        text = f"{name} {event.pop('event')} " + " ".join(f"{key}={value}" for key, value in event.items())
-        text = text.replace(str(self.folder), "FOLDER")
-        self.loop.note("log", text)
-        self.log.append(f"{self.loop.time() - 1000:9.3f} {text}")
-        raise structlog.DropEvent
+    def _document(self) -> dict[str, Any]:
+        """Return the run file, with its paths."""
+        rows, weights = self.folder / "rows.jsonl", self.folder / "weights"
+        weights.mkdir()
+        lines = (f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(_NUM_ROWS))
+        rows.write_text("".join(lines))
+        own = {
+            "out": str(self.folder / "run"),
+            "plugins": [str(Path(__file__).with_name("plugin.py"))],
+            "dataset": {"use": "jsonl", "path": str(rows)},
+            "weights": {"use": "file", "folder": str(weights)},
+            "bus": {"url": "nats://simulated:4222"},
+        }
+        document = {**self.tape.run, **own}
+        if "evaluation" in document:
+            document["evaluation"] = {**document["evaluation"], "dataset": own["dataset"]}
+        document["launcher"] = {**document.get("launcher", {}), "use": "simulated"}
+        return document
+
+    def _live(self) -> dict[str, Any]:
+        try:
+            return self.loop.run_until_complete(self._kernels_in_turn())
+        except Deadlock as error:
+            return {"status": "deadlock", "reason": str(error)}
+        except Livelock as error:
+            return {"status": "livelock", "reason": str(error)}
+
+    async def _kernels_in_turn(self) -> dict[str, Any]:
+        """Start a kernel, and another one whenever one was killed or could not go on alone."""
+        out = self.folder / "run"
+        deadline = self._began + _LIMIT_S
+        with lock_run(out / "bus"):
+            write_values(out, self._composed)
+        while True:
+            kernel = self._start_kernel(out)
+            done, _ = await asyncio.wait([kernel.ended], timeout=deadline - self.loop.time())
+            if not done:
+                return {"status": "stuck", "reason": f"not over after {_LIMIT_S:g} virtual seconds"}
+            summary, self._summary = self._summary, None
+            if summary is not None and not _resumable(summary):
+                return summary
+            if self._kernels == _MOST_KERNELS:
+                return summary or {"status": "killed", "reason": "each kernel was killed"}
+            self.tell("RESUME", summary["reason"] if summary else "killed")
+            if summary is None or summary["status"] != "repeated":
+                await anyio.sleep(self._rng.choice(_PAUSES_S))
+
+    def _start_kernel(self, out: Path) -> Process:
+        """Do what `stretto run` or `stretto resume` does, as a process of the simulation."""
+        kernel = Process(self.loop, "kernel")
+        lock = lock_run(out / "bus")
+        kernel.on_end.append(lock.close)
+        first = not self._kernels
+        self._kernels += 1
+
+        async def main() -> None:
+            try:
+                resumed = None if first else life._newest_checkpoint(out)
+                setup = RunSetup(self._composed, out, resumed=resumed)
+                self._summary, _ = await life._live_and_sum_up(setup, Interruptions())
+            except StrettoError as error:
+                self._summary = {"status": "refused", "reason": str(error)}
+            except Exception as error:
+                self._summary = {"status": "raised", "reason": "".join(traceback.format_exception(error))}
+            kernel.end(0)
+
+        self._task = self.loop.create_task(main(), context=kernel.context())
+        return kernel
+
+    def scale(self, role: str, number: int) -> None:
+        """Ask the kernel for another number of processes, as `stretto scale` does."""
+        try:
+            bootstrap = operator_bootstrap(self.folder / "run" / "bus")
+        except StrettoError:
+            return  # no kernel has begun yet
+        names = Subjects(bootstrap.run)
+        subject = names.kernel("operator", "scale")
+        reply = f"{names.answers('operator', 'kernel')}.simulation.{self.loop.callbacks}"
+        data = msgspec.msgpack.encode(ScaleRun(bootstrap.token, {role: number}))
+        self.server.send("operator", subject, reply, b"", data)
 
 
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+def _resumable(summary: dict[str, Any]) -> bool:
+    """Whether a run ended as it has to, so that somebody resumes it: by a signal, or because a trainer is
+    gone."""
+    lost = summary["reason"].startswith("trainer-") and "was lost" in summary["reason"]
+    return summary["status"] in ("interrupted", "repeated") or (summary["status"] == "failed" and lost)
 
 
 @contextmanager
-def _seams():
-    import stretto.workers.context
-    import stretto.workers.scoring.verifier
-    import stretto.workers.worker as worker
-    import stretto.kernel.life as life
-    import stretto_mock.inference
-
-    import stretto.kernel.observe.report
-    from stretto.base.cores import CoreUse
-
-    class NoMeter:
-        def read(self): return CoreUse(0.5, 0.5)
-
-    class NoView:
-        def __init__(self, *args: Any) -> None: ...
-        async def run(self) -> None: ...
-        def stop(self) -> None: ...
-
+def _replaced() -> Generator[None]:
+    """Replace what stretto uses of its machine."""
+    places: list[tuple[Any, str, Any]] = [
+        (stretto.workers.context, "ThreadPoolExecutor", processes.InlineExecutor),
+        (stretto.workers.scoring.verifier, "ChildPool", processes.InlineChildPool),
+        (stretto.workers.worker, "heartbeats", processes.heartbeats),
+        (stretto.workers.worker, "_start_exit_watchdog", processes.start_exit_watchdog),
+        (stretto.kernel.observe.report, "CoreMeter", _NoMeter),
+        (life, "View", _NoView),
+        (stretto_mock.inference, "_TICK_S", 0.03),
+    ]
     with ExitStack() as stack:
-        for owner, name, value in [
-            (stretto.workers.context, "ThreadPoolExecutor", InlineExecutor),
-            (stretto.workers.scoring.verifier, "ChildPool", InlineChildPool),
-            (worker, "heartbeats", heartbeats),
-            (worker, "_start_exit_watchdog", start_exit_watchdog),
-            (life, "View", NoView),
-            (stretto_mock.inference, "_TICK_S", 0.03),
-            (stretto.kernel.observe.report, "CoreMeter", NoMeter),
-        ]:
+        for owner, name, value in places:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
+
+
+@contextmanager
+def _logged(tell: Callable[..., None]) -> Generator[None]:
+    """Have log lines in the trace."""
+
+    def log(logger: object, name: str, event: dict[str, Any]) -> Any:
+        who, text = event.pop("worker", "kernel"), event.pop("event")
+        tell(who, name, text, *(f"{key}={value}" for key, value in event.items()))
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(processors=[structlog.contextvars.merge_contextvars, log])
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+class _NoView:
+    """A live view that shows nothing."""
+
+    def __init__(self, *args: object) -> None:
+        del args
+
+    async def run(self) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+
+class _NoMeter:
+    """A meter of cores that nobody uses."""
+
+    def read(self) -> CoreUse:
+        """Return constants."""
+        return CoreUse(0.5, 0.5)
