@@ -28,7 +28,8 @@ class Oracle:
         self._trained: dict[int, int] = {}
         """Ticket -> version of the batch that trains it."""
         self._digests: dict[int, str] = {}
-        self._evaluated: dict[int, tuple[int, float | None]] = {}
+        self._evaluated: dict[int, int] = {}
+        """Version -> incarnation of its evaluation."""
         self._incarnation = 0
         self.steps = 0
 
@@ -53,11 +54,9 @@ class Oracle:
             case JournalStep():
                 self._judge_step(entry)
             case JournalEvaluation():
-                known = self._evaluated.setdefault(
-                    entry.result.version, (entry.incarnation, entry.result.accuracy)
-                )
-                if known[0] == entry.incarnation and known[1] != entry.result.accuracy:
-                    self._violated(f"version {entry.result.version} is evaluated twice")
+                version = entry.result.version
+                if self._evaluated.setdefault(version, entry.incarnation) != entry.incarnation:
+                    self._violated(f"version {version} is evaluated twice")
 
     def _judge_batch(self, batch: JournalBatch) -> None:
         for ticket in batch.tickets:

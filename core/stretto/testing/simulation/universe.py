@@ -53,16 +53,16 @@ class Outcome(msgspec.Struct):
 
     status: str
     reason: str
-    violations: list[str]
-    errors: list[str]
+    violations: list[str] = []
+    errors: list[str] = []
     """Exceptions that nobody has handled."""
-    digest: str
+    digest: str = ""
     """SHA-256 of the trace."""
-    virtual_s: float
-    cpu_s: float
-    callbacks: int
-    messages: int
-    kernels: int
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    callbacks: int = 0
+    messages: int = 0
+    kernels: int = 0
     """Number of kernels that have owned the run."""
     log: list[str] = []
 
@@ -191,7 +191,7 @@ class Universe:
                 self._summary, _ = await life._live_and_sum_up(setup, Interruptions())
             except StrettoError as error:
                 self._summary = {"status": "refused", "reason": str(error)}
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a fault of stretto, which the outcome shows
                 self._summary = {"status": "raised", "reason": "".join(traceback.format_exception(error))}
             kernel.end(0)
 
