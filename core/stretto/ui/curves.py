@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from stretto.records.curves import Numbers, thin
-from stretto.records.metrics import is_figure
+from stretto.run_folder import is_figure
 
 __all__ = ["ShownCurve", "curve", "smooth"]
 

@@ -9,20 +9,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from stretto.records.files import open_record
-from stretto.records.timeline import (
-    FILE,
+from stretto.run_folder import (
     CallSpan,
     CauseKind,
     EvaluationSpan,
     Event,
     KernelEnded,
     KernelStarted,
+    RunFolder,
     StepSpan,
     SwapSpan,
     TicketDone,
@@ -30,8 +28,6 @@ from stretto.records.timeline import (
     TicketRetired,
     TicketTaken,
     WorkerChanged,
-    newest_event,
-    read_timeline,
 )
 
 __all__ = ["Lane", "LaneSpan", "Lanes", "lanes"]
@@ -101,7 +97,7 @@ class Lanes(msgspec.Struct):
     """What training waited for in the window, with the seconds."""
 
 
-def lanes(folder: Path, start: float | None, end: float | None, width: int) -> Lanes | None:
+def lanes(run: RunFolder, start: float | None, end: float | None, width: int) -> Lanes | None:
     """Return the timeline of a run in a window; None if it has none.
 
     Args:
@@ -111,14 +107,14 @@ def lanes(folder: Path, start: float | None, end: float | None, width: int) -> L
     Raises:
         ConfigError: if a line of the timeline cannot be read.
     """
-    bounds = _bounds(folder)
+    bounds = run.time_range()
     if bounds is None:
         return None
     begun, ended = bounds
     end = ended if end is None else end
-    start = _newest_steps(folder, ended, begun) if start is None else start
+    start = _newest_steps(run, ended, begun) if start is None else start
     margin = max(_MARGIN_S, end - start)
-    events = list(read_timeline(folder, since=start - margin, until=end + margin))
+    events = list(run.events(since=start - margin, until=end + margin))
     pixel = (end - start) / max(1, width)
     found: list[Lane] = []
     steps, waits = _steps(events)
@@ -133,21 +129,12 @@ def lanes(folder: Path, start: float | None, end: float | None, width: int) -> L
     return Lanes(begun, ended, start, end, found, marks, _totals(waits, start, end))
 
 
-def _bounds(folder: Path) -> tuple[float, float] | None:
-    """Return the times of the first and the last event."""
-    first = next(read_timeline(folder), None)
-    if first is None:
-        return None
-    with open_record(folder / FILE) as file:
-        return first.time, newest_event(file)[0]
-
-
-def _newest_steps(folder: Path, ended: float, begun: float) -> float:
+def _newest_steps(run: RunFolder, ended: float, begun: float) -> float:
     """Return the beginning of the newest steps: it looks back further until it finds enough of them."""
     back = 30.0
     while True:
         since = max(begun, ended - back)
-        steps = [event for event in read_timeline(folder, since=since) if isinstance(event, StepSpan)]
+        steps = [event for event in run.events(since=since) if isinstance(event, StepSpan)]
         if len(steps) > _STEPS_SHOWN:
             return steps[-_STEPS_SHOWN - 1].time
         if since == begun:

@@ -9,16 +9,14 @@ from typing import Any
 import msgspec
 
 from stretto.errors import ConfigError
-from stretto.records.figures import change, recent
-from stretto.records.run import RunRecord
-from stretto.records.status import standstill
+from stretto.run_folder import RunFolder, change, recent
 
 __all__ = ["overview"]
 
 _MOST_CAUSES = 12
 
 
-def overview(record: RunRecord) -> dict[str, Any]:
+def overview(record: RunFolder) -> dict[str, Any]:
     """Return the content of the view as JSON values. A status that cannot be read, such as that of another
     version of stretto, is a fault to show, and no reason to hide the run."""
     steps, summary, fault = record.steps, record.summary, ""
@@ -33,7 +31,7 @@ def overview(record: RunRecord) -> dict[str, Any]:
         "folder": str(record.folder),
         "revision": [len(steps), len(record.evaluations), last.get("time_s")],
         "step": last.get("step", 0),
-        "total": record.document.get("steps", 0),
+        "total": record.config.get("steps", 0),
         "started": record.started,
         "wall_s": record.wall_s,
         "keys": [key for key in record.figures() if key != "time_s" and not key.startswith("evaluation/")],
@@ -42,15 +40,13 @@ def overview(record: RunRecord) -> dict[str, Any]:
         "evaluations": record.evaluations,
         "not_trained": _not_trained(steps),
         "status": None if status is None else msgspec.to_builtins(status),
-        "standstill": standstill(record.folder, status)
-        if status is not None and record.state == "running"
-        else "",
+        "standstill": "" if fault else record.standstill,
         "summary": summary,
         "fault": fault,
     }
 
 
-def _headline(record: RunRecord, key: str) -> dict[str, float | None]:
+def _headline(record: RunFolder, key: str) -> dict[str, float | None]:
     values = [value for _, value in record.series(key)]
     return {"recent": recent(values), "change": change(values)}
 

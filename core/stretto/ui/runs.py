@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import ConfigError
-from stretto.records.figures import recent
-from stretto.records.metrics import ACCURACY
-from stretto.records.run import RunRecord, find_runs, is_run
+from stretto.run_folder import ACCURACY, RunFolder, find_runs, is_run, recent
 from stretto.ui.samples import Samples
 
 __all__ = ["ListedRun", "Runs"]
@@ -35,13 +33,13 @@ class ListedRun:
         """The run's folder as seen from the folder of the page; `.` if they are the same."""
         self.id = hashlib.sha256(self.path.encode()).hexdigest()[:12]
         self.samples = Samples(folder)
-        self._record: RunRecord | None = None
+        self._record: RunFolder | None = None
         self._row: dict[str, Any] = {}
         self._row_stamp: object = None
         self._lock = threading.Lock()
 
     @contextmanager
-    def read(self) -> Generator[RunRecord]:
+    def read(self) -> Generator[RunFolder]:
         """Lend the run's record, with what was appended to its files.
 
         Raises:
@@ -49,7 +47,7 @@ class ListedRun:
         """
         with self._lock:
             self._refuse_links()
-            self._record = self._record or RunRecord(self.folder)
+            self._record = self._record or RunFolder(self.folder)
             self._record.refresh()
             yield self._record
 
@@ -129,8 +127,8 @@ class Runs:
         return run
 
 
-def _row(record: RunRecord) -> dict[str, Any]:
-    document, steps = record.document, record.steps
+def _row(record: RunFolder) -> dict[str, Any]:
+    document, steps = record.config, record.steps
     last = steps[-1] if steps else {}
     rewards = [value for _, value in record.series("reward")]
     accuracies = [value for _, value in record.series(ACCURACY)]

@@ -13,8 +13,7 @@ import msgspec
 
 from stretto.errors import ConfigError
 from stretto.models.images import ImageError, ImageFile, decode, file_of, images_of, names_in
-from stretto.records.kept.sample_images import SampleImages
-from stretto.records.kept.samples import SampleFilter, SampleStore
+from stretto.run_folder import RunFolder, SampleFilter, SampleStore
 from stretto.ui.token_text import pieces
 
 __all__ = ["Samples", "filter_of"]
@@ -31,8 +30,8 @@ class Samples:
     """The samples of one run. It has a lock of its own, because a search for a text may take seconds."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._store = SampleStore(folder)
-        self._images = SampleImages(folder)
         self._lock = threading.Lock()
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -88,7 +87,7 @@ class Samples:
     def _file_of(self, digest: str, names: Sequence[Any]) -> bytes | None:
         """Return the file of an image that a workflow added, or of one of a row's images; None if it is
         neither."""
-        if (file := self._images.read(digest)) is not None:
+        if (file := RunFolder(self._folder).image(digest)) is not None:
             return file
         for name in names:
             # The image of another name may be missing here.

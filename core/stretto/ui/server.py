@@ -22,9 +22,7 @@ from aiohttp import web
 
 from stretto.bus.listening import is_loopback
 from stretto.errors import ConfigError
-from stretto.records.comparison import compare_runs
-from stretto.records.figures import FIGURES
-from stretto.records.values import dotted_values
+from stretto.run_folder import FIGURES, compare_runs
 from stretto.ui.access import Access
 from stretto.ui.curves import ShownCurve, curve
 from stretto.ui.lanes import lanes
@@ -136,8 +134,8 @@ class _Page:
         if not 1 <= width <= _MOST_POINTS:
             raise ConfigError(f"width is 1 to {_MOST_POINTS} pixels")
         with run.read() as record:
-            folder = record.folder
-        return lanes(folder, _number(query, "start"), _number(query, "end"), width)
+            shown = record
+        return lanes(shown, _number(query, "start"), _number(query, "end"), width)
 
     def samples(self, run: ListedRun, query: Query) -> Any:
         """A page of the kept samples that fit."""
@@ -150,7 +148,7 @@ class _Page:
     def tokens(self, run: ListedRun, query: Query) -> Any:
         """One sample with its tokens."""
         with run.read() as record:
-            model = record.document.get("model")
+            model = record.config.get("model")
         return run.samples.tokens(query, model)
 
     def image(self, run: ListedRun, query: Query) -> bytes:
@@ -161,7 +159,7 @@ class _Page:
         """The values of a run by their dotted keys."""
         del query
         with run.read() as record:
-            return {"name": record.name, "values": list(dotted_values(record.document))}
+            return {"name": record.name, "values": list(record.values().items())}
 
 
 def application(folder: Path, access: Access) -> web.Application:

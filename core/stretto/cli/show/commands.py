@@ -24,7 +24,7 @@ from stretto.cli.output import print_table
 from stretto.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from stretto.records.run import RunRecord
+    from stretto.run_folder import RunFolder
 
 __all__ = ["app"]
 
@@ -183,7 +183,7 @@ def compare(
 ) -> None:
     """Compare runs: figures, values that differ, curves at equal steps, accuracies with 95 % intervals."""
     from stretto.cli.show.compare import comparison_tables
-    from stretto.records.comparison import compare_runs
+    from stretto.run_folder import compare_runs
 
     comparison = compare_runs(_runs_in(folders))
     if as_json:
@@ -253,7 +253,6 @@ def samples(
 
     from stretto.cli.show.samples import (
         bounds_of,
-        open_samples,
         print_groups,
         print_samples,
         sample_filter,
@@ -261,6 +260,7 @@ def samples(
         write_lines,
         write_parquet,
     )
+    from stretto.run_folder import open_samples
 
     if format not in ("text", "jsonl", "parquet"):
         raise ConfigError(f"--format {format!r}: expected text, jsonl or parquet")
@@ -338,15 +338,15 @@ def _require_begun(source: Path) -> None:
         )
 
 
-def _runs_in(folders: list[Path]) -> list[RunRecord]:
+def _runs_in(folders: list[Path]) -> list[RunFolder]:
     """Return the runs in these folders, and below those that are no runs.
 
     Raises:
         ConfigError: if a folder holds no run.
     """
-    from stretto.records.run import find_runs
+    from stretto.run_folder import find_runs
 
-    found: list[RunRecord] = []
+    found: list[RunFolder] = []
     for folder in folders:
         if not (runs := find_runs(folder)):
             raise ConfigError(f"{folder} holds no run")

@@ -7,10 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from stretto.cli.tables import add_row, figure_table
-from stretto.records.comparison import Comparison, RunFigures
-from stretto.records.figures import FIGURES, duration_text, figure
-from stretto.records.intervals import Estimate
-from stretto.records.metrics import ACCURACY
+from stretto.run_folder import ACCURACY, FIGURES, Comparison, Estimate, RunFigures, duration_text, figure
 
 __all__ = ["comparison_tables"]
 

@@ -13,7 +13,7 @@ from stretto.cli.show.plot import RunCurve, panels_of
 from stretto.cli.show.svg import line_chart
 from stretto.records.figures import figure
 from stretto.records.metrics import ACCURACY, is_figure
-from stretto.records.run import RunRecord, is_run
+from stretto.run_folder import RunFolder, is_run
 
 __all__ = ["run_html"]
 
@@ -32,11 +32,11 @@ def run_html(folder: Path, *, running: bool) -> str:
     Raises:
         ConfigError: if the run's files are damaged.
     """
-    parts = list(_parts(RunRecord(folder), running)) if is_run(folder) else ["<p>the run is starting</p>"]
+    parts = list(_parts(RunFolder(folder), running)) if is_run(folder) else ["<p>the run is starting</p>"]
     return f'<div class="stretto-run"><style>{_STYLE.read_text()}</style>{"".join(parts)}</div>'
 
 
-def _parts(run: RunRecord, running: bool) -> Iterator[str]:
+def _parts(run: RunFolder, running: bool) -> Iterator[str]:
     yield f"<p><b>{safe(run.name)}</b> {safe(_now(run, running))}</p>"
     reason = (run.summary or {}).get("reason") if not running else ""
     if reason:
@@ -53,14 +53,14 @@ def _parts(run: RunRecord, running: bool) -> Iterator[str]:
     yield f'<p class="folder">{safe(str(run.folder))}</p>'
 
 
-def _now(run: RunRecord, running: bool) -> str:
+def _now(run: RunFolder, running: bool) -> str:
     """Describe how far the run is, and what it does."""
-    how_far = f"step {len(run.steps)} of {run.document['steps']}"
+    how_far = f"step {len(run.steps)} of {run.config['steps']}"
     now = run.status.now if run.status is not None else "starting"
     return f"{how_far}, {now if running else run.state}"
 
 
-def _newest(run: RunRecord) -> Iterator[tuple[str, float]]:
+def _newest(run: RunFolder) -> Iterator[tuple[str, float]]:
     newest = run.steps[-1] if run.steps else {}
     yield from ((key, value) for key in _FIGURES if is_figure(value := newest.get(key)))
     if accuracy := run.series(ACCURACY):

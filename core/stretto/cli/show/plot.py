@@ -15,11 +15,8 @@ from typing import Any
 
 from stretto.cli.show.svg import chart_file
 from stretto.errors import ConfigError, offer, printable
-from stretto.records.comparison import labels_of
 from stretto.records.curves import Points, smooth, thin_points
-from stretto.records.figures import FIGURES, figure
-from stretto.records.metrics import ACCURACY, MAIN_FIGURES
-from stretto.records.run import RunRecord
+from stretto.run_folder import ACCURACY, FIGURES, MAIN_FIGURES, RunFolder, figure, labels_of
 
 __all__ = ["Panel", "RunCurve", "draw_file", "draw_text", "panels_of"]
 
@@ -53,7 +50,7 @@ class Panel:
     curves: tuple[RunCurve, ...]
 
 
-def panels_of(runs: Sequence[RunRecord], keys: Sequence[str], window: int) -> list[Panel]:
+def panels_of(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -> list[Panel]:
     """Return a panel for each key.
 
     Args:
@@ -86,7 +83,7 @@ def panels_of(runs: Sequence[RunRecord], keys: Sequence[str], window: int) -> li
     ]
 
 
-def _curve(run: RunRecord, number: int, label: str, key: str, window: int) -> RunCurve | None:
+def _curve(run: RunFolder, number: int, label: str, key: str, window: int) -> RunCurve | None:
     line = [] if key == ACCURACY else smooth(run.series(key), window)
     points = run.series(ACCURACY) if key in ("reward", ACCURACY) else []
     return RunCurve(label, number, line, points) if line or points else None

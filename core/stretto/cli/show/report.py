@@ -17,21 +17,22 @@ from stretto.cli.show.html import safe
 from stretto.cli.show.report_samples import samples_html
 from stretto.cli.show.svg import STYLE, Bar, bar_chart, lane_chart, line_chart
 from stretto.errors import ConfigError, printable
-from stretto.records.comparison import Comparison, compare_runs, labels_of
-from stretto.records.figures import FIGURES, duration_text, figure
-from stretto.records.metrics import ACCURACY
-from stretto.records.run import RunRecord
-from stretto.records.timeline import FILE as TIMELINE
-from stretto.records.timeline import (
+from stretto.run_folder import (
+    ACCURACY,
+    FIGURES,
     CallSpan,
+    Comparison,
     EvaluationSpan,
     Event,
+    RunFolder,
     StepSpan,
     SwapSpan,
     TicketDone,
-    read_timeline,
+    compare_runs,
+    duration_text,
+    figure,
+    labels_of,
 )
-from stretto.records.values import dotted_values
 
 __all__ = ["report_html", "write_report"]
 
@@ -48,7 +49,7 @@ _LANES = ("step", "evaluation", "call", "swap", "ticket")
 """Kinds of lanes in the order of the page's timeline. Lanes of one kind are in the order of their names."""
 
 
-def write_report(runs: Sequence[RunRecord], file: Path) -> None:
+def write_report(runs: Sequence[RunFolder], file: Path) -> None:
     """Write the report of runs.
 
     Raises:
@@ -61,7 +62,7 @@ def write_report(runs: Sequence[RunRecord], file: Path) -> None:
         raise ConfigError(f"cannot write {file}: {error}") from error
 
 
-def report_html(runs: Sequence[RunRecord]) -> str:
+def report_html(runs: Sequence[RunFolder]) -> str:
     """Return the report of runs as one HTML page.
 
     Raises:
@@ -141,7 +142,7 @@ def _summary(comparison: Comparison) -> str:
     return f'<div class="wide"><table>{"".join(rows)}</table></div>{means}{groups}'
 
 
-def _charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
+def _charts(runs: Sequence[RunFolder], labels: Sequence[str]) -> str:
     charts: list[str] = []
     for key in _CURVES:
         curves = [
@@ -170,7 +171,7 @@ def _evaluations(comparison: Comparison) -> str:
     return table + paired
 
 
-def _staleness(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
+def _staleness(runs: Sequence[RunFolder], labels: Sequence[str]) -> str:
     counts = [
         {int(key): int(count) for key, count in (run.summary or {}).get("staleness", {}).items()}
         for run in runs
@@ -182,7 +183,7 @@ def _staleness(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
     return f'<div class="card" id="staleness">{chart}</div>'
 
 
-def _timeline(run: RunRecord) -> str:
+def _timeline(run: RunFolder) -> str:
     """Draw the last train steps: who worked when, and what the steps waited for."""
     events = _newest_events(run)
     steps = [event for event in events if isinstance(event, StepSpan)][-_STEPS_IN_TIMELINE:]
@@ -221,19 +222,19 @@ def _timeline(run: RunRecord) -> str:
     return f'<p class="dim">{shown}</p><div class="card wide lanes">{lane_chart(lanes, start, end)}</div>'
 
 
-def _newest_events(run: RunRecord) -> list[Event]:
+def _newest_events(run: RunFolder) -> list[Event]:
     """Return the events of the last steps, and maybe of some steps before; of all steps if these are not
     known."""
-    file = run.folder / TIMELINE
-    if not file.exists():
+    times = run.time_range()
+    if times is None:
         return []
     seconds = sum(line["step_s"] for line in run.steps[-_STEPS_IN_TIMELINE - 1 :])
-    newest = list(read_timeline(run.folder, since=file.stat().st_mtime - seconds - _MARGIN_S))
+    newest = list(run.events(since=times[1] - seconds - _MARGIN_S))
     steps = sum(isinstance(event, StepSpan) for event in newest)
-    return newest if steps >= _STEPS_IN_TIMELINE else list(read_timeline(run.folder))
+    return newest if steps >= _STEPS_IN_TIMELINE else list(run.events())
 
 
-def _ledger(run: RunRecord) -> str:
+def _ledger(run: RunFolder) -> str:
     summary: Mapping[str, Any] = run.summary or {}
     ledger: Mapping[str, int] = summary.get("ledger") or (run.steps[-1]["ledger"] if run.steps else {})
     if not ledger:
@@ -248,7 +249,7 @@ def _ledger(run: RunRecord) -> str:
     return f"<p>{issued[0]} {issued[1]} = {safe(sums)}</p>" + (f"<table>{rows}</table>" if rows else "")
 
 
-def _advice(run: RunRecord) -> str:
+def _advice(run: RunFolder) -> str:
     summary: Mapping[str, Any] | None = run.summary
     if summary is not None:
         given = [
@@ -273,9 +274,9 @@ def _differences(comparison: Comparison, labels: Sequence[str]) -> str:
     )
 
 
-def _configuration(run: RunRecord) -> str:
+def _configuration(run: RunFolder) -> str:
     rows = "".join(
-        f"<tr><td>{safe(key)}</td><td>{safe(value)}</td></tr>" for key, value in dotted_values(run.document)
+        f"<tr><td>{safe(key)}</td><td>{safe(value)}</td></tr>" for key, value in run.values().items()
     )
     return f"<details><summary>all keys</summary><table>{rows}</table></details>"
 

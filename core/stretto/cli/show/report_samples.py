@@ -8,9 +8,7 @@ from typing import Any
 
 from stretto.cli.show.html import safe
 from stretto.cli.show.samples import common_sections, fate_of, figures_of, sections_of_one
-from stretto.records.kept.answers import read_answers
-from stretto.records.kept.samples import SampleFilter, SampleOutcome, SampleStore
-from stretto.records.run import RunRecord
+from stretto.run_folder import RunFolder, SampleFilter, SampleOutcome, SampleStore
 
 __all__ = ["samples_html"]
 
@@ -27,14 +25,14 @@ _LOOK_AT = 64
 """Samples among which the best and the worst ones of different tickets are chosen."""
 
 
-def samples_html(run: RunRecord) -> str:
+def samples_html(run: RunFolder) -> str:
     """Return some samples of a run: kept ones, or else held-out answers that its evaluations kept. The text
     is empty if there are none.
 
     Raises:
         ConfigError: if the files of the run are damaged.
     """
-    return _kept(SampleStore(run.folder)) or _answers(run)
+    return _kept(run.samples) or _answers(run)
 
 
 # ------------------------------------------------------------------------------------ kept samples
@@ -149,10 +147,10 @@ def _lines(lines: Iterable[str]) -> str:
 # ---------------------------------------------------------------------------- answers of evaluations
 
 
-def _answers(run: RunRecord) -> str:
+def _answers(run: RunFolder) -> str:
     """Show some answers of the newest evaluation whose answers are kept, the worst and the best first."""
     for line in reversed(run.evaluations):
-        answers = sorted(read_answers(run.folder, line["step"]), key=lambda answer: answer.score)
+        answers = sorted(run.answers(line["step"]), key=lambda answer: answer.score)
         if answers:
             break
     else:

@@ -10,9 +10,7 @@ import msgspec
 from rich.table import Table
 
 from stretto.errors import ConfigError, printable
-from stretto.records.figures import FIGURES, duration_text
-from stretto.records.metrics import ACCURACY
-from stretto.records.run import RunRecord, find_runs
+from stretto.run_folder import ACCURACY, FIGURES, RunFolder, duration_text, find_runs
 
 __all__ = ["RunRow", "runs_below", "runs_table"]
 
@@ -34,7 +32,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     """Unix time of the run's first start."""
     duration_s: float | None = None
-    """The run's duration (see `RunRecord.wall_s`)."""
+    """The run's duration (see `RunFolder.wall_s`)."""
     folder: str
     fault: str = ""
     """Why the run cannot be read; empty if it can."""
@@ -49,7 +47,7 @@ def runs_below(folder: Path) -> list[RunRow]:
     return sorted(map(_row, find_runs(folder)), key=lambda row: -row.started)
 
 
-def _row(run: RunRecord) -> RunRow:
+def _row(run: RunFolder) -> RunRow:
     folder = str(run.folder)
     try:
         status = run.status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -12,17 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.errors import ConfigError, offer, printable
-from stretto.records.kept.sample_files import FOLDER
-from stretto.records.kept.sample_images import is_image_name
-from stretto.records.kept.samples import Bounds, SampleFilter, SampleOutcome, SampleStore
-from stretto.records.timeline import Purpose
+from stretto.run_folder import Bounds, Purpose, SampleFilter, SampleOutcome, SampleStore
 
 __all__ = [
     "bounds_of",
     "common_sections",
     "fate_of",
     "figures_of",
-    "open_samples",
     "print_groups",
     "print_samples",
     "sample_filter",
@@ -40,19 +37,7 @@ _PARQUET_ROWS = 1000
 _MOST_COLUMNS = 4
 """Samples of a group that stand side by side."""
 _INDENT = "    "
-
-
-def open_samples(folder: Path) -> SampleStore:
-    """Return the samples of the run in `folder`.
-
-    Raises:
-        ConfigError: if the folder holds no samples.
-    """
-    if not (folder / FOLDER).is_dir():
-        raise ConfigError(
-            f"{folder} holds no samples: it is no run, it samples nothing, or it has `samples.keep: none`"
-        )
-    return SampleStore(folder)
+_IMAGE = re.compile("[0-9a-f]{64}")
 
 
 def bounds_of(text: str | None, option: str) -> Bounds:
@@ -248,7 +233,7 @@ def _part(part: Any) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-        case {"type": "image", "sha256": name} if is_image_name(name):
+        case {"type": "image", "sha256": str(name)} if _IMAGE.fullmatch(name):
             return f"[image {name[:8]}…]"
         case _:
             return _short(part)

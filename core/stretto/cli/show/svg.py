@@ -14,8 +14,7 @@ from pathlib import Path
 
 from stretto.errors import printable
 from stretto.records.curves import Points, thin_points
-from stretto.records.figures import FIGURES
-from stretto.records.metrics import ACCURACY
+from stretto.run_folder import ACCURACY, FIGURES
 
 __all__ = ["STYLE", "Bar", "Curve", "bar_chart", "chart_file", "lane_chart", "line_chart"]
 

@@ -14,10 +14,8 @@ from typing import Any
 
 from stretto.cli.show.perfetto import PerfettoFile, SpanTracks
 from stretto.errors import ConfigError, printable
-from stretto.records.figures import FIGURES
-from stretto.records.run import RunRecord
 from stretto.records.story import Attempt, Life, Story
-from stretto.records.timeline import FILE, CallSpan, SwapSpan, read_timeline
+from stretto.run_folder import FIGURES, CallSpan, RunFolder, SwapSpan
 
 __all__ = ["write_trace"]
 
@@ -31,11 +29,11 @@ def write_trace(folder: Path, file: Path) -> None:
     Raises:
         ConfigError: if the folder holds no run or no timeline, or if the file cannot be written.
     """
-    record = RunRecord(folder)
-    story = Story.of(read_timeline(folder))
+    record = RunFolder(folder)
+    story = Story.of(record.events())
     if story is None:
         raise ConfigError(
-            f"{folder} has no events in {FILE}: the run has not begun, or an older stretto ran it"
+            f"{folder} has no events in timeline.jsonl: the run has not begun, or an older stretto ran it"
         )
     aside = file.with_name(f".{file.name}")
     try:
@@ -52,7 +50,7 @@ def write_trace(folder: Path, file: Path) -> None:
 class _Drawing:
     """Draws a story."""
 
-    def __init__(self, trace: PerfettoFile, story: Story, record: RunRecord) -> None:
+    def __init__(self, trace: PerfettoFile, story: Story, record: RunFolder) -> None:
         self._trace = trace
         self._story = story
         self._record = record

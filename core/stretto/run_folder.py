@@ -1,4 +1,16 @@
-"""A run as its folder shows it, for commands and pages that look at runs. Nothing here asks the kernel."""
+"""A run's folder: what a run has written, for notebooks, for commands and for pages that show runs.
+
+    from pathlib import Path
+    from stretto.run_folder import RunFolder
+
+    run = RunFolder(Path("runs/quickstart-1"))
+    run.series("reward")                              # (step, value) of each step
+    run.samples.find(order="-reward", limit=3)        # the kept samples with the highest rewards
+
+A folder can be read while the run continues, and nothing here asks its kernel. The files are described in
+docs/metrics.md, docs/samples.md and docs/timeline.md. This module also has how views show the figures of
+metrics.jsonl: names, units and digits in one table.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +25,81 @@ import msgspec
 
 from stretto.bus.guard import is_locked
 from stretto.errors import ConfigError
+from stretto.records.comparison import Comparison, RunFigures, compare_runs, labels_of
 from stretto.records.document import read_document
+from stretto.records.figures import FIGURES, Figure, change, duration_text, figure, recent
 from stretto.records.files import read_record
-from stretto.records.metrics import METRICS, MetricsReader, is_figure
-from stretto.records.status import STATUS, Status, read_status
+from stretto.records.intervals import Estimate
+from stretto.records.kept.answers import AnswerLine, read_answers
+from stretto.records.kept.sample_images import SampleImages
+from stretto.records.kept.samples import Bounds, SampleFilter, SampleOutcome, SampleStore, open_samples
+from stretto.records.metrics import ACCURACY, MAIN_FIGURES, METRICS, MetricsReader, is_figure
+from stretto.records.status import STATUS, Status, read_status, standstill
+from stretto.records.timeline import (
+    CallSpan,
+    CauseKind,
+    EvaluationSpan,
+    Event,
+    KernelEnded,
+    KernelStarted,
+    Purpose,
+    StepSpan,
+    SwapSpan,
+    TicketDone,
+    TicketIssued,
+    TicketRetired,
+    TicketTaken,
+    WorkerChanged,
+    read_timeline,
+    time_range,
+)
+from stretto.records.values import dotted_values
 
-__all__ = ["MIRROR", "REPLAY", "RunRecord", "State", "find_runs", "is_run"]
+__all__ = [
+    "ACCURACY",
+    "FIGURES",
+    "MAIN_FIGURES",
+    "AnswerLine",
+    "Bounds",
+    "CallSpan",
+    "CauseKind",
+    "Comparison",
+    "Estimate",
+    "EvaluationSpan",
+    "Event",
+    "Figure",
+    "KernelEnded",
+    "KernelStarted",
+    "Purpose",
+    "RunFigures",
+    "RunFolder",
+    "SampleFilter",
+    "SampleOutcome",
+    "SampleStore",
+    "State",
+    "Status",
+    "StepSpan",
+    "SwapSpan",
+    "TicketDone",
+    "TicketIssued",
+    "TicketRetired",
+    "TicketTaken",
+    "WorkerChanged",
+    "change",
+    "compare_runs",
+    "duration_text",
+    "figure",
+    "find_runs",
+    "is_figure",
+    "is_run",
+    "labels_of",
+    "open_samples",
+    "recent",
+]
 
 State = Literal["running", "completed", "interrupted", "failed", "stopped"]
 """`stopped`: no kernel owns the run, and none has written its summary."""
 
-REPLAY = "replay.json"
-"""File in the folder of a replay: where it came from, and how it compares."""
-MIRROR = "mirror.txt"
-"""File in the folder of a copy of a run that is elsewhere: the run's id."""
 _CONFIG = "config.yaml"
 _SUMMARY = "summary.json"
 
@@ -45,10 +118,11 @@ class _KnownSummary(msgspec.Struct, kw_only=True):
     problems: list[str] = []
 
 
-class RunRecord:
-    """The records of one run. Each part is read when it is first asked for, and again after `refresh`.
+class RunFolder:
+    """The folder of one run. Each part is read when it is first asked for, and again after `refresh`.
 
-    The properties raise ConfigError if their file is damaged; the text names the file.
+    Everything that reads raises ConfigError if a file is damaged; the text names the file. Not for several
+    threads.
 
     Raises:
         ConfigError: if the folder holds no run.
@@ -62,16 +136,16 @@ class RunRecord:
 
     def refresh(self) -> None:
         """Forget what may have changed. Of the metrics, only appended lines are read again."""
-        for name in ("document", "summary", "status", "state", "_metrics"):
+        for name in ("config", "summary", "status", "state", "_metrics"):
             self.__dict__.pop(name, None)
 
     @property
     def name(self) -> str:
         """The run's name, from its run file."""
-        return str(self.document.get("name", self.folder.name))
+        return str(self.config.get("name", self.folder.name))
 
     @cached_property
-    def document(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """The run file as composed. Values that it reads from the environment are references, not values."""
         return read_document(self.folder / _CONFIG)
 
@@ -113,6 +187,14 @@ class RunRecord:
         return ended if ended in ("completed", "interrupted", "failed") else "stopped"
 
     @property
+    def standstill(self) -> str:
+        """A sentence that says that the kernel which owns the run does not work; empty if it does, and after
+        the end of the run."""
+        if self.status is None or self.state != "running":
+            return ""
+        return standstill(self.folder, self.status)
+
+    @property
     def started(self) -> float:
         """Unix time at which the run was started for the first time."""
         first = self.folder / "config-1.yaml"  # the first values, if a resume has changed them
@@ -142,6 +224,41 @@ class RunRecord:
         their keys."""
         return [key for key in self._metrics.figures if key != "step"]
 
+    def values(self) -> dict[str, str]:
+        """Return the values of `config` by their dotted keys, such as `training.lr`, as JSON."""
+        return dict(dotted_values(self.config))
+
+    def events(self, since: float | None = None, until: float | None = None) -> Iterator[Event]:
+        """Yield the events of `timeline.jsonl` in order: what happened when, as the kernel saw it.
+
+        Args:
+            since: Unix seconds; None for the beginning.
+            until: Unix seconds; None for the end. A span that is over later is not among the events.
+        """
+        return read_timeline(self.folder, since, until)
+
+    def time_range(self) -> tuple[float, float] | None:
+        """Return the times of the first and the newest event, in Unix seconds; None without an event."""
+        return time_range(self.folder)
+
+    @cached_property
+    def samples(self) -> SampleStore:
+        """The kept samples. It also finds those that the run keeps later."""
+        return SampleStore(self.folder)
+
+    def image(self, sha256: str) -> bytes | None:
+        """Return the file of an image that a workflow added to a kept sample; None if it is not kept."""
+        return SampleImages(self.folder).read(sha256)
+
+    def answers(self, version: int) -> list[AnswerLine]:
+        """Return the answers of the evaluation of a version; empty without `evaluation.keep_answers`."""
+        return read_answers(self.folder, version)
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Return the folders of the checkpoints by their versions, in order. Files may be damaged."""
+        written = sorted(self.folder.glob("checkpoints/step-*/manifest.json"))
+        return {int(file.parent.name.removeprefix("step-")): file.parent for file in written}
+
     @cached_property
     def _metrics(self) -> MetricsReader:
         self._reader.read()
@@ -155,7 +272,7 @@ def is_run(folder: Path) -> bool:
     )
 
 
-def find_runs(folder: Path) -> list[RunRecord]:
+def find_runs(folder: Path) -> list[RunFolder]:
     """Return the run in `folder`, or all runs below it, in the order of their paths. Hidden folders, links
     and folders that this user cannot read are left out.
 
@@ -164,7 +281,7 @@ def find_runs(folder: Path) -> list[RunRecord]:
     """
     if not folder.is_dir():
         raise ConfigError(f"no folder {str(folder)!r}")
-    return [RunRecord(path) for path in _run_folders(folder)]
+    return [RunFolder(path) for path in _run_folders(folder)]
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:

@@ -18,10 +18,7 @@ from stretto.bus.guard import is_locked
 from stretto.bus.server import lock_run
 from stretto.errors import ConfigError
 from stretto.kernel.observe.metrics_file import MetricsFile
-from stretto.records.kept.answers import read_answers
-from stretto.records.kept.samples import SampleStore
-from stretto.records.run import RunRecord, find_runs
-from stretto.records.timeline import read_timeline
+from stretto.run_folder import RunFolder, find_runs
 
 
 def make_run(folder: Path, **document: Any) -> Path:
@@ -46,7 +43,7 @@ def evaluation(version: int, accuracy: float | None) -> dict[str, Any]:
 
 def test_refresh_reads_what_was_appended(tmp_path: Path) -> None:
     file = MetricsFile(make_run(tmp_path / "run"))
-    run = RunRecord(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     assert run.steps == run.evaluations == []
     file.append(step(1, skipped=True, calls=[]))
     file.append(evaluation(0, None))
@@ -66,7 +63,7 @@ def test_refresh_reads_what_was_appended(tmp_path: Path) -> None:
 
 def test_a_cut_is_noticed_even_if_the_file_has_grown_since(tmp_path: Path) -> None:
     file = MetricsFile(make_run(tmp_path / "run"))
-    run = RunRecord(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     for number in range(1, 6):
         file.append(step(number))
     assert len(run.steps) == 5
@@ -89,7 +86,7 @@ def test_a_cut_is_noticed_even_if_the_file_has_grown_since(tmp_path: Path) -> No
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n[]\n{"step": 2}\n')
-    run = RunRecord(folder)
+    run = RunFolder(folder)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not a JSON object"):
             _ = run.steps
@@ -99,13 +96,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
             getattr(run, name)
     (folder / "config.yaml").write_text("- a")
     with pytest.raises(ConfigError, match="holds no keys"):
-        _ = run.document
+        _ = run.config
     with pytest.raises(ConfigError, match="holds no run"):
-        RunRecord(tmp_path)
+        RunFolder(tmp_path)
 
 
 def test_no_reader_waits_at_a_pipe(tmp_path: Path) -> None:
-    run = RunRecord(made_run.make_run(tmp_path / "run", steps=2))
+    run = RunFolder(made_run.make_run(tmp_path / "run", steps=2))
     for name in (
         "metrics.jsonl",
         "summary.json",
@@ -124,9 +121,9 @@ def test_no_reader_waits_at_a_pipe(tmp_path: Path) -> None:
         lambda: run.steps,
         lambda: run.summary,
         lambda: run.status,
-        lambda: list(read_timeline(run.folder)),
-        lambda: read_answers(run.folder, 1),
-        SampleStore(run.folder).count,
+        lambda: list(run.events()),
+        lambda: run.answers(1),
+        run.samples.count,
     ]
     for read in readers:
         with pytest.raises(ConfigError, match="not a regular file"):
@@ -153,21 +150,21 @@ def test_no_reader_waits_at_a_pipe(tmp_path: Path) -> None:
     ],
 )
 def test_a_hostile_file_is_an_error_that_names_it(tmp_path: Path, name: str, text: bytes, fault: str) -> None:
-    run = RunRecord(make_run(tmp_path / "run"))
+    run = RunFolder(make_run(tmp_path / "run"))
     (run.folder / name).write_bytes(text)
     with pytest.raises(ConfigError, match=fault):
-        _ = run.steps, run.summary, run.document
+        _ = run.steps, run.summary, run.config
 
 
 def test_a_number_that_no_float_holds_is_no_figure(tmp_path: Path) -> None:
-    run = RunRecord(make_run(tmp_path / "run"))
+    run = RunFolder(make_run(tmp_path / "run"))
     (run.folder / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2, "reward": 1{"0" * 400}}}\n')
     assert run.figures() == ["loss"]
     assert run.series("reward") == []
 
 
 def test_state_follows_the_lock_and_then_the_summary(tmp_path: Path) -> None:
-    run = RunRecord(make_run(tmp_path / "run"))
+    run = RunFolder(make_run(tmp_path / "run"))
     assert run.state == "stopped"
     with lock_run(run.folder / "bus"):
         run.refresh()
@@ -179,7 +176,7 @@ def test_state_follows_the_lock_and_then_the_summary(tmp_path: Path) -> None:
 
 
 def test_the_duration_is_that_of_the_newest_line_until_the_run_has_ended(tmp_path: Path) -> None:
-    run = RunRecord(make_run(tmp_path / "run"))
+    run = RunFolder(make_run(tmp_path / "run"))
     assert run.wall_s is None
     file = MetricsFile(run.folder)
     file.append(step(1, time_s=2.5))
@@ -219,6 +216,19 @@ def test_ten_thousand_steps_load_in_under_a_second(tmp_path: Path) -> None:
     lines = (json.dumps(step(number, **figures, calls=[figures])) for number in range(1, 10_001))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     began = time.process_time()
-    run = RunRecord(folder)
+    run = RunFolder(folder)
     assert len(run.series("figure/59")) == 10_000
     assert time.process_time() - began < 1
+
+
+def test_a_folder_has_events_values_and_checkpoints(tmp_path: Path) -> None:
+    run = RunFolder(make_run(tmp_path / "run", training={"lr": 0.1}))
+    assert (run.time_range(), list(run.events()), run.checkpoints()) == (None, [], {})
+    assert run.values() == {"name": '"test"', "steps": "8", "training.lr": "0.1"}
+    for version in (10, 5):
+        (run.folder / "checkpoints" / f"step-{version:06d}").mkdir(parents=True)
+        (run.folder / "checkpoints" / f"step-{version:06d}" / "manifest.json").touch()
+    (run.folder / "checkpoints" / "step-000015").mkdir()  # the kernel writes it now
+    assert list(run.checkpoints()) == [5, 10]
+    made = RunFolder(made_run.make_run(tmp_path / "made", steps=2))
+    assert made.time_range() == (next(made.events()).time, list(made.events())[-1].time)
