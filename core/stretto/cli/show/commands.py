@@ -162,21 +162,6 @@ def ui(
 
 
 @app.command()
-def trace(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Default RUN/trace.pftrace.")
-    ] = None,
-) -> None:
-    """Write what happened when into a file for Perfetto (https://ui.perfetto.dev)."""
-    from stretto.cli.show.trace import write_trace
-
-    file = out or folder / "trace.pftrace"
-    write_trace(folder, file)
-    typer.echo(f"wrote {file}; open it at https://ui.perfetto.dev, which reads it in your browser")
-
-
-@app.command()
 def compare(
     folders: Runs,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,

@@ -1,4 +1,4 @@
-"""`stretto trace`: the timeline of a run as a file for Perfetto's viewer.
+"""The timeline of a run, drawn for Perfetto's viewer.
 
 The file has a track for each worker, with its life; below it are a rollout worker's tickets, or the versions
 that an inference worker serves. Further tracks have the steps with what each waited for, the calls of each
@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.cli.show.perfetto import PerfettoFile, SpanTracks
 from stretto.errors import ConfigError, printable
-from stretto.records.story import Attempt, Life, Story
 from stretto.run_folder import FIGURES, CallSpan, RunFolder, SwapSpan
+from stretto_trace.perfetto import PerfettoFile, SpanTracks
+from stretto_trace.story import Attempt, Life, Story
 
 __all__ = ["write_trace"]
 

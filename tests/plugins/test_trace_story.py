@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from stretto.records.story import Story
 from stretto.records.timeline import (
     Event,
     KernelEnded,
@@ -14,6 +13,7 @@ from stretto.records.timeline import (
     TicketTaken,
     WorkerChanged,
 )
+from stretto_trace.story import Story
 
 
 def issued(time: float, ticket: int, attempt: int = 1) -> TicketIssued:

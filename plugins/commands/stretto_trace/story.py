@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stretto.records.timeline import (
+from stretto.run_folder import (
     CallSpan,
     EvaluationSpan,
     Event,
