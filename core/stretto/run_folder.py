@@ -8,8 +8,7 @@
     run.samples.find(order="-reward", limit=3)        # the kept samples with the highest rewards
 
 A folder can be read while the run continues, and nothing here asks its kernel. The files are described in
-docs/metrics.md, docs/samples.md and docs/timeline.md. This module also has how views show the figures of
-metrics.jsonl: names, units and digits in one table.
+docs/metrics.md and docs/samples.md; `stretto.charts` has how their figures are shown.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from stretto.bus.guard import is_locked
 from stretto.errors import ConfigError
 from stretto.records.comparison import Comparison, RunFigures, compare_runs, labels_of
 from stretto.records.document import read_document
-from stretto.records.figures import FIGURES, Figure, change, duration_text, figure, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
 from stretto.records.kept.answers import AnswerLine, read_answers
@@ -57,7 +55,6 @@ from stretto.records.values import dotted_values
 
 __all__ = [
     "ACCURACY",
-    "FIGURES",
     "MAIN_FIGURES",
     "AnswerLine",
     "Bounds",
@@ -67,7 +64,6 @@ __all__ = [
     "Estimate",
     "EvaluationSpan",
     "Event",
-    "Figure",
     "KernelEnded",
     "KernelStarted",
     "Purpose",
@@ -85,16 +81,12 @@ __all__ = [
     "TicketRetired",
     "TicketTaken",
     "WorkerChanged",
-    "change",
     "compare_runs",
-    "duration_text",
-    "figure",
     "find_runs",
     "is_figure",
     "is_run",
     "labels_of",
     "open_samples",
-    "recent",
 ]
 
 State = Literal["running", "completed", "interrupted", "failed", "stopped"]

@@ -21,14 +21,13 @@ from kept_runs import HOSTILE, keep_run
 from made_run import make_run
 from statuses import make_status
 from stretto.bus.server import lock_run
+from stretto.charts import RunCurve, line_chart, smooth, thin_points
 from stretto.cli.main import app
-from stretto.cli.show.plot import draw_file, draw_text, panels_of
+from stretto.cli.show.plot import draw_file, draw_text, wanted_panels
 from stretto.cli.show.report import report_html
 from stretto.cli.show.runs import runs_below
-from stretto.cli.show.svg import line_chart
 from stretto.errors import ConfigError
 from stretto.records.comparison import compare_runs
-from stretto.records.curves import smooth, thin_points
 from stretto.records.kept.samples import SampleFilter, SampleStore
 from stretto.records.status import STATUS
 from stretto.run_folder import RunFolder
@@ -94,7 +93,7 @@ def test_curves_are_smoothed_and_thinned_without_losing_a_peak() -> None:
 
 
 def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunFolder], tmp_path: Path) -> None:
-    [reward, loss] = panels_of(runs[:2], ["reward", "loss"], 1)
+    [reward, loss] = wanted_panels(runs[:2], ["reward", "loss"], 1)
     for run, curve in zip(runs, reward.curves, strict=False):
         assert list(curve.line) == [(each["step"], each["reward"]) for each in lines(run) if "reward" in each]
         assert list(curve.points) == [
@@ -102,7 +101,7 @@ def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunFolder], tmp_path
         ]
     assert [curve.label for curve in loss.curves] == ["one", "two"]
     assert not loss.curves[0].points
-    [smoothed] = panels_of(runs[:1], ["reward"], 10)
+    [smoothed] = wanted_panels(runs[:1], ["reward"], 10)
     newest = [each["reward"] for each in lines(runs[0]) if "reward" in each][-10:]
     assert smoothed.curves[0].line[-1][1] == pytest.approx(fmean(newest))
     text = draw_text([reward], 80, coloured=False)
@@ -116,7 +115,7 @@ def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunFolder], tmp_path
     assert all(name in drawn for name in (">one<", ">two<", ">Reward<", ">Loss<"))
     assert "var(" not in drawn
     with pytest.raises(ConfigError, match=r"no run has the key 'rewards'; did you mean 'reward'\?"):
-        panels_of(runs, ["rewards"], 1)
+        wanted_panels(runs, ["rewards"], 1)
     with pytest.raises(ConfigError, match=r"ends with \.svg"):
         draw_file([reward], tmp_path / "plot.png")
 
@@ -208,7 +207,9 @@ def test_a_report_escapes_everything_and_asks_for_nothing(runs: list[RunFolder])
 
 
 def test_the_axis_of_a_curve_over_zeros_begins_at_zero() -> None:
-    labels = re.findall(r'text-anchor="end">([^<]+)<', line_chart([(0, "one", [(1, 0.0), (2, 0.0)], [])]))
+    labels = re.findall(
+        r'text-anchor="end">([^<]+)<', line_chart([RunCurve("one", 0, [(1, 0.0), (2, 0.0)], [])])
+    )
     assert labels[0] == "0"
     assert labels[-1] == "1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stretto.records.curves import thin
+from stretto.charts import thin
 from stretto.ui.curves import curve, smooth
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stretto.records.curves import Numbers, thin
+from stretto.charts import Numbers, thin
 from stretto.run_folder import is_figure
 
 __all__ = ["ShownCurve", "curve", "smooth"]

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from stretto.charts import change, recent
 from stretto.errors import ConfigError
-from stretto.run_folder import RunFolder, change, recent
+from stretto.run_folder import RunFolder
 
 __all__ = ["overview"]
 

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stretto.charts import recent
 from stretto.errors import ConfigError
-from stretto.run_folder import ACCURACY, RunFolder, find_runs, is_run, recent
+from stretto.run_folder import ACCURACY, RunFolder, find_runs, is_run
 from stretto.ui.samples import Samples
 
 __all__ = ["ListedRun", "Runs"]

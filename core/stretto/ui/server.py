@@ -21,8 +21,9 @@ import msgspec
 from aiohttp import web
 
 from stretto.bus.listening import is_loopback
+from stretto.charts import FIGURES
 from stretto.errors import ConfigError
-from stretto.run_folder import FIGURES, compare_runs
+from stretto.run_folder import compare_runs
 from stretto.ui.access import Access
 from stretto.ui.curves import ShownCurve, curve
 from stretto.ui.lanes import lanes

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stretto.charts import FIGURES
 from stretto.errors import ConfigError, printable
-from stretto.run_folder import FIGURES, CallSpan, RunFolder, SwapSpan
+from stretto.run_folder import CallSpan, RunFolder, SwapSpan
 from stretto_trace.perfetto import PerfettoFile, SpanTracks
 from stretto_trace.story import Attempt, Life, Story
 

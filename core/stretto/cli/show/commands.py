@@ -124,10 +124,10 @@ def plot(
     ] = None,
 ) -> None:
     """Draw the curves of one run, or of several over each other, in the terminal or into a file."""
-    from stretto.cli.show.plot import draw_file, draw_text, panels_of
+    from stretto.cli.show.plot import draw_file, draw_text, wanted_panels
 
     wanted = [key.strip() for key in keys.split(",") if key.strip()]
-    panels = panels_of(_runs_in(folders), wanted, window)
+    panels = wanted_panels(_runs_in(folders), wanted, window)
     if out is not None:
         draw_file(panels, out)
         typer.echo(f"drawn: {out}")

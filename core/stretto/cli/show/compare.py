@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from stretto.charts import FIGURES, duration_text, figure
 from stretto.cli.tables import add_row, figure_table
-from stretto.run_folder import ACCURACY, FIGURES, Comparison, Estimate, RunFigures, duration_text, figure
+from stretto.run_folder import ACCURACY, Comparison, Estimate, RunFigures
 
 __all__ = ["comparison_tables"]
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from stretto.cli.show.html import safe
-from stretto.cli.show.plot import RunCurve, panels_of
-from stretto.cli.show.svg import line_chart
-from stretto.records.figures import figure
+from stretto.charts import COLOURS, figure, line_chart, panels_of, safe
 from stretto.records.metrics import ACCURACY, is_figure
 from stretto.run_folder import RunFolder, is_run
 
@@ -20,6 +17,10 @@ __all__ = ["run_html"]
 _FIGURES = ("reward", "loss", "entropy", "grad_norm", "length", "staleness", "step_s", "step_tokens_per_s")
 """Keys of `metrics.jsonl` whose newest value the piece shows."""
 _STYLE = Path(__file__).with_name("notebook.css")
+_COLOURS = (
+    f".stretto-run polyline{{fill:none;stroke:{COLOURS[0].light};stroke-width:1.5;stroke-linejoin:round}}"
+    f".stretto-run circle{{fill:{COLOURS[1].light}}}"
+)
 
 
 def run_html(folder: Path, *, running: bool) -> str:
@@ -33,7 +34,7 @@ def run_html(folder: Path, *, running: bool) -> str:
         ConfigError: if the run's files are damaged.
     """
     parts = list(_parts(RunFolder(folder), running)) if is_run(folder) else ["<p>the run is starting</p>"]
-    return f'<div class="stretto-run"><style>{_STYLE.read_text()}</style>{"".join(parts)}</div>'
+    return f'<div class="stretto-run"><style>{_STYLE.read_text()}{_COLOURS}</style>{"".join(parts)}</div>'
 
 
 def _parts(run: RunFolder, running: bool) -> Iterator[str]:
@@ -46,8 +47,8 @@ def _parts(run: RunFolder, running: bool) -> Iterator[str]:
         values = "".join(f"<td>{figure(key).text(value)}</td>" for key, value in figures)
         yield f"<table><tr>{names}</tr><tr>{values}</tr></table>"
         charts = (
-            f"<figure><figcaption>{safe(figure(panel.key).title)}</figcaption>{_chart(panel.curves[0])}</figure>"
-            for panel in panels_of([run], (), 1)
+            f"<figure><figcaption>{safe(figure(panel.key).title)}</figcaption>{line_chart(panel.curves)}</figure>"
+            for panel in panels_of([run])
         )
         yield f'<div class="charts">{"".join(charts)}</div>'
     yield f'<p class="folder">{safe(str(run.folder))}</p>'
@@ -65,7 +66,3 @@ def _newest(run: RunFolder) -> Iterator[tuple[str, float]]:
     yield from ((key, value) for key in _FIGURES if is_figure(value := newest.get(key)))
     if accuracy := run.series(ACCURACY):
         yield ACCURACY, accuracy[-1][1]
-
-
-def _chart(curve: RunCurve) -> str:
-    return line_chart([(curve.run, curve.label, curve.line, curve.points)])

@@ -8,49 +8,25 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stretto.cli.show.svg import chart_file
+from stretto.charts import COLOURS, FIGURES, Panel, RunCurve, chart_file, figure, panels_of, thin_points
 from stretto.errors import ConfigError, offer, printable
-from stretto.records.curves import Points, smooth, thin_points
-from stretto.run_folder import ACCURACY, FIGURES, MAIN_FIGURES, RunFolder, figure, labels_of
+from stretto.run_folder import ACCURACY, MAIN_FIGURES, RunFolder
 
-__all__ = ["Panel", "RunCurve", "draw_file", "draw_text", "panels_of"]
+__all__ = ["draw_file", "draw_text", "wanted_panels"]
 
 _MOST_POINTS = 4000
 _LINES_HIGH = 16
 """Height of a panel in the terminal."""
-_TERMINAL_COLOURS = (33, 208, 40, 160, 141, 130, 213)
-"""Numbers of the terminal's 256 colours."""
 _TICKS = 6
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 """Without colours, each of several runs is drawn with its letter."""
 
 
-@dataclass(frozen=True)
-class RunCurve:
-    """The figures of one run in one panel."""
-
-    label: str
-    run: int
-    """Number of the run."""
-    line: Points
-    points: Points
-    """Evaluations."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One panel: the curves of all runs that have figures of its key."""
-
-    key: str
-    curves: tuple[RunCurve, ...]
-
-
-def panels_of(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -> list[Panel]:
+def wanted_panels(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -> list[Panel]:
     """Return a panel for each key.
 
     Args:
@@ -64,29 +40,10 @@ def panels_of(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -> li
     for key in keys:
         if key not in known:
             raise ConfigError(f"no run has the key {key!r}{offer(key, known, 'keys')}")
-    if not keys:
-        shown = [key for key in MAIN_FIGURES if key in known]
-        keys = shown if "reward" in shown or ACCURACY not in known else [ACCURACY, *shown]
-    if not keys:
+    panels = panels_of(runs, keys or MAIN_FIGURES, window)
+    if not panels:
         raise ConfigError(f"no figures yet in {', '.join(str(run.folder) for run in runs)}")
-    labels = labels_of(runs)
-    return [
-        Panel(
-            key,
-            tuple(
-                curve
-                for number, (label, run) in enumerate(zip(labels, runs, strict=True))
-                if (curve := _curve(run, number, label, key, window)) is not None
-            ),
-        )
-        for key in keys
-    ]
-
-
-def _curve(run: RunFolder, number: int, label: str, key: str, window: int) -> RunCurve | None:
-    line = [] if key == ACCURACY else smooth(run.series(key), window)
-    points = run.series(ACCURACY) if key in ("reward", ACCURACY) else []
-    return RunCurve(label, number, line, points) if line or points else None
+    return panels
 
 
 # ---------------------------------------------------------------------------------------- drawing
@@ -112,7 +69,7 @@ def _draw_text(plotext: Any, panel: Panel, width: int, coloured: bool) -> str:
     several = len(panel.curves) > 1
     for curve in panel.curves:
         letter = _LETTERS[curve.run % len(_LETTERS)] if several and not coloured else "hd"
-        colour = _TERMINAL_COLOURS[curve.run % len(_TERMINAL_COLOURS)] if coloured else None
+        colour = COLOURS[curve.run % len(COLOURS)].terminal if coloured else None
         for points, symbol in ((curve.line, letter), (curve.points, "●")):
             if points:
                 xs, ys = zip(*thin_points(points, width if symbol == "●" else _MOST_POINTS), strict=True)
@@ -150,15 +107,8 @@ def draw_file(panels: Sequence[Panel], file: Path) -> None:
     """
     if file.suffix != ".svg":
         raise ConfigError(f"{file}: expected a name that ends with .svg")
-    charts = [
-        (
-            figure(panel.key).title,
-            [(curve.run, curve.label, curve.line, curve.points) for curve in panel.curves],
-        )
-        for panel in panels
-    ]
     try:
-        file.write_text(chart_file(charts))
+        file.write_text(chart_file(panels))
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error}") from error
 

@@ -13,13 +13,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.cli.show.html import safe
+from stretto.charts import (
+    COLOURS,
+    FIGURES,
+    Bar,
+    bar_chart,
+    chart_style,
+    duration_text,
+    figure,
+    lane_chart,
+    line_chart,
+    panels_of,
+    safe,
+)
 from stretto.cli.show.report_samples import samples_html
-from stretto.cli.show.svg import STYLE, Bar, bar_chart, lane_chart, line_chart
 from stretto.errors import ConfigError, printable
 from stretto.run_folder import (
     ACCURACY,
-    FIGURES,
     CallSpan,
     Comparison,
     EvaluationSpan,
@@ -29,8 +39,6 @@ from stretto.run_folder import (
     SwapSpan,
     TicketDone,
     compare_runs,
-    duration_text,
-    figure,
     labels_of,
 )
 
@@ -41,6 +49,7 @@ _CURVES = (
     "step_tokens_per_s",
 )
 """Keys of the figures that have a chart. That of the reward has held-out accuracies as points."""
+_STYLE = Path(__file__).with_name("report.css")
 _STEPS_IN_TIMELINE = 12
 _MARGIN_S = 60.0
 """The last evaluation and the end of a run follow its last step."""
@@ -77,7 +86,7 @@ def report_html(runs: Sequence[RunFolder]) -> str:
         f'<p class="dim">written {time.strftime("%Y-%m-%d %H:%M")}</p>',
         _legend(labels) if several else "",
         _section("Summary", _summary(comparison)),
-        _section("Curves", _charts(runs, labels)),
+        _section("Curves", _charts(runs)),
         _section("Evaluations", _evaluations(comparison)),
         _section("Staleness of trained samples", _staleness(runs, labels)),
         _section("Values that differ", _differences(comparison, labels)) if several else "",
@@ -87,7 +96,7 @@ def report_html(runs: Sequence[RunFolder]) -> str:
             for run, label in zip(runs, labels, strict=True)
         ),
     ]
-    style = STYLE.read_text()
+    style = chart_style() + _STYLE.read_text()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; form-action 'none'; base-uri 'none'"
     return (
@@ -106,7 +115,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _legend(labels: Sequence[str]) -> str:
-    keys = (f'<span class="key run{n % 7}"></span>{safe(label)}' for n, label in enumerate(labels))
+    keys = (f'<span class="key run{n % len(COLOURS)}"></span>{safe(label)}' for n, label in enumerate(labels))
     return f"<p>{' &emsp; '.join(keys)}</p>"
 
 
@@ -142,18 +151,12 @@ def _summary(comparison: Comparison) -> str:
     return f'<div class="wide"><table>{"".join(rows)}</table></div>{means}{groups}'
 
 
-def _charts(runs: Sequence[RunFolder], labels: Sequence[str]) -> str:
+def _charts(runs: Sequence[RunFolder]) -> str:
     charts: list[str] = []
-    for key in _CURVES:
-        curves = [
-            (number, label, line, points)
-            for number, (run, label) in enumerate(zip(runs, labels, strict=True))
-            if (line := run.series(key)) + (points := run.series(ACCURACY) if key == "reward" else [])
-        ]
-        if curves:
-            known = figure(key)
-            head = f'<h3 title="{safe(known.meaning)}">{safe(known.title)}</h3>'
-            charts.append(f'<div class="card" id="curve-{key}">{head}{line_chart(curves)}</div>')
+    for panel in panels_of(runs, _CURVES):
+        known = figure(panel.key)
+        head = f'<h3 title="{safe(known.meaning)}">{safe(known.title)}</h3>'
+        charts.append(f'<div class="card" id="curve-{panel.key}">{head}{line_chart(panel.curves)}</div>')
     return f'<div class="grid-of-charts">{"".join(charts)}</div>' if charts else ""
 
 

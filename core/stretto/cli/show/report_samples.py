@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import pstdev
 from typing import Any
 
-from stretto.cli.show.html import safe
+from stretto.charts import safe
 from stretto.cli.show.samples import common_sections, fate_of, figures_of, sections_of_one
 from stretto.run_folder import RunFolder, SampleFilter, SampleOutcome, SampleStore
 

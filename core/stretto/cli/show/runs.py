@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
+from stretto.charts import FIGURES, duration_text
 from stretto.errors import ConfigError, printable
-from stretto.run_folder import ACCURACY, FIGURES, RunFolder, duration_text, find_runs
+from stretto.run_folder import ACCURACY, RunFolder, find_runs
 
 __all__ = ["RunRow", "runs_below", "runs_table"]
 
