@@ -22,11 +22,11 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 from selenium.webdriver import Chrome
 
-from stretto.cli.show.plot import draw_text, wanted_panels
 from stretto.kernel.observe.view import drawing
 from stretto.records.kept.answers import newest_sample
 from stretto.records.status import Status, read_status
 from stretto.run_folder import RunFolder
+from stretto_views.plot import draw_text, wanted_panels
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))

@@ -20,9 +20,6 @@ from rich.console import Console
 
 from statuses import make_status
 from stretto.assembly.compose import compose
-from stretto.cli.show.compare import comparison_tables
-from stretto.cli.show.report import report_html
-from stretto.cli.show.runs import runs_below, runs_table
 from stretto.cli.sweep.sweep import Machine, Needs, Sweep, needs_of
 from stretto.cli.sweep.sweep_grid import grid
 from stretto.cli.sweep.sweep_report import CombinationFigures, report_of, report_tables
@@ -30,6 +27,9 @@ from stretto.cli.sweep.sweep_view import SweepView
 from stretto.errors import ConfigError
 from stretto.records.comparison import compare_runs
 from stretto.run_folder import RunFolder
+from stretto_views.compare import comparison_tables
+from stretto_views.report import report_html
+from stretto_views.runs import runs_below, runs_table
 
 Start = Callable[..., Any]
 

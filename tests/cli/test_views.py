@@ -23,14 +23,14 @@ from statuses import make_status
 from stretto.bus.server import lock_run
 from stretto.charts import RunCurve, line_chart, smooth, thin_points
 from stretto.cli.main import app
-from stretto.cli.show.plot import draw_file, draw_text, wanted_panels
-from stretto.cli.show.report import report_html
-from stretto.cli.show.runs import runs_below
 from stretto.errors import ConfigError
 from stretto.records.comparison import compare_runs
 from stretto.records.kept.samples import SampleFilter, SampleStore
 from stretto.records.status import STATUS
 from stretto.run_folder import RunFolder
+from stretto_views.plot import draw_file, draw_text, wanted_panels
+from stretto_views.report import report_html
+from stretto_views.runs import runs_below
 
 
 @pytest.fixture(scope="module")

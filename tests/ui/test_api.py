@@ -23,9 +23,9 @@ from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
 from stretto.records.kept.sample_images import SampleImages
 from stretto.run_folder import RunFolder
-from stretto.ui import runs as ui_runs
-from stretto.ui.access import Access
-from stretto.ui.server import application
+from stretto_ui import runs as ui_runs
+from stretto_ui.access import Access
+from stretto_ui.server import application
 
 Ask = Callable[..., Awaitable[Any]]
 

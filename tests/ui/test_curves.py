@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stretto.charts import thin
-from stretto.ui.curves import curve, smooth
+from stretto_ui.curves import curve, smooth
 
 
 def test_smoothing_is_a_mean_that_forgets() -> None:

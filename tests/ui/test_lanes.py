@@ -21,7 +21,7 @@ from stretto.records.timeline import (
     TicketTaken,
 )
 from stretto.run_folder import RunFolder
-from stretto.ui.lanes import Lane, Lanes, lanes
+from stretto_ui.lanes import Lane, Lanes, lanes
 
 GROUPS_5_S = Cause("groups"), 5.0
 

@@ -7,8 +7,8 @@ from statistics import pstdev
 from typing import Any
 
 from stretto.charts import safe
-from stretto.cli.show.samples import common_sections, fate_of, figures_of, sections_of_one
 from stretto.run_folder import RunFolder, SampleFilter, SampleOutcome, SampleStore
+from stretto_views.samples import common_sections, fate_of, figures_of, sections_of_one
 
 __all__ = ["samples_html"]
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-__all__ = ["Access", "Handler"]
+__all__ = ["Access", "Handler", "is_loopback"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -100,6 +100,14 @@ class Access:
 
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode(), self.token.encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this machine's loopback, and nothing else."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _has_port(host: str) -> bool:

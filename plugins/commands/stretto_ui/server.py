@@ -20,15 +20,14 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from stretto.bus.listening import is_loopback
 from stretto.charts import FIGURES
 from stretto.errors import ConfigError
 from stretto.run_folder import compare_runs
-from stretto.ui.access import Access
-from stretto.ui.curves import ShownCurve, curve
-from stretto.ui.lanes import lanes
-from stretto.ui.overview import overview
-from stretto.ui.runs import ListedRun, Runs
+from stretto_ui.access import Access, is_loopback
+from stretto_ui.curves import ShownCurve, curve
+from stretto_ui.lanes import lanes
+from stretto_ui.overview import overview
+from stretto_ui.runs import ListedRun, Runs
 
 __all__ = ["application", "serve"]
 
@@ -332,13 +331,13 @@ def _json(value: Any, status: int) -> web.Response:
 
 
 def _static_files() -> list[str]:
-    folder = Path(str(files("stretto.ui") / "static"))
+    folder = Path(str(files("stretto_ui") / "static"))
     return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
 
 
 def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the handler of one file of the page. The files are read once: no request names a path."""
-    file = files("stretto.ui") / "static" / name
+    file = files("stretto_ui") / "static" / name
     body, content_type = file.read_bytes(), _TYPES[Path(name).suffix]
 
     async def respond(request: web.Request) -> web.Response:

@@ -13,7 +13,7 @@ from typing import Any
 from stretto.charts import recent
 from stretto.errors import ConfigError
 from stretto.run_folder import ACCURACY, RunFolder, find_runs, is_run
-from stretto.ui.samples import Samples
+from stretto_ui.samples import Samples
 
 __all__ = ["ListedRun", "Runs"]
 

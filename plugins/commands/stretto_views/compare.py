@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from stretto.charts import FIGURES, duration_text, figure
-from stretto.cli.tables import add_row, figure_table
 from stretto.run_folder import ACCURACY, Comparison, Estimate, RunFigures
+from stretto_views.tables import add_row, figure_table
 
 __all__ = ["comparison_tables"]
 

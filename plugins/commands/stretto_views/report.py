@@ -26,7 +26,6 @@ from stretto.charts import (
     panels_of,
     safe,
 )
-from stretto.cli.show.report_samples import samples_html
 from stretto.errors import ConfigError, printable
 from stretto.run_folder import (
     ACCURACY,
@@ -41,6 +40,7 @@ from stretto.run_folder import (
     compare_runs,
     labels_of,
 )
+from stretto_views.report_samples import samples_html
 
 __all__ = ["report_html", "write_report"]
 

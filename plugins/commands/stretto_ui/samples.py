@@ -14,7 +14,7 @@ import msgspec
 from stretto.errors import ConfigError
 from stretto.models.images import ImageError, ImageFile, decode, file_of, images_of, names_in
 from stretto.run_folder import RunFolder, SampleFilter, SampleStore
-from stretto.ui.token_text import pieces
+from stretto_ui.token_text import pieces
 
 __all__ = ["Samples", "filter_of"]
 
