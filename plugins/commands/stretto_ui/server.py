@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from stretto.charts import FIGURES
+from stretto.charts import COLOURS, FIGURES
 from stretto.errors import ConfigError
 from stretto.run_folder import compare_runs
 from stretto_ui.access import Access, is_loopback
@@ -177,6 +177,7 @@ def application(folder: Path, access: Access) -> web.Application:
     app.router.add_get("/favicon.ico", _file("icon.svg"))
     for name in _static_files():
         app.router.add_get(f"/static/{name}", _file(name))
+    app.router.add_get("/static/colours.css", _content(_colours().encode(), "text/css"))
     app.router.add_get("/api/runs", _answer(page.index))
     app.router.add_get("/api/figures", _answer(page.figures))
     app.router.add_get("/api/compare", _answer(page.comparison))
@@ -338,7 +339,20 @@ def _static_files() -> list[str]:
 def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the handler of one file of the page. The files are read once: no request names a path."""
     file = files("stretto_ui") / "static" / name
-    body, content_type = file.read_bytes(), _TYPES[Path(name).suffix]
+    return _content(file.read_bytes(), _TYPES[Path(name).suffix])
+
+
+def _colours() -> str:
+    """Return the style sheet with the colours of runs in both themes, and their number."""
+    numbered = list(enumerate(COLOURS))
+    light = "".join(f"--c{number}:{colour.light};" for number, colour in numbered)
+    dark = "".join(f"--c{number}:{colour.dark};" for number, colour in numbered)
+    classes = "".join(f".k{number}{{background:var(--c{number})}}" for number, _ in numbered)
+    return f':root{{--hues:{len(COLOURS)};{light}}}:root[data-theme="dark"]{{{dark}}}{classes}'
+
+
+def _content(body: bytes, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the handler that answers with a file's content."""
 
     async def respond(request: web.Request) -> web.Response:
         del request

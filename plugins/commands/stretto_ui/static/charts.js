@@ -1,6 +1,6 @@
 // Charts of curves. A board holds charts with one window, one smoothing and one x-axis; it fetches what is visible.
 /* global uPlot */
-import { colour, debounce, duration, fill, h, number, seriesKey, seriesStyle } from "./dom.js";
+import { colour, debounce, duration, fill, h, number, seriesKey, seriesStyle, svg } from "./dom.js";
 import { get } from "./api.js";
 import { figure, figureText, tooltip } from "./figures.js";
 
@@ -266,15 +266,9 @@ function short(value) {
 /** A small curve without axes. */
 export function spark(values) {
   const known = values.filter((value) => typeof value === "number");
-  const picture = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  picture.setAttribute("class", "spark");
-  picture.setAttribute("viewBox", "0 0 100 20");
-  picture.setAttribute("preserveAspectRatio", "none");
-  picture.setAttribute("aria-hidden", "true");
-  if (known.length < 2) return picture;
+  const attributes = { class: "spark", viewBox: "0 0 100 20", preserveAspectRatio: "none", "aria-hidden": "true" };
+  if (known.length < 2) return svg("svg", attributes);
   const low = Math.min(...known), high = Math.max(...known), height = high - low || 1;
-  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-  path.setAttribute("d", known.map((value, place) => `${place ? "L" : "M"}${((100 * place) / (known.length - 1)).toFixed(2)} ${(18.5 - (17 * (value - low)) / height).toFixed(2)}`).join(""));
-  picture.append(path);
-  return picture;
+  const d = known.map((value, place) => `${place ? "L" : "M"}${((100 * place) / (known.length - 1)).toFixed(2)} ${(18.5 - (17 * (value - low)) / height).toFixed(2)}`).join("");
+  return svg("svg", attributes, svg("path", { d }));
 }

@@ -66,7 +66,7 @@ export function signed(value) {
   return `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(3)}`;
 }
 
-/** The rule of `stretto.records.figures.duration_text`. */
+/** The rule of `stretto.charts.duration_text`. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
@@ -88,7 +88,7 @@ export function debounce(work, wait) {
   return (...values) => { clearTimeout(timer); timer = setTimeout(() => work(...values), wait); };
 }
 
-const HUES = 8;
+const HUES = Number(colour("hues"));
 
 /** How the n-th series is drawn: each hue without dashes, then each with one long dash, then with ever more short ones. */
 export function seriesStyle(series) {

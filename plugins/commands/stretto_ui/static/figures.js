@@ -1,4 +1,4 @@
-// How the figures of metrics.jsonl are shown: the table of stretto.records.figures, which all views share.
+// How the figures of metrics.jsonl are shown: the table of stretto.charts, which all views share.
 import { duration, number, printable } from "./dom.js";
 import { get } from "./api.js";
 
@@ -23,7 +23,7 @@ export function tooltip(key) {
   return meaning ? `${meaning} (${key})` : printable(key);
 }
 
-/** A value with its digits. The rule of `stretto.records.figures.Figure.text`. */
+/** A value with its digits. The rule of `stretto.charts.Figure.text`. */
 export function figureText(key, value) {
   const { unit, form } = figure(key), digits = Number(form.match(/\d/)[0]);
   if (typeof value !== "number") return "–";
