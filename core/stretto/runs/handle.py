@@ -251,7 +251,7 @@ class RunHandle:
 
     def _repr_html_(self) -> str:
         """Return the run as it is now, for a notebook."""
-        from stretto.cli.show.notebook import run_html
+        from stretto.runs.notebook import run_html
 
         return run_html(self.folder, running=self._kernel.poll() is None)
 
