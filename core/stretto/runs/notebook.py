@@ -1,4 +1,4 @@
-"""A run as a piece of HTML, for the output of a notebook's cell.
+"""A run as a piece of HTML, for the output of a notebook's cell. Private.
 
 The style is part of the piece, and holds for it alone. As in reports, all that comes from a run is escaped.
 """
@@ -11,8 +11,6 @@ from pathlib import Path
 from stretto.charts import COLOURS, figure, line_chart, panels_of, safe
 from stretto.records.metrics import ACCURACY, is_figure
 from stretto.run_folder import RunFolder, is_run
-
-__all__ = ["run_html"]
 
 _FIGURES = ("reward", "loss", "entropy", "grad_norm", "length", "staleness", "step_s", "step_tokens_per_s")
 """Keys of `metrics.jsonl` whose newest value the piece shows."""
