@@ -55,6 +55,11 @@ def end_with_parent(number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
+def adopt_orphans(is_on: bool) -> None:
+    """Have the system make orphans below this process its children (a "subreaper"), or not. Linux only."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, is_on)
+
+
 # ------------------------------------------------------------------------------------------- process
 
 
@@ -64,7 +69,7 @@ def _main(parent: int, grace_s: float, argv: list[str]) -> None:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the child
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans(True)
     end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit("the process that started this one has gone")
