@@ -558,7 +558,7 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
     permissions["trainer"]["publish"] += [*_read_log(names), *_append(names.trained)]
     finished = (
         *(names.trajectories, names.image("*"), names.groups),
-        *(names.kept_answers, names.kept_trajectories, names.records),
+        *(names.kept_trajectories, names.records),
     )
     permissions["rollout"]["publish"] += [*_append(*finished), *_take_tickets(names)]
     permissions["samples"] = {
