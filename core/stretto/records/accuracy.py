@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from stretto.records.intervals import Estimate, Z
-from stretto.records.kept.answers import Answer
+from stretto.records.kept.answers import Answer, by_sample
 
 __all__ = ["estimate", "estimate_difference", "estimate_share", "row_scores"]
 
@@ -32,9 +32,9 @@ def estimate_share(share: float, count: int) -> Estimate:
 
 
 def row_scores(answers: Iterable[Answer]) -> dict[int, float]:
-    """Return row -> mean score of its samples. Of a sample with several answers, the last one counts."""
+    """Return row -> mean score of its samples."""
     rows: defaultdict[int, list[float]] = defaultdict(list)
-    for answer in {(answer.row, answer.sample): answer for answer in answers}.values():
+    for answer in by_sample(answers).values():
         rows[answer.row].append(answer.score)
     return {row: fmean(scores) for row, scores in rows.items()}
 

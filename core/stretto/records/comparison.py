@@ -21,7 +21,7 @@ from stretto.records.accuracy import estimate, estimate_difference, estimate_sha
 from stretto.records.figures import RECENT_STEPS, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
-from stretto.records.kept.answers import read_answers
+from stretto.records.kept.answers import by_sample, read_answers
 from stretto.records.kept.samples import SampleStore
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto.records.run import RunRecord
@@ -182,7 +182,7 @@ def _recent(run: RunRecord, key: str) -> float | None:
 
 def _evaluated(samples: SampleStore, line: Mapping[str, Any]) -> Evaluated:
     answers = read_answers(samples, line["step"])
-    all_kept = len({(answer.row, answer.sample) for answer in answers}) == line["evaluation/samples"] > 0
+    all_kept = len(by_sample(answers)) == line["evaluation/samples"] > 0
     if all_kept:
         accuracy = estimate(list(row_scores(answers).values()))
     else:

@@ -31,7 +31,7 @@ from stretto.kernel.fleet.forks import ForkServer
 from stretto.records.accuracy import estimate, row_scores
 from stretto.records.document import read_document
 from stretto.records.intervals import Estimate
-from stretto.records.kept.answers import Answer, read_answers
+from stretto.records.kept.answers import Answer, by_sample, read_answers
 from stretto.records.kept.samples import SampleStore
 
 __all__ = [
@@ -237,8 +237,8 @@ def run_evaluation(
 ) -> tuple[Result | None, dict[str, Any]]:
     """Run the evaluation to its end. Return its result and the run's summary; see `stretto.kernel.life.run`.
 
-    The result is None if the run did not complete or has no answer. Otherwise `summary.json` also gets the
-    result, and the answers are written to `answers/step-000000.jsonl`.
+    The result is None if the run did not complete, or if it has no answer or lacks some. Otherwise
+    `summary.json` also gets the result, and the answers are written to `answers/step-000000.jsonl`.
     """
     from stretto.kernel.life import run
 
@@ -246,6 +246,10 @@ def run_evaluation(
     answers = read_answers(SampleStore(folder), 0, texts=True) if summary["status"] == "completed" else []
     if not answers:
         return None, summary
+    kept, expected = len(by_sample(answers)), summary["evaluation"][-1]["samples"]
+    if kept < expected:
+        problem = f"only {kept} of {expected} answers are kept; see {folder / 'logs' / 'samples.jsonl'}"
+        return None, {**summary, "problems": [*summary["problems"], problem]}
     (folder / "answers").mkdir(exist_ok=True)
     (folder / "answers" / "step-000000.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(answers))
     busy_s = summary["busy_s"]["generate"] / composed.config.inference.replicas
@@ -272,7 +276,7 @@ def result_of(
     """Compute the figures of one or more answers. If a sample has several answers, its last one counts, and
     the tokens of all of them."""
     tokens = sum(answer.tokens for answer in answers)
-    answers = list({(answer.row, answer.sample): answer for answer in answers}.values())
+    answers = list(by_sample(answers).values())
     rows: defaultdict[int, list[Answer]] = defaultdict(list)
     for answer in answers:
         rows[answer.row].append(answer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import msgspec
 if TYPE_CHECKING:
     from stretto.records.kept.samples import SampleStore
 
-__all__ = ["Answer", "newest_sample", "read_answers"]
+__all__ = ["Answer", "by_sample", "newest_sample", "read_answers"]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +59,11 @@ def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> li
     last = {each["row"]: each["sequence"] for each in found}
     counted = [each for each in found if each["sequence"] == last[each["row"]]]
     return [_answer_of(each, version) for each in sorted(counted, key=lambda each: each["row"])]
+
+
+def by_sample(answers: Iterable[Answer]) -> dict[tuple[int, int], Answer]:
+    """Return (row, sample) -> its answer. Of a sample with several answers, the last one counts."""
+    return {(answer.row, answer.sample): answer for answer in answers}
 
 
 def _answer_of(kept: Mapping[str, Any], version: int) -> Answer:
