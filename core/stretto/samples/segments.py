@@ -213,7 +213,9 @@ class SegmentWriter:
 
     def _answers_in(self, name: SegmentName) -> list[Table]:
         """Return the rows of evaluations in a segment."""
-        tables = (table.filter(compute.equal(table["purpose"], "eval")) for table in self._row_groups(name))
+        of_columns: Any = compute  # pyarrow defines its functions when it is imported
+        groups = self._row_groups(name)
+        tables = (table.filter(of_columns.equal(table["purpose"], "eval")) for table in groups)
         return [table for table in tables if len(table)]
 
     def _size(self, name: SegmentName) -> int:
