@@ -19,7 +19,7 @@ from stretto.assembly.compose import compose
 from stretto.cli.make.evaluate import EvaluationOptions, compose_evaluation, pass_at_k, result_of
 from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, PluginError
-from stretto.records.kept.answers import Answer, read_answers
+from stretto.records.kept.answers import KeptAnswer, read_answers
 from stretto.records.kept.samples import SampleFilter, SampleStore
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -37,10 +37,10 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers(n: int, c: int) -> 
         assert pass_at_k(n, c, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
 
 
-def answer(row: int, reward: float, **fields: Any) -> Answer:
+def answer(row: int, reward: float, **fields: Any) -> KeptAnswer:
     plain: dict[str, Any] = {"sample": 0, "prompt": "", "completion": "", "metrics": {}, "tokens": 10}
     plain |= {"finish": "stop", "version": 0, "columns": {}, **fields}
-    return Answer(row=row, reward=reward, engine="", **plain)
+    return KeptAnswer(row=row, reward=reward, engine="", **plain)
 
 
 def test_figures_are_those_worked_out_by_hand() -> None:
@@ -434,7 +434,7 @@ def test_a_checkpoint_gives_the_answers_that_its_run_reported(tmp_path: Path) ->
         assert answers_in(run, version) == answers_in(out / str(version), 0)
 
 
-def answers_in(folder: Path, version: int) -> list[Answer]:
+def answers_in(folder: Path, version: int) -> list[KeptAnswer]:
     """The kept answers of a version, but for who gave them and under which number."""
     kept = read_answers(SampleStore(folder), version, texts=True)
     assert kept

@@ -31,7 +31,7 @@ from stretto.kernel.fleet.forks import ForkServer
 from stretto.records.accuracy import estimate, row_scores
 from stretto.records.document import read_document
 from stretto.records.intervals import Estimate
-from stretto.records.kept.answers import Answer, by_sample, read_answers
+from stretto.records.kept.answers import KeptAnswer, by_sample, read_answers
 from stretto.records.kept.samples import SampleStore
 
 __all__ = [
@@ -271,13 +271,13 @@ def run_evaluation(
 
 
 def result_of(
-    answers: Sequence[Answer], *, source: str, failed: int, threshold: float, tokens_per_s: float
+    answers: Sequence[KeptAnswer], *, source: str, failed: int, threshold: float, tokens_per_s: float
 ) -> Result:
     """Compute the figures of one or more answers. If a sample has several answers, its last one counts, and
     the tokens of all of them."""
     tokens = sum(answer.tokens for answer in answers)
     answers = list(by_sample(answers).values())
-    rows: defaultdict[int, list[Answer]] = defaultdict(list)
+    rows: defaultdict[int, list[KeptAnswer]] = defaultdict(list)
     for answer in answers:
         rows[answer.row].append(answer)
     scores = {row: [answer.score for answer in of_row] for row, of_row in rows.items()}

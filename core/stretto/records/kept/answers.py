@@ -11,10 +11,10 @@ import msgspec
 if TYPE_CHECKING:
     from stretto.records.kept.samples import SampleStore
 
-__all__ = ["Answer", "by_sample", "newest_sample", "read_answers"]
+__all__ = ["KeptAnswer", "by_sample", "newest_sample", "read_answers"]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer to a held-out row, and a line of the file that `stretto evaluate` writes."""
 
     row: int
@@ -42,7 +42,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return self.metrics.get("accuracy", self.reward)
 
 
-def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> list[Answer]:
+def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> list[KeptAnswer]:
     """Return the kept answers of the evaluation of a version, in the order of their rows. If a row was
     answered several times, the last attempt counts.
 
@@ -61,14 +61,14 @@ def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> li
     return [_answer_of(each, version) for each in sorted(counted, key=lambda each: each["row"])]
 
 
-def by_sample(answers: Iterable[Answer]) -> dict[tuple[int, int], Answer]:
+def by_sample(answers: Iterable[KeptAnswer]) -> dict[tuple[int, int], KeptAnswer]:
     """Return (row, sample) -> its answer. Of a sample with several answers, the last one counts."""
     return {(answer.row, answer.sample): answer for answer in answers}
 
 
-def _answer_of(kept: Mapping[str, Any], version: int) -> Answer:
+def _answer_of(kept: Mapping[str, Any], version: int) -> KeptAnswer:
     columns: Any = kept.get("dataset_row")
-    return Answer(
+    return KeptAnswer(
         **{name: kept[name] for name in ("row", "sample", "reward", "metrics", "finish", "engine")},
         version=version,
         columns={name: value for name, value in columns.items() if name != "prompt"} if columns else None,
