@@ -52,7 +52,7 @@ class SampleKeeper:
         self._bus = bus
         self._names = setup.names
         self._lease_epoch = lease_epoch
-        self.on = config.samples.keep != "none" and (setup.graph.samples or config.evaluation is not None)
+        self.on = config.keeps_row(0) or (config.samples.keep != "none" and setup.graph.samples)
         """Whether the run keeps samples."""
         self._kept_below = 0
         """The samples of log messages below this sequence number are on disk."""
@@ -171,15 +171,9 @@ class SampleKeeper:
 
     async def _start(self) -> subprocess.Popen[bytes] | ForkedProcess:
         config = self._setup.config
-        last, staleness = config.samples.last or 0, config.queue.max_staleness
-        command = [
-            sys.executable,
-            "-m",
-            "stretto.samples",
-            str(self._setup.folder),
-            str(last),
-            str(staleness),
-        ]
+        keeps_answers = config.evaluation is not None and config.evaluation.keep_answers
+        numbers = (config.samples.last or 0, config.queue.max_staleness, int(keeps_answers))
+        command = [sys.executable, "-m", "stretto.samples", str(self._setup.folder), *map(str, numbers)]
         output_file, forks = self._setup.logs / "samples.out", self._setup.forks
         if forks is not None and forks.is_open:
             process = await forks.fork(command, output_file, ())
