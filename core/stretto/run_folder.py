@@ -28,7 +28,7 @@ from stretto.records.comparison import Comparison, RunFigures, compare_runs, lab
 from stretto.records.document import read_document
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
-from stretto.records.kept.answers import AnswerLine, read_answers
+from stretto.records.kept.answers import KeptAnswer, read_answers
 from stretto.records.kept.sample_images import SampleImages
 from stretto.records.kept.samples import Bounds, SampleFilter, SampleOutcome, SampleStore, open_samples
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES, METRICS, MetricsReader, is_figure
@@ -56,7 +56,6 @@ from stretto.records.values import dotted_values
 __all__ = [
     "ACCURACY",
     "MAIN_FIGURES",
-    "AnswerLine",
     "Bounds",
     "CallSpan",
     "CauseKind",
@@ -64,6 +63,7 @@ __all__ = [
     "Estimate",
     "EvaluationSpan",
     "Event",
+    "KeptAnswer",
     "KernelEnded",
     "KernelStarted",
     "Purpose",
@@ -242,9 +242,9 @@ class RunFolder:
         """Return the file of an image that a workflow added to a kept sample; None if it is not kept."""
         return SampleImages(self.folder).read(sha256)
 
-    def answers(self, version: int) -> list[AnswerLine]:
-        """Return the answers of the evaluation of a version; empty without `evaluation.keep_answers`."""
-        return read_answers(self.folder, version)
+    def answers(self, version: int) -> list[KeptAnswer]:
+        """Return the kept answers of the evaluation of a version, with their texts, in the order of rows."""
+        return read_answers(self.samples, version, texts=True)
 
     def checkpoints(self) -> dict[int, Path]:
         """Return the folders of the checkpoints by their versions, in order. Files may be damaged."""

@@ -1,9 +1,9 @@
 """Several runs compared: their figures side by side, differences of their values, and intervals.
 
 Runs that differ only in their seed are a group, with mean and spread over the seeds. The interval of an
-accuracy is over rows if the run keeps the answers of its evaluations (`evaluation.keep_answers`), and
-otherwise that of independent answers. Where two runs have kept the answers to the same rows, the difference
-of their last common evaluation is paired by row.
+accuracy is over rows if the run has kept all answers of the evaluation as samples, and otherwise that of
+independent answers. Where two runs have kept the answers to the same rows, the difference of their last
+common evaluation is paired by row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stretto.records.accuracy import estimate, estimate_difference, estimate_sha
 from stretto.records.figures import RECENT_STEPS, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
-from stretto.records.kept.answers import read_answers
+from stretto.records.kept.answers import by_sample, read_answers
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto.records.values import dotted_values
 
@@ -180,10 +180,13 @@ def _recent(run: RunFolder, key: str) -> float | None:
 
 
 def _evaluated(run: RunFolder, line: Mapping[str, Any]) -> Evaluated:
-    rows = row_scores(read_answers(run.folder, line["step"]))
-    accuracy = estimate(list(rows.values())) if rows else None
-    independent = estimate_share(line[ACCURACY], line["evaluation/samples"])
-    return Evaluated(version=line["step"], accuracy=accuracy or independent, by_row=accuracy is not None)
+    answers = read_answers(run.samples, line["step"])
+    all_kept = len(by_sample(answers)) == line["evaluation/samples"] > 0
+    if all_kept:
+        accuracy = estimate(list(row_scores(answers).values()))
+    else:
+        accuracy = estimate_share(line[ACCURACY], line["evaluation/samples"])
+    return Evaluated(version=line["step"], accuracy=accuracy, by_row=all_kept)
 
 
 def _differences(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
@@ -225,7 +228,7 @@ def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterabl
         common = [version for version, _ in run.series(ACCURACY) if version in versions]
         if not common or not _same_rows(first, run):
             continue
-        one, other = (row_scores(read_answers(each.folder, common[-1])) for each in (first, run))
+        one, other = (row_scores(read_answers(each.samples, common[-1])) for each in (first, run))
         difference = estimate_difference(one, other)
         if difference is not None:
             yield Paired(

@@ -26,19 +26,12 @@ _LOOK_AT = 64
 
 
 def samples_html(run: RunFolder) -> str:
-    """Return some samples of a run: kept ones, or else held-out answers that its evaluations kept. The text
-    is empty if there are none.
+    """Return some kept samples of a run. The text is empty if there are none.
 
     Raises:
         ConfigError: if the files of the run are damaged.
     """
-    return _kept(run.samples) or _answers(run)
-
-
-# ------------------------------------------------------------------------------------ kept samples
-
-
-def _kept(store: SampleStore) -> str:
+    store = run.samples
     parts = [*_trained(store), *_evaluated(store)]
     return "".join(f"<h3>{title}</h3>{content}" for title, content in parts if content)
 
@@ -142,23 +135,3 @@ def _texts(sections: Iterable[tuple[str, list[str]]]) -> str:
 
 def _lines(lines: Iterable[str]) -> str:
     return "\n".join(map(safe, lines))
-
-
-# ---------------------------------------------------------------------------- answers of evaluations
-
-
-def _answers(run: RunFolder) -> str:
-    """Show some answers of the newest evaluation whose answers are kept, the worst and the best first."""
-    for line in reversed(run.evaluations):
-        answers = sorted(run.answers(line["step"]), key=lambda answer: answer.score)
-        if answers:
-            break
-    else:
-        return ""
-    chosen = answers if len(answers) <= 2 * _MOST else [*answers[:_MOST], *answers[-_MOST:]]
-    cards = (
-        f'<div class="card"><h4>held-out row {answer.row}, version {answer.version}, score {answer.score:g}, '
-        f"{safe(answer.finish)}</h4><pre>{safe(answer.prompt)}</pre><pre>{safe(answer.completion)}</pre></div>"
-        for answer in chosen
-    )
-    return f'<div class="grid-of-charts">{"".join(cards)}</div>'
