@@ -18,7 +18,7 @@ from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, Sto
 from stretto.bus.messages.subjects import Subjects
 from stretto.errors import ConfigError, one_error
 from stretto.kernel.fleet.worker_numbers import NUMBER_KEYS
-from stretto.records.run import MIRROR
+from stretto.records.files import MIRROR
 
 __all__ = ["numbers_of", "scale_run", "stop_run"]
 
