@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -153,9 +154,12 @@ def test_every_algorithm_correction_and_kl_has_a_vector() -> None:
 
 
 def test_the_golden_vectors_are_what_the_reference_writes(tmp_path: Path) -> None:
-    program = Path(__file__).parents[1] / "golden" / "reference.py"
-    (tmp_path / "reference.py").write_text(program.read_text())
-    subprocess.run([sys.executable, str(tmp_path / "reference.py")], check=True)
+    for file in GOLDEN:
+        case = json.loads(file.read_text())
+        case["inputs"] = case["expected"] = {}
+        (tmp_path / file.name).write_text(json.dumps(case))
+    program = shutil.copy(GOLDEN[0].with_name("reference.py"), tmp_path)
+    subprocess.run([sys.executable, program], check=True)
     written = {file.name: file.read_text() for file in tmp_path.glob("*.json")}
     assert written == {file.name: file.read_text() for file in GOLDEN}
 
