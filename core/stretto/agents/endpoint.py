@@ -513,7 +513,7 @@ async def _format_errors(request: web.Request, handler: _Handler) -> web.StreamR
     body = (
         anthropic_error(refusal) if request.path.startswith(_MESSAGES) else {"error": openai_error(refusal)}
     )
-    # Waiting does not help against any of these errors, so tell clients not to retry.
+    # Waiting does not help against any of these errors, so ask clients not to retry.
     return _json(body, status=refusal.status, headers={"x-should-retry": "false"})
 
 

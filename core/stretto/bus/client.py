@@ -170,7 +170,7 @@ class Bus:
     # ---------------------------------------------------------------------- publish and subscribe
 
     async def publish(self, subject: str, message: Message, *, reply: str = "") -> None:
-        """Send a message to the present subscribers of a subject."""
+        """Send a message to the current subscribers of a subject."""
         await self._send(subject, encode(message), reply)
 
     async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:

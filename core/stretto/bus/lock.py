@@ -1,4 +1,4 @@
-"""The run's lock as other processes see it. The lock tells a dead kernel from a dead or silent bus.
+"""The run's lock as other processes see it. The lock distinguishes a dead kernel from a dead or silent bus.
 
 `server.lock_run` takes the lock for the kernel's whole life. The system releases it however the kernel ends,
 and a kernel that stands still keeps it.

@@ -141,7 +141,7 @@ class Store:
         self._up.clear()
 
     async def on_reconnected(self) -> None:
-        """Go on, and restart the streams that this process follows. The client calls it."""
+        """Continue, and restart the streams that this process follows. The client calls it."""
         self._up.set()
         for queue in self._pulling:
             queue.put_nowait(None)

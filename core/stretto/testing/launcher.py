@@ -18,7 +18,7 @@ from stretto.testing.component import ComponentConformance, ComponentUnderTest
 
 __all__ = ["LauncherConformance"]
 
-# Both processes hold a lock on the file, until the system ends them, or as many seconds as they are told.
+# Both processes hold a lock on the file, until the system ends them, or for the given number of seconds.
 _WITH_CHILD = """
 import fcntl, os, signal, sys, time
 signal.signal(signal.SIGTERM, {handler})

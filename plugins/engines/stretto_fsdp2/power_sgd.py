@@ -77,7 +77,7 @@ class PowerSgd:
             yield f"error.{rank}", error
 
     def restore(self, carried: Mapping[str, Tensor], gradients: int, device: torch.device) -> None:
-        """Go on with what `carried` returned. With another number of ranks, each gets the same part of the
+        """Continue with what `carried` returned. With another number of ranks, each gets the same part of the
         sum of all errors; with another rank of the matrices, these begin at random.
 
         Args:

@@ -129,7 +129,7 @@ class ShardedLayout(RankLayout):
             yield from self._power_sgd.carried()
 
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Go on with what PowerSGD carried."""
+        """Continue with what PowerSGD carried."""
         if self._power_sgd is not None:
             gradients = sum(parameter.numel() for parameter in trained)
             self._power_sgd.restore(carried, gradients, self.device)

@@ -269,7 +269,7 @@ class Sweep:
             listed = ", ".join(f"{key} is {former}, now {new}" for key, (former, new) in changes.items())
             raise ConfigError(
                 f"{name}: {file.parent} holds a run with other values ({listed}); give the sweep another "
-                "folder with --out, or the former values"
+                "folder with --out, or the previous values"
             )
 
     def _state(self, name: str) -> str:

@@ -47,7 +47,7 @@ class _ForkOrder:
 
 
 class _ForkLoop:
-    """Imports, forks, and tells the kernel which processes have ended."""
+    """Imports, forks, and reports to the kernel which processes have ended."""
 
     def __init__(self, connection: socket.socket, modules: list[str]) -> None:
         self._socket = connection
@@ -98,8 +98,9 @@ class _ForkLoop:
         return True
 
     def _fork(self, order: _ForkOrder) -> int:
-        """Fork a process and tell the kernel. Return 0 in the process, and otherwise its pid, or -1 if this
-        process must not be forked: of its threads, the new one would have only one, and all their locks."""
+        """Fork a process and report it to the kernel. Return 0 in the process, and otherwise its pid, or -1
+        if this process must not be forked: of its threads, the new one would have only one, and all their
+        locks."""
         threads = len([*Path("/proc/self/task").iterdir()])
         if threads > 1:
             self._send({"id": order.id, "error": f"the fork server has {threads} threads"})

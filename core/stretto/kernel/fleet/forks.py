@@ -40,7 +40,7 @@ _MODULES = ("stretto.workers.worker",)
 _ANSWER_S = 120.0
 """The server answers within this many seconds, imports from a cold disk included; otherwise it hangs."""
 _STATUS_S = 5.0
-"""The server tells the exit status of a process within this many seconds of its end; otherwise it hangs."""
+"""The server reports the exit status of a process within this many seconds of its end; otherwise it hangs."""
 _UNKNOWN_STATUS = 255
 """Exit status of a process whose server has ended or hangs: only the server could ask for it."""
 _KILLED_S = 5.0
@@ -51,7 +51,7 @@ class ForkedProcess:
     """A process that the fork server has started. It lives on if the server ends.
 
     Args:
-        descriptor: the process's pidfd, which tells that it has ended, but not its exit status.
+        descriptor: the process's pidfd, which shows that it has ended, but not its exit status.
         on_end: called when it has ended. The callee finds out the status, and calls `end`.
     """
 
@@ -264,7 +264,7 @@ class ForkServer:
         return process
 
     def _on_end(self, process: ForkedProcess) -> None:
-        """A process has ended. The server tells the status, unless it has ended or hangs."""
+        """A process has ended. The server reports the status, unless it has ended or hangs."""
         if self._is_lost:
             process.end(_UNKNOWN_STATUS)
         else:

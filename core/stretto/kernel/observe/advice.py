@@ -513,7 +513,7 @@ def _mismatch(history: _History, knobs: _Knobs) -> _Finding | None:
         if len(known) >= 3 and min(value for _, value in known[-3:]) > bound:
             return _finding(
                 known[-3][0],
-                f"logprobs of engine and trainer differ by {known[-1][1]:.2g} a token on {what}; expected at "
+                f"logprobs of engine and trainer differ by {known[-1][1]:.2g} per token on {what}; expected at "
                 f"most {bound:g}",
                 knobs.set("inference.dtype", "float32"),
                 knobs.set("training.dtype", "float32"),
@@ -750,7 +750,7 @@ def _slow_swaps(history: _History, knobs: _Knobs) -> _Finding | None:
     return _finding(
         lines[0]["step"],
         f"swaps of weights stop the engines {share:.0%} of the time, for "
-        f"{_total(lines, 'swap_pause_s') / len(lines):.2g} s a step",
+        f"{_total(lines, 'swap_pause_s') / len(lines):.2g} s per step",
         knobs.scale("queue.batch_size", 2),
         knobs.set("training.dtype", "bfloat16"),
         knobs.set("inference.on_swap", "keep_cache"),

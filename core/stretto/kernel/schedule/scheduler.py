@@ -216,7 +216,7 @@ class OpenTicket(msgspec.Struct):
     tries: int = 0
     """Number of attempts that a worker has begun."""
     worker: str = ""
-    """The worker of the present attempt; empty until it is known."""
+    """The worker of the current attempt; empty until it is known."""
     bounds: dict[int, int] = {}
     """Attempt -> lower bound on the version of the attempt's oldest token. The bound is the training version
     at the attempt's issue until the version of the oldest token is known. Any attempt may finish first."""
@@ -601,7 +601,7 @@ class Scheduler:
         self._proceed()
 
     def group_failed(self, failure: GroupFailed) -> None:
-        """The present attempt of a ticket produces no group. Failures of previous attempts do not count."""
+        """The current attempt of a ticket produces no group. Failures of previous attempts do not count."""
         found = self._find(failure.purpose, failure.ticket)
         if found is None or found.done is not None:
             return
@@ -711,7 +711,7 @@ class Scheduler:
     # ----------------------------------------------------------------------------------- private
 
     def _proceed(self) -> None:
-        """Do what the present state allows: start a batch, issue tickets, end the run."""
+        """Do what the current state allows: start a batch, issue tickets, end the run."""
         if self._state != "training":
             return
         self._start_batch()
