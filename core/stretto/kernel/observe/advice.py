@@ -513,8 +513,8 @@ def _mismatch(history: _History, knobs: _Knobs) -> _Finding | None:
         if len(known) >= 3 and min(value for _, value in known[-3:]) > bound:
             return _finding(
                 known[-3][0],
-                f"logprobs of engine and trainer differ by {known[-1][1]:.2g} per token on {what}; expected at "
-                f"most {bound:g}",
+                f"logprobs of engine and trainer differ by {known[-1][1]:.2g} per token on {what}; expected "
+                f"at most {bound:g}",
                 knobs.set("inference.dtype", "float32"),
                 knobs.set("training.dtype", "float32"),
                 knobs.set("inference.on_swap", "recompute") if name == "mismatch_mean" else "",
