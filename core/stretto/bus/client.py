@@ -142,7 +142,7 @@ class Bus:
 
     @property
     def server(self) -> str:
-        """Address of the server that the client is connected to, or was at last."""
+        """Address of the current server, or of the last one without a connection."""
         url = self._nats.connected_url
         return without_logins(url.geturl()) if url is not None else ""
 

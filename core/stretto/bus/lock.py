@@ -50,7 +50,7 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
             return False
 
     def is_held(self) -> bool:
-        """Whether this kernel still holds the lock. A lock that is not visible counts as free."""
+        """Return whether this kernel still holds the lock. A lock that is not visible counts as free."""
         path = Path(self.path)
         try:
             return path.read_text() == self.owner and is_locked(path)

@@ -182,7 +182,7 @@ def read_status(folder: Path) -> Status | None:
 
 
 def is_of_former_kernel(folder: Path, status: Status) -> bool:
-    """Whether the kernel that owns the run in `folder` is another one than wrote this status."""
+    """Return whether the kernel that owns the run in `folder` is another one than wrote this status."""
     owner = read_record(folder / "bus" / "kernel.lock").decode(errors="replace")
     return bool(owner) and not owner.startswith(f"pid {status.pid},")
 

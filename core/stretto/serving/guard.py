@@ -38,7 +38,7 @@ def _children() -> list[int]:
 
 
 def _tracks(pid: int) -> bool:
-    """Whether a process is Python's resource tracker, which removes shared memory left by others."""
+    """Return whether a process is Python's resource tracker, which removes shared memory left by others."""
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

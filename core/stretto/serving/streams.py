@@ -257,7 +257,7 @@ class StreamQueue:
                 self._end_and_cancel(sample, "error", request.late)
 
     def send_to(self, server: Server, version: int) -> None:
-        """Send samples to this server, which serves this version."""
+        """Send the next samples to a server, which serves this version."""
         self._server, self._version = server, version
         self._intake.serve(version)
         self._admit()

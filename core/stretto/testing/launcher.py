@@ -64,7 +64,7 @@ class LauncherConformance(ComponentConformance):
     def test_a_lost_process_is_reported_with_its_status(
         self, under_test: ComponentUnderTest, tmp_path: Path
     ) -> None:
-        """Whether it ended by itself or by a signal, and as often as one asks. Nothing of it is left."""
+        """For an end by itself and by a signal, however often `wait` is called. Nothing is left."""
         kill = "os.kill(os.getpid(), signal.SIGKILL)"
         lock = tmp_path / "lock"
         jobs = [

@@ -140,5 +140,5 @@ class _Bucket:
         return _BUCKET
 
     def is_last(self) -> bool:
-        """Whether no bucket of the step follows."""
+        """Return whether no bucket of the step follows."""
         return True

@@ -106,7 +106,7 @@ class ShardedLayout(RankLayout):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def counts(self, name: str, parameter: Tensor) -> bool:
-        """Whether this rank is the first of those that hold the same data."""
+        """Return whether this rank is the first of those that hold the same data."""
         del name
         sharded: set[str] = set()
         if isinstance(parameter, DTensor):

@@ -64,7 +64,7 @@ class Checksums:
     def _matches(
         self, name: str, checksum: str, places: Sequence[Place], published: Mapping[str, str]
     ) -> bool:
-        """Whether a checksum can belong to a tensor made of these tensors, in order."""
+        """Return whether a checksum can belong to a tensor made of these tensors, in order."""
         same_dtype = all(place.dtype == self._dtype for place in places)
         if self._exact and same_dtype:
             return checksum in _expected(places)

@@ -1,4 +1,4 @@
-"""The images of a request: what the model reads of them, and the positions of the tokens around them."""
+"""The images of a request: the model's inputs, and the positions of the tokens around them."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class SessionDesk:
 
 
 def _has_key(request: web.Request, key: str) -> bool:
-    """Whether a request has this key, which is empty if there is none. Headers may be no UTF-8."""
+    """Return whether a request has this key, which is empty if there is none. Headers may be no UTF-8."""
     found = key_of(request).encode(errors="surrogateescape")
     return bool(key) and secrets.compare_digest(found, key.encode())
 

@@ -75,7 +75,7 @@ def write_values(folder: Path, composed: Composed) -> None:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Whether a run has completed at least this number of steps."""
+    """Return whether a run has completed at least this number of steps."""
     file = folder / "summary.json"
     if not file.exists():
         return False

@@ -34,7 +34,7 @@ class Candidates:
         return list(self._rollouts)
 
     def add_rollout(self, rollout: str) -> None:
-        """A rollout worker can take work now."""
+        """Add a rollout worker that can take work."""
         if rollout not in self._rollouts:
             self._rollouts[rollout] = None
             self._changed.add(rollout)
@@ -42,14 +42,14 @@ class Candidates:
                 self._changed |= group.add_rollout(rollout)
 
     def remove_rollout(self, rollout: str) -> None:
-        """A rollout worker is gone."""
+        """Remove a rollout worker that is gone."""
         if rollout in self._rollouts:
             del self._rollouts[rollout]
             for group in self._groups.values():
                 self._changed |= group.remove_rollout(rollout)
 
     def put(self, worker: str, group: Hashable, least: int) -> None:
-        """A worker can be called now, as one of a group. It leaves its previous group.
+        """Add a worker that can be called to a group. It leaves its previous group.
 
         Args:
             least: number of candidates of a rollout worker in this group, if the group has that many.
@@ -63,7 +63,7 @@ class Candidates:
         self._changed |= self._groups[group].add(worker)
 
     def remove(self, worker: str) -> None:
-        """A worker cannot be called any more."""
+        """Remove a worker that cannot be called any more."""
         if worker not in self._group_of:
             return
         name = self._group_of.pop(worker)

@@ -181,7 +181,7 @@ class ElasticPolicy:
     # ------------------------------------------------------------------------------------ private
 
     def _must_wait(self, now: float, observation: LoadObservation) -> bool:
-        """Whether a change is still taking effect."""
+        """Return whether a change is still taking effect."""
         if now < self._quiet_until:
             return True
         if all(load.ready for load in observation.loads.values()) or now >= self._give_up_at:

@@ -177,7 +177,7 @@ class ForkServer:
             self._socket.send(json.dumps({"import": list(modules)}).encode())
 
     def suits(self, resources: Resources) -> bool:
-        """Whether processes with these resources have the server's environment."""
+        """Return whether processes with these resources have the server's environment."""
         return not resources.gpus and process_environment(resources, ()) == self._env
 
     def can_fork(self, command: Sequence[str], env: Mapping[str, str]) -> bool:

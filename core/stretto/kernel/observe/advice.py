@@ -200,7 +200,7 @@ class _History:
         return _Window(float(values.mean()), error, known[0][0], known[-1][0])
 
     def has_room(self) -> bool:
-        """Whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
+        """Return whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
         spread = self.window("reward_std", 10)
         return spread is not None and self.spread > 0 and spread.mean >= 0.7 * self.spread
 

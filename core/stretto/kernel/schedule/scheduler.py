@@ -430,7 +430,7 @@ class Scheduler:
         return len(self._finished)
 
     def is_finished(self, group: GroupDone) -> bool:
-        """Whether this group is finished and waits for training."""
+        """Return whether this group is finished and waits for training."""
         return group.ticket in self._finished and self._open[group.ticket].done is group
 
     def tickets_by_worker(self) -> Counter[str]:
@@ -439,7 +439,7 @@ class Scheduler:
         return Counter(ticket.worker for ticket in self._open.values() if ticket.done is None)
 
     def is_due(self, version: int) -> bool:
-        """Whether the run evaluates this version while training continues."""
+        """Return whether the run evaluates this version while training continues."""
         every = self.settings.evaluation_every if self.settings.evaluation_rows else 0
         return bool(every) and version % every == 0 and version < self.settings.steps
 
@@ -823,7 +823,7 @@ class Scheduler:
                 self._reissue("train", ticket, "")
 
     def _void(self, attempt: int) -> bool:
-        """Whether an attempt belongs to a previous kernel and no longer counts."""
+        """Return whether an attempt belongs to a previous kernel and no longer counts."""
         return self._state != "new" and attempt <= self._attempts_from
 
     def _find(self, purpose: Purpose, ticket: int) -> OpenTicket | None:
