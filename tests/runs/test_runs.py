@@ -203,6 +203,9 @@ def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
     assert summary["problems"] == [
         "tracker 'notes': it ended with status 1: OSError: no network; it was started again"
     ]
+    command = [sys.executable, "-m", "stretto", "track", str(run.folder)]
+    sent = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "there is nothing new to send" in sent.stderr
 
 
 @pytest.mark.slow
