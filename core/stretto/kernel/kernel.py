@@ -510,8 +510,7 @@ class Kernel:
         self._ending.end(
             "failed",
             f"no answer from the store of nats-server at {self._bus.url} for {waited_s:.0f} s (bus.outage_s "
-            f"is {config.outage_s:g}); see {folder / 'bus' / 'nats.log'}; `stretto resume {folder}` "
-            "continues the run",
+            f"is {config.outage_s:g}); see {folder / 'bus' / 'nats.log'}, then `stretto resume {folder}`",
         )
 
     def _waited_for_store_s(self) -> float:
