@@ -38,7 +38,7 @@ LONGEST = (
     *("test_deaths", "test_torch_runs", "test_evaluate", "test_layouts", "test_quickstart_model"),
     *("test_advice", "test_runs", "test_user_code", "test_real_run", "test_resumed_with_changes"),
     *("test_conformance", "test_templates", "test_trackers", "test_page", "test_replay", "test_vision"),
-    *("test_torch_requests", "test_math", "test_doc_blocks", "test_scale"),
+    *("test_torch_requests", "test_math", "test_doc_blocks", "test_benchmarks"),
 )
 """The files whose tests take a minute or more of processor time, in the order in which they begin."""
 

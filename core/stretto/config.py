@@ -141,7 +141,7 @@ class SamplesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return int(self.keep.removeprefix("last ")) if self.keep.startswith("last ") else None
 
     def keeps(self, number: int) -> bool:
-        """Whether to keep the samples of a training ticket, or of a row of an evaluation."""
+        """Return whether to keep the samples of a training ticket, or of a row of an evaluation."""
         every = int(self.keep.removeprefix("every ")) if self.keep.startswith("every ") else 1
         return self.keep != "none" and number % every == 0
 

@@ -258,7 +258,7 @@ class RunFolder:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run: its values, and something that a kernel has written."""
+    """Return whether a folder holds a run: its values, and something that a kernel has written."""
     return (folder / _CONFIG).is_file() and any(
         (folder / name).exists() for name in ("bus", STATUS, METRICS, _SUMMARY)
     )

@@ -139,7 +139,7 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     assert first.wait(60) == 130
     assert json.loads((folder / "max_staleness-0" / "summary.json").read_text())["status"] == "interrupted"
     assert not (folder / "max_staleness-1").exists()
-    assert "the same command again goes on" in (run_file.parent / "first.txt").read_text()
+    assert "the same command again continues it" in (run_file.parent / "first.txt").read_text()
 
     text = swept(run_file, values, "steps=100", "--jobs", "2")
     assert "max_staleness-0: completed, step 100/100, reward 0.500, held-out accuracy 0.500" in text

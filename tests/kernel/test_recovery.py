@@ -103,7 +103,7 @@ class History:
             await self.train()
 
     def checkpoint(self, folder: Path) -> Checkpoint:
-        """A checkpoint of the present version."""
+        """A checkpoint of the current version."""
         data = msgspec.json.encode(self.scheduler.snapshot())
         snapshot = msgspec.json.decode(data, type=Snapshot)
         version = snapshot.version

@@ -701,7 +701,7 @@ def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
 
 def _message_and_path(error: msgspec.ValidationError) -> tuple[str, str]:
     """Split msgspec's error into its message and the dotted path of the value. The path ends at a mapping
-    with keys of any names: msgspec does not tell them."""
+    with keys of any names: msgspec does not name them."""
     message, _, place = str(error).partition(" - at ")
     if place.startswith("`key` in "):
         message, place = f"a key: {message[0].lower()}{message[1:]}", place.removeprefix("`key` in ")

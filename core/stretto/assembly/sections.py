@@ -114,7 +114,7 @@ _PARTS = ".parts."
 
 
 def names_component(path: str) -> bool:
-    """Whether the section at a dotted key chooses a component."""
+    """Return whether the section at a dotted key chooses a component."""
     owner, part, name = path.rpartition(_PARTS)
     if part:
         return names_component(owner) and re.fullmatch(GROUP_NAME, name) is not None
@@ -144,7 +144,7 @@ class KeySource:
         """The run file with the overrides merged in, before interpolations are resolved."""
 
     def is_overridden(self, path: str) -> bool:
-        """Whether an override set this key, or a section around it."""
+        """Return whether an override set this key, or a section around it."""
         del path
         return False
 

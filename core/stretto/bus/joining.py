@@ -115,7 +115,7 @@ def check_operator(folder: Path, token: str) -> None:
 
 
 def is_token_of(folder: Path, role: Role, worker: str, token: str) -> bool:
-    """Whether a process with this token may join as this worker, and the worker has this role."""
+    """Return whether a process with this token may join as this worker, and the worker has this role."""
     return worker.startswith(f"{role}-") and _is_token(folder, worker, token)
 
 

@@ -57,7 +57,7 @@ def listening(config: BusConfig) -> Listening:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means this machine's loopback, and nothing else."""
+    """Return whether a host's name or address means this machine's loopback, and nothing else."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

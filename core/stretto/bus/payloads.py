@@ -57,7 +57,7 @@ def decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
 
 
 def is_split(data: bytes) -> bool:
-    """Whether the data is a part, or stands for a payload that is stored in parts."""
+    """Return whether the data is a part, or stands for a payload that is stored in parts."""
     return data[:1] == b"\xc1"
 
 

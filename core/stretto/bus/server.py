@@ -421,7 +421,7 @@ async def _end_former(pid_file: Path) -> None:
             while pid_file.exists():
                 await anyio.sleep(0.02)
         if waiting.cancelled_caught:
-            log.warning("the former guard hangs and is killed", pid=pid)
+            log.warning("the previous guard hangs and is killed", pid=pid)
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)  # the next guard ends its server, if that is left
     pid_file.unlink(missing_ok=True)  # a killed guard leaves its file

@@ -138,7 +138,7 @@ class Store:
         self._up.clear()
 
     async def on_reconnected(self) -> None:
-        """Go on, and restart the streams that this process follows. The client calls it."""
+        """Continue, and restart the streams that this process follows. The client calls it."""
         self._up.set()
         for queue in self._pulling:
             queue.put_nowait(None)
@@ -305,7 +305,7 @@ class Store:
         return Extent(state["first_seq"], state["last_seq"], frozenset(state.get("deleted") or ()))
 
     async def holds(self, stream: str, sequence: int) -> bool:
-        """Whether a stream holds a message with all its parts. It reads the message."""
+        """Return whether a stream holds a message with all its parts. It reads the message."""
         try:
             message = await self._read_message(stream, sequence)
             await self._join_stored_parts(stream, message.data or b"")

@@ -28,7 +28,7 @@ __all__ = [
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (YAML).")]
 Detach = Annotated[
     bool,
-    typer.Option("--detach", help="Return when the run trains; it goes on in the background."),
+    typer.Option("--detach", help="Return when the run trains; it continues in the background."),
 ]
 TrustPlugins = Annotated[
     bool,

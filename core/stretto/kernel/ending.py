@@ -84,7 +84,7 @@ class Interruptions:
         self._former: dict[signal.Signals, Any] = {}
         """The handlers that the signals had."""
         self._obey: Callable[[], object] | None = None
-        """Has the present kernel obey."""
+        """Has the current kernel obey."""
 
     def __enter__(self) -> Interruptions:
         return self

@@ -375,7 +375,7 @@ class Kernel:
         """Change to this kernel's values: record the change in the journal and write a checkpoint.
 
         Args:
-            notes: notes of older versions that evaluations need, and last the note of the present weights.
+            notes: notes of older versions that evaluations need, and last the note of the current weights.
             log_sequence: sequence number of the last log message that the ledger has taken in.
             record: the journal's entry of this change, if a previous kernel wrote it.
 
@@ -510,7 +510,7 @@ class Kernel:
         self._ending.end(
             "failed",
             f"no answer from the store of nats-server at {self._bus.url} for {waited_s:.0f} s (bus.outage_s "
-            f"is {config.outage_s:g}); see {folder / 'bus' / 'nats.log'}; `stretto resume {folder}` goes on",
+            f"is {config.outage_s:g}); see {folder / 'bus' / 'nats.log'}, then `stretto resume {folder}`",
         )
 
     def _waited_for_store_s(self) -> float:

@@ -104,7 +104,7 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
     records with them. Later values follow in the same way, and the newest values come last.
 
     Args:
-        accept_dataset: continue with the present rows if a dataset has changed since the run's start.
+        accept_dataset: continue with the current rows if a dataset has changed since the run's start.
 
     Raises:
         ConfigError: if the run is complete, if a dataset has changed, or if too much of the run is lost.

@@ -159,7 +159,7 @@ class RunSetup:
         A kernel that only repeats steps evaluates nothing, so it needs only the rows to train on.
 
         Args:
-            accept: continue with the present rows. The change is logged, and noted in the summary.
+            accept: continue with the current rows. The change is logged, and noted in the summary.
 
         Raises:
             ConfigError: if the rows have changed and are not accepted.
@@ -170,8 +170,8 @@ class RunSetup:
             if not accept:
                 raise ConfigError(
                     f"{path}: the rows have changed since the run began (fingerprint {former}, now {present})"
-                    ", and its tickets name rows by number; put the former rows back, or continue with the "
-                    f"present ones: stretto resume {self.folder} --accept-dataset",
+                    ", and its tickets name rows by number; put the previous rows back, or continue with the "
+                    f"current ones: stretto resume {self.folder} --accept-dataset",
                     path=path,
                 )
             log.warning("dataset changed", dataset=path, former=former, present=present)

@@ -241,7 +241,7 @@ def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterabl
 
 
 def _same_rows(one: RunFolder, other: RunFolder) -> bool:
-    """Whether both runs evaluate the same rows: the datasets have the same fingerprint."""
+    """Return whether both runs evaluate the same rows: the datasets have the same fingerprint."""
     fingerprints = [_fingerprint(run) for run in (one, other)]
     return fingerprints[0] == fingerprints[1] is not None
 

@@ -18,7 +18,7 @@ _NAME = re.compile(
 
 
 def is_record(name: str) -> bool:
-    """Whether a file's path, relative to the run's folder, is that of a record."""
+    """Return whether a file's path, relative to the run's folder, is that of a record."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -182,7 +182,7 @@ def read_status(folder: Path) -> Status | None:
 
 
 def is_of_former_kernel(folder: Path, status: Status) -> bool:
-    """Whether the kernel that owns the run in `folder` is another one than wrote this status."""
+    """Return whether the kernel that owns the run in `folder` is another one than wrote this status."""
     owner = read_record(folder / "bus" / "kernel.lock").decode(errors="replace")
     return bool(owner) and not owner.startswith(f"pid {status.pid},")
 
@@ -197,7 +197,7 @@ def standstill(folder: Path, status: Status) -> str:
     """
     age_s = time.time() - status.written
     if is_of_former_kernel(folder, status):
-        return f"this was the state of a former kernel, {age_s:.0f} s ago; another one is starting"
+        return f"this was the state of a previous kernel, {age_s:.0f} s ago; another one is starting"
     if age_s <= LATE_S:
         return ""
     return f"the kernel (pid {status.pid}) stands still: it wrote its status {age_s:.0f} s ago"

@@ -2,7 +2,7 @@
 
 One event a line, as a JSON array: its tag, then its fields in order. All times are Unix seconds with 4
 decimals. The `time` of an event is the moment at which the kernel recorded it, so the lines are in the order
-of `time`. A span is recorded when it is over. A resumed run appends: `KernelStarted.version` tells from where
+of `time`. A span is recorded when it is over. A resumed run appends: `KernelStarted.version` says from where
 it repeats steps, and the later spans of a step replace the earlier ones.
 """
 

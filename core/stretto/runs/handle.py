@@ -179,7 +179,7 @@ class RunHandle:
         interrupt: KeyboardInterrupt | None = None
         while self._kernel.poll() is None:
             if timeout_s is not None and time.monotonic() - begun > timeout_s:
-                raise TimeoutError(f"the run in {self.folder} goes on after {timeout_s:g} s")
+                raise TimeoutError(f"the run in {self.folder} is still running after {timeout_s:g} s")
             try:
                 time.sleep(_LOOK_S)
             except KeyboardInterrupt as error:

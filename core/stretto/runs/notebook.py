@@ -1,6 +1,6 @@
 """A run as a piece of HTML, for the output of a notebook's cell. Private.
 
-The style is part of the piece, and holds for it alone. As in reports, all that comes from a run is escaped.
+Its style applies to this HTML alone. As in reports, all text from a run is escaped.
 """
 
 from __future__ import annotations

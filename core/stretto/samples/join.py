@@ -63,7 +63,7 @@ class Joiner:
         self._waiting: dict[Attempt, _Waiting] = {}
         self._rows = _Rows()
         self.newest_step = 0
-        """Number of the newest step of which the trainers have told."""
+        """Number of the newest step that the trainers have reported."""
 
     @property
     def position(self) -> int:

@@ -165,7 +165,7 @@ class SegmentWriter:
         return False
 
     def _spans(self, names: list[SegmentName], last: int) -> bool:
-        """Whether segments span more steps than may be in one, if only the last ones are kept."""
+        """Return whether segments span more steps than may be in one, if only the last ones are kept."""
         columns: dict[SegmentKind, str] = {"samples": "newest", "trained": "step"}
         if not last or names[0].kind not in columns:
             return False

@@ -2,8 +2,8 @@
 
 It follows the log from its cursor, joins messages to rows, and writes the rows as segments every few seconds.
 The images that workflows added to a row are on disk before the row is. When the rows are on disk, it moves
-the cursor and tells the kernel, which keeps the log up to there. After a crash it reads again from the cursor
-on, and leaves out the rows that it had written.
+the cursor and reports it to the kernel, which keeps the log up to there. After a crash it reads again from
+the cursor on, and leaves out the rows that it had written.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class _SampleWriter:
         return await self._bus.request(subject, Follow(start), Following, who="kernel", deadline_s=_ANSWER_S)
 
     async def _read_the_rest(self) -> None:
-        """Wait until the log is read to its present end."""
+        """Wait until the log is read to its current end."""
         with anyio.move_on_after(_DRAIN_S):
             last = (await self._ask(self._joiner.following)).last
             while self._joiner.following <= last:
@@ -301,7 +301,7 @@ class _SampleWriter:
         del self._unwritten[kind]
 
     async def _confirm(self, position: int) -> None:
-        """Move the cursor, and tell the kernel. If the cursor cannot be written, the next flush does it."""
+        """Move the cursor and report it to the kernel. If that cannot be written, the next flush does it."""
         if position == self._confirmed:
             return
         cursor = msgspec.json.encode({"position": position})

@@ -36,7 +36,7 @@ T = TypeVar("T")
 _GRACE_S = 1.5  # shorter than a worker's own time to leave
 _KEEPALIVE_S = 2.0
 _TAIL_LINES = 15
-# Variables that the server does not inherit: they tell the worker's interpreter where its packages are.
+# Variables that the server does not inherit: from them the worker's interpreter knows where its packages are.
 _PRIVATE = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 

@@ -617,7 +617,7 @@ class InferenceConformance(ComponentConformance):
         query = request(n=2, max_tokens=20, begun=([3] * 7, [4] * 20), have=(7, 20))
         without_model.ask(query, query)
         part, whole = without_model.finished(query)
-        assert part.start == 7, f"it went on at token {part.start}, and the client has 7"
+        assert part.start == 7, f"it continued at token {part.start}, and the client has 7"
         assert len(part.tokens) <= 13, f"it sent {len(part.tokens)} tokens; 13 were missing at most"
         assert (whole.tokens, whole.finish) == ([], "length"), f"an answer that was complete: {whole}"
 
@@ -882,7 +882,7 @@ class InferenceConformance(ComponentConformance):
         for sample in ended:
             served.assert_own_logprobs(running_query, sample)
 
-    # ---------------------------------------------------------------- going on, and asking again
+    # ---------------------------------------------------------------- continuing, and asking again
 
     def test_an_answer_begun_elsewhere_goes_on_after_its_tokens(self, served: ServedEngine) -> None:
         """The engine emits nothing for a sample that the client already has completely."""

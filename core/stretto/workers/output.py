@@ -54,7 +54,7 @@ def rotate_output() -> None:
 
 
 def _keep_end(size: int) -> None:
-    """Write the end of the file beside it, as `NAME.1`. Linux only: other systems do not tell its name."""
+    """Write the end of the file beside it, as `NAME.1`. Linux only: other systems do not give its name."""
     if sys.platform != "linux":
         return
     file = Path(f"/proc/self/fd/{_STDERR}").resolve()

@@ -42,7 +42,7 @@ class BusWire:
             )
 
     async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
-        """Send a question to a trainer, and return its answer."""
+        """Send a request to a trainer and return its reply."""
         worker, _, nonce = address.partition("/")
         answer = await self._context.bus.request(
             self._context.names.worker("trainer", worker, nonce, "weights"),

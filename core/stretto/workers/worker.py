@@ -179,7 +179,7 @@ def _text_of(error: BaseException) -> str:
 
 
 async def _work_and_leave(context: WorkerContext, beats: Heartbeats, config: bytes) -> None:
-    """Work, and tell the kernel why the worker leaves.
+    """Work, and report to the kernel why the worker leaves.
 
     Args:
         config: of the run; paths in it that do not exist here may be the cause of an error.
@@ -293,7 +293,7 @@ async def _update_heartbeats(
 
 
 def _heartbeat(context: WorkerContext, work: RoleWorker, *, ready: bool) -> Heartbeat:
-    """Return the worker's present heartbeat."""
+    """Return the worker's current heartbeat."""
     plain = Heartbeat(
         context.worker,
         context.nonce,
@@ -308,7 +308,7 @@ def _heartbeat(context: WorkerContext, work: RoleWorker, *, ready: bool) -> Hear
 async def _send_heartbeat(
     context: WorkerContext, work: RoleWorker, beats: Heartbeats, *, ready: bool
 ) -> None:
-    """Send the present heartbeat at once, without waiting for the thread that sends it every second."""
+    """Send the current heartbeat at once, without waiting for the thread that sends it every second."""
     heartbeat = _heartbeat(context, work, ready=ready)
     beats.update(heartbeat)
     await context.bus.publish(context.names.kernel(context.role, "heartbeat"), heartbeat)

@@ -1,4 +1,4 @@
-"""What the events of a timeline tell: attempts of tickets with their outcome, lives of workers, spans."""
+"""The story in a timeline's events: attempts of tickets with their outcome, lives of workers, spans."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Life:
 
 @dataclass
 class Story:
-    """What the events of a run tell."""
+    """The story in the events of a run."""
 
     start: float
     end: float

@@ -52,7 +52,7 @@ class Access:
     def __init__(self, host: str) -> None:
         self.token = secrets.token_urlsafe(24)
         """The secret of the address that the command prints. It is valid until the server stops."""
-        # Cookies do not tell ports of one machine apart, so each server has a name of its own.
+        # Cookies do not distinguish the ports of one machine, so each server has a name of its own.
         self._cookie = f"stretto-{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
         self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
 

@@ -77,7 +77,7 @@ class PowerSgd:
             yield f"error.{rank}", error
 
     def restore(self, carried: Mapping[str, Tensor], gradients: int, device: torch.device) -> None:
-        """Go on with what `carried` returned. With another number of ranks, each gets the same part of the
+        """Continue with what `carried` returned. With another number of ranks, each gets the same part of the
         sum of all errors; with another rank of the matrices, these begin at random.
 
         Args:
@@ -140,5 +140,5 @@ class _Bucket:
         return _BUCKET
 
     def is_last(self) -> bool:
-        """Whether no bucket of the step follows."""
+        """Return whether no bucket of the step follows."""
         return True

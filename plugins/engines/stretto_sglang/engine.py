@@ -189,7 +189,7 @@ class SglangEngine(ServerEngine):
     async def load_weights(
         self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
     ) -> Mapping[str, str]:
-        """Tell the server to load the folder, and compare its checksums with the files."""
+        """Ask the server to load the folder, and compare its checksums with the files."""
         version = update.note.version
         body = {
             "model_path": str(folder),

@@ -87,7 +87,7 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
 
 
 def _bytes_of_a_sample(config: TorchInferenceConfig, run: RunConfig) -> int:
-    """Return the size of the keys and values of the longest sample; 0 if the model's config does not tell."""
+    """Return the size of the keys and values of the longest sample; 0 if the model's config does not say."""
     text = text_config(run.model)
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads

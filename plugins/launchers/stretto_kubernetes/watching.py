@@ -155,7 +155,7 @@ class PodWatch:
                 self._follow()
             except LaunchError as error:
                 if not failed:
-                    log.warning("pods are not seen at present", error=str(error))
+                    log.warning("pods cannot be seen now", error=str(error))
                 failed = True
                 time.sleep(_AGAIN_S)
             except RuntimeError:  # the event loop is closed: the run is over
@@ -214,7 +214,7 @@ class PodOutput:
             except Gone:
                 break
             except LaunchError as error:
-                log.debug("output is not seen at present", pod=self._pod, error=str(error))
+                log.debug("output cannot be seen now", pod=self._pod, error=str(error))
             if last:
                 break
             self._ended.wait(_AGAIN_S)

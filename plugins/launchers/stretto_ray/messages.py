@@ -143,7 +143,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     run: int
     status: int
     remark: str = ""
-    """How it was lost; empty if the status is its own."""
+    """How the worker was lost. Empty if the worker ended by itself with this status."""
 
 
 Request = Launch | Cancel | Describe | Signal | KillActor

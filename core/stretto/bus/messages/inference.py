@@ -124,7 +124,7 @@ class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Largest |Δ| over the canary's tokens."""
 
     def within(self, bound: float) -> bool:
-        """Whether the mean is at most `bound`."""
+        """Return whether the mean is at most `bound`."""
         return self.mean <= bound
 
 

@@ -112,7 +112,7 @@ class Subjects:
 
 
 def is_worker_id(text: str) -> bool:
-    """Whether a text is the id of a worker."""
+    """Return whether a text is the id of a worker."""
     return re.search(WORKER_ID, text) is not None
 
 

@@ -258,5 +258,5 @@ def _check_rows(folder: Path, composed: Composed) -> None:
         raise ConfigError(
             f"{composed.place('dataset')}: the rows have changed since the run began (fingerprint "
             f"{recorded['dataset']}, now {dataset.fingerprint}), and the journal names them by number; put "
-            "the former rows back"
+            "the previous rows back"
         )

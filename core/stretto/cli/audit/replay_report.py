@@ -47,7 +47,7 @@ _LIMITS = (
     "from that, is not known",
     "groups that the recorded algorithm filtered out are not there for another algorithm",
 )
-"""What a comparison cannot tell, in words."""
+"""What a comparison cannot show, in words."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the replay's last weights."""
     steps: list[ComparedStep] = []
     limits: list[str] = []
-    """What the comparison cannot tell. Empty for a replay without overrides."""
+    """What the comparison cannot show. Empty for a replay without overrides."""
 
     @classmethod
     def begun(cls, run: Path, batches: Sequence[JournalBatch], overrides: Sequence[str]) -> ReplayReport:
@@ -222,14 +222,14 @@ def _causes(difference: Difference) -> Iterator[str]:
         yield f"the layout differs: recorded {recorded!r}, here {replayed!r}"
     if difference.incarnation_from is not None:
         yield (
-            f"the run began a new incarnation at version {difference.incarnation_from}: it went on with "
+            f"the run began a new incarnation at version {difference.incarnation_from}: it continued with "
             "weights that its journal does not repeat; replay the steps after it from its checkpoint: "
             f"--from {difference.incarnation_from}"
         )
     else:
         yield (
             "possible causes: another processor or GPU, another version of torch or of a plugin, another "
-            "model under the same path, or a step that is not deterministic; replay twice to tell the last "
+            "model under the same path, or a step that is not deterministic; replay twice to find the last "
             "from the others"
         )
 

@@ -38,7 +38,7 @@ Level = Literal["ok", "note", "warning", "fault"]
 _LIBRARIES = ("torch", "transformers", "msgspec", "nats-py", "pluggy", "pyarrow", "vllm", "sglang", "trl")
 """Libraries whose versions a report of a fault needs."""
 _SHARED_MEMORY_GB = 1.0
-"""Weights travel through shared memory; containers often have 64 MiB of it."""
+"""Weights travel through shared memory, of which a container often has 64 MiB."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,6 @@ def track_run(folder: Path) -> list[str]:
     if not trackers:
         raise ConfigError(f"the run in {folder} has no trackers")
     if record.state == "running":
-        raise ConfigError(f"the run in {folder} goes on, and its trackers follow it; wait for its end")
+        raise ConfigError(f"the run in {folder} still runs, and its trackers follow it; wait for its end")
     names = [section.folder_name for section in trackers]
     return [name for name in names if subprocess.run(command("send", folder, name), check=False).returncode]

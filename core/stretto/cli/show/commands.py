@@ -39,7 +39,7 @@ def status(
 def logs(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with new lines until the run has ended.")
+        bool, typer.Option("--follow", "-f", help="Continue with new lines until the run has ended.")
     ] = False,
     worker: Annotated[
         str, typer.Option(help="Whose log: the kernel's, or that of a worker such as rollout-0.")

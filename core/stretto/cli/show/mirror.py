@@ -81,7 +81,7 @@ def _claim(folder: Path, run: str) -> None:
 
 
 async def _until_interrupted(bootstrap: Bootstrap, folder: Path, own: Callable[[str], None]) -> str:
-    outcome = f"{folder} has the records up to now; the run goes on"
+    outcome = f"{folder} has the records up to now; the run continues"
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
         async with anyio.create_task_group() as tasks:
 

@@ -1,4 +1,4 @@
-"""The checks between a composed run and its start, and what they tell the user."""
+"""The checks between a composed run and its start, and the messages for the user."""
 
 from __future__ import annotations
 

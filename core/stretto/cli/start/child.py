@@ -1,6 +1,6 @@
 """The kernel process of a run that was started from Python: `python -m stretto.cli.start.child DESCRIPTOR`.
 
-It is `stretto run` for a program: it reads a `RunRequest` from stdin, and tells what becomes of the run
+It is `stretto run` for a program: it reads a `RunRequest` from stdin, and reports what becomes of the run
 through the pipe DESCRIPTOR, one JSON object on each line. The end of stdin ends the run as Ctrl-C ends
 `stretto run`: the system closes stdin however the program ends. SIGTERM after it is the second Ctrl-C.
 """

@@ -9,7 +9,7 @@ OUTPUT = "output.txt"
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a command may write a new folder here: nothing is there yet, or an empty folder."""
+    """Return whether a command may write a new folder here: nothing is there yet, or an empty folder."""
     if not folder.exists():
         return True
     return folder.is_dir() and all(each.name == OUTPUT for each in folder.iterdir())

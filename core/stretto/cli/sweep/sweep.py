@@ -85,7 +85,7 @@ class Machine:
     """Names, as in CUDA_VISIBLE_DEVICES."""
 
     def fits(self, needs: Needs) -> bool:
-        """Whether this is enough for a run."""
+        """Return whether this is enough for a run."""
         return (
             self.cores >= needs.cores and self.memory_gb >= needs.memory_gb and len(self.gpus) >= needs.gpus
         )
@@ -234,7 +234,7 @@ class Sweep:
         return 0 if all(self.is_complete(name) for name in self.runs) else 1
 
     def is_complete(self, name: str) -> bool:
-        """Whether a run has done all its steps."""
+        """Return whether a run has done all its steps."""
         return is_complete(self.folder / name, self.composed[name].config.steps)
 
     def planned(self) -> dict[str, ManifestRun]:
@@ -269,7 +269,7 @@ class Sweep:
             listed = ", ".join(f"{key} is {former}, now {new}" for key, (former, new) in changes.items())
             raise ConfigError(
                 f"{name}: {file.parent} holds a run with other values ({listed}); give the sweep another "
-                "folder with --out, or the former values"
+                "folder with --out, or the previous values"
             )
 
     def _state(self, name: str) -> str:

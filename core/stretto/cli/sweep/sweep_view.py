@@ -74,7 +74,7 @@ class SweepView:
             self._say(f"{name}: exit status {status}; {self._last_line(name)}", always=True)
 
     def interrupted(self, count: int, *, again: bool) -> None:
-        """The sweep was interrupted, and has told this number of runs."""
+        """The sweep was interrupted, and has asked this number of runs to end."""
         what = "end now" if again else "finish their steps and write checkpoints; interrupt again to end now"
         self._say(f"interrupted: {count} runs {what}", always=True)
 

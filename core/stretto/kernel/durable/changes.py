@@ -75,7 +75,7 @@ def write_values(folder: Path, composed: Composed) -> None:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Whether a run has completed at least this number of steps."""
+    """Return whether a run has completed at least this number of steps."""
     file = folder / "summary.json"
     if not file.exists():
         return False
@@ -220,7 +220,7 @@ def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Probl
     if found and now.steps < found[1].version:
         yield Problem("steps", f"is {now.steps}, and the run is at version {found[1].version} already")
     elif is_complete(folder, now.steps):
-        yield Problem("steps", f"is {now.steps}, and the run is complete: give it more to go on with it")
+        yield Problem("steps", f"is {now.steps}, and the run is complete: give it more to continue it")
 
 
 def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem]:
@@ -231,7 +231,7 @@ def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem
         yield _fixed("algorithm.group_size", before.source.samples, after.source.samples, why)
     if (before.samples, before.lead, before.models) != (after.samples, after.lead, after.models):
         models = (", ".join(sorted(graph.models)) for graph in (before, after))
-        yield _fixed("algorithm.use", *models, why="checkpoints hold the models of the former algorithm")
+        yield _fixed("algorithm.use", *models, why="checkpoints hold the models of the previous algorithm")
     elif _adapters(former) != _adapters(changed):
         yield Problem("training.lora", "cannot change: checkpoints hold the adapters as they were")
 

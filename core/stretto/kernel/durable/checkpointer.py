@@ -57,7 +57,7 @@ class Checkpointer:
             self._saved = (0, 0)  # the run trains nothing, so it needs no checkpoint
 
     async def save(self) -> None:
-        """Write a checkpoint of the present version, unless there is one. If this fails, report the problem
+        """Write a checkpoint of the current version, unless there is one. If this fails, report the problem
         and let the run continue."""
         async with self._writing:
             if (note := self._unsaved()) is None:
@@ -70,7 +70,7 @@ class Checkpointer:
                 self._setup.report.problems.append(problem)
 
     async def save_last(self) -> None:
-        """Write the checkpoint with which the kernel ends, unless there is one of the present version.
+        """Write the checkpoint with which the kernel ends, unless there is one of the current version.
 
         Raises:
             RunError: if it cannot be written.
@@ -84,7 +84,7 @@ class Checkpointer:
         fails, try again for some seconds.
 
         Args:
-            note: note of the present weights.
+            note: note of the current weights.
             name: name of the folder; by default that of the version.
 
         Raises:
@@ -122,7 +122,7 @@ class Checkpointer:
             await self._bus.store.purge(self._setup.names.log_stream, below=below)
 
     def _unsaved(self) -> WeightsNote | None:
-        """Return the note of the present version; None if it has its checkpoint."""
+        """Return the note of the current version; None if it has its checkpoint."""
         if self._saved == (self._setup.scheduler.version, self._journal.incarnation):
             return None
         assert self._engines.note is not None

@@ -169,7 +169,7 @@ class Crew:
         self._next_groups |= changed
         if changed:
             self._ending.drain("repeated", "another number of trainers")
-        then = "the run writes a checkpoint after the step under way, and goes on from there"
+        then = "the run writes a checkpoint after the step under way, and continues from there"
         return [
             f"{path}: {self._setup.composed.section(path).processes} -> {number}; {then}"
             if path in changed

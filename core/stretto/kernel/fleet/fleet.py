@@ -117,14 +117,14 @@ class Fleet:
         self.on_change: Callable[[FleetMember], None] = lambda member: None
         """Called with each worker that begins to drain."""
         self.hears: Callable[[], bool] = lambda: True
-        """Whether heartbeats can arrive at present: the kernel has a connection to the bus."""
+        """Whether heartbeats can arrive now: the kernel has a connection to the bus."""
         self.reconnect_s = 0.0
         """Seconds in which a worker may look for another server of a cluster. They add to the time after
         which a silent worker is lost."""
         self.members: dict[str, FleetMember] = {}
         self.restarts = 0
         self.starting: dict[str, str] = {}
-        """Workers that are not ready yet, with their present state."""
+        """Workers that are not ready yet, with their current state."""
 
     # -------------------------------------------------------------------------------- launching
 

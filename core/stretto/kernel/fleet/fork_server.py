@@ -84,7 +84,7 @@ class _ForkLoop:
         return True
 
     def _fork(self, order: _ForkOrder) -> bool:
-        """Fork a process and tell the kernel. Return whether this is the process. It is not forked while this
+        """Fork a process and report it. Return whether this is the process. It is not forked while this
         process has threads: the new one would have only one of them, and all their locks."""
         threads = len([*Path("/proc/self/task").iterdir()])
         if threads > 1:

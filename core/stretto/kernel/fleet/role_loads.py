@@ -25,7 +25,7 @@ class RoleLoads:
         self._verifier_used: dict[str, float] = {}
 
     def observe(self, groups: int, roles: tuple[Role, ...]) -> LoadObservation:
-        """Return the present loads.
+        """Return the current loads.
 
         Args:
             groups: groups that were finished since the start of the kernel.

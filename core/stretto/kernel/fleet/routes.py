@@ -1,4 +1,4 @@
-"""Tells each rollout worker which engines and verifiers it may call, and how busy they are.
+"""Sends each rollout worker the engines and verifiers it may call, and how busy they are.
 
 Each rollout worker gets its own few candidates (`stretto.kernel.fleet.candidates`) as one whole list: every
 second, and at once when a candidate appears, is lost or is lent. So a lost message does no harm, and what a
@@ -54,7 +54,7 @@ class RouteSender:
         """Rollout worker -> its previous candidates, each with the time until which its calls may
         continue."""
         self._stale: set[str] = set()
-        """Rollout workers whose candidates serve another version than they were told."""
+        """Rollout workers whose candidates serve another version than the routes say."""
         self._changed = anyio.Event()
 
     def look(self, member: FleetMember) -> None:

@@ -78,7 +78,7 @@ class WorkerNumbers:
 
 
 def _has(composed: Composed, key: str) -> bool:
-    """Whether a run still has a key: a resume may have removed a worker group."""
+    """Return whether a run still has a key: a resume may have removed a worker group."""
     parts: Iterable[str] = key.split(".")
     node: object = composed.config
     for part in parts:

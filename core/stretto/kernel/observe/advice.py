@@ -200,7 +200,7 @@ class _History:
         return _Window(float(values.mean()), error, known[0][0], known[-1][0])
 
     def has_room(self) -> bool:
-        """Whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
+        """Return whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
         spread = self.window("reward_std", 10)
         return spread is not None and self.spread > 0 and spread.mean >= 0.7 * self.spread
 
@@ -513,8 +513,8 @@ def _mismatch(history: _History, knobs: _Knobs) -> _Finding | None:
         if len(known) >= 3 and min(value for _, value in known[-3:]) > bound:
             return _finding(
                 known[-3][0],
-                f"logprobs of engine and trainer differ by {known[-1][1]:.2g} a token on {what}; expected at "
-                f"most {bound:g}",
+                f"logprobs of engine and trainer differ by {known[-1][1]:.2g} per token on {what}; expected "
+                f"at most {bound:g}",
                 knobs.set("inference.dtype", "float32"),
                 knobs.set("training.dtype", "float32"),
                 knobs.set("inference.on_swap", "recompute") if name == "mismatch_mean" else "",
@@ -750,7 +750,7 @@ def _slow_swaps(history: _History, knobs: _Knobs) -> _Finding | None:
     return _finding(
         lines[0]["step"],
         f"swaps of weights stop the engines {share:.0%} of the time, for "
-        f"{_total(lines, 'swap_pause_s') / len(lines):.2g} s a step",
+        f"{_total(lines, 'swap_pause_s') / len(lines):.2g} s per step",
         knobs.scale("queue.batch_size", 2),
         knobs.set("training.dtype", "bfloat16"),
         knobs.set("inference.on_swap", "keep_cache"),

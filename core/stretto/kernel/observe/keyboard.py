@@ -80,7 +80,7 @@ class Keyboard:
 
 
 def _in_foreground(terminal: int) -> bool:
-    """Whether this process is in the foreground of its terminal.
+    """Return whether this process is in the foreground of its terminal.
 
     Raises:
         OSError: if this is not the terminal of the process's session.

@@ -1,7 +1,7 @@
 """The kernel's side of the sample writer: starts it, gives it the log to read, and keeps the log for it.
 
-The kernel itself never reads or writes a sample. It tells the log which tickets it retired, so that a reader
-of the samples knows what became of them.
+The kernel itself never reads or writes a sample. It writes to the log which tickets it retired, so that a
+reader of the samples knows what became of them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SampleKeeper:
         return min(below, self._kept_below if self.on else below)
 
     def retire(self, ticket: int, account: Account, reason: str) -> None:
-        """Note that a training ticket ended without being trained. `run` tells the log."""
+        """Note that a training ticket ended without being trained. `run` writes it to the log."""
         if self.on:
             self._retired.append((ticket, account, reason))
 

@@ -301,5 +301,5 @@ def _accuracy(value: float | None) -> str:
 
 
 def terminal() -> bool:
-    """Whether stderr is a terminal, so that the live view can draw."""
+    """Return whether stderr is a terminal, so that the live view can draw."""
     return sys.stderr.isatty()

@@ -1,6 +1,6 @@
 """The divergence gate: it limits how far generation may run ahead, by the divergence of the trained batches.
 
-A plain controller without I/O: it takes one figure a step and sets a limit on staleness. docs/staleness.md
+A plain controller without I/O: it takes one figure per step and sets a limit on staleness. docs/staleness.md
 describes the figure and gives the reasons for the constants.
 """
 

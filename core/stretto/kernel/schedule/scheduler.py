@@ -214,7 +214,7 @@ class OpenTicket(msgspec.Struct):
     tries: int = 0
     """Number of attempts that a worker has begun."""
     worker: str = ""
-    """The worker of the present attempt; empty until it is known."""
+    """The worker of the current attempt; empty until it is known."""
     bounds: dict[int, int] = {}
     """Attempt -> lower bound on the version of the attempt's oldest token. The bound is the training version
     at the attempt's issue until the version of the oldest token is known. Any attempt may finish first."""
@@ -428,7 +428,7 @@ class Scheduler:
         return len(self._finished)
 
     def is_finished(self, group: GroupDone) -> bool:
-        """Whether this group is finished and waits for training."""
+        """Return whether this group is finished and waits for training."""
         return group.ticket in self._finished and self._open[group.ticket].done is group
 
     def tickets_by_worker(self) -> Counter[str]:
@@ -437,7 +437,7 @@ class Scheduler:
         return Counter(ticket.worker for ticket in self._open.values() if ticket.done is None)
 
     def is_due(self, version: int) -> bool:
-        """Whether the run evaluates this version while training continues."""
+        """Return whether the run evaluates this version while training continues."""
         every = self.settings.evaluation_every if self.settings.evaluation_rows else 0
         return bool(every) and version % every == 0 and version < self.settings.steps
 
@@ -599,7 +599,7 @@ class Scheduler:
         self._proceed()
 
     def group_failed(self, failure: GroupFailed) -> None:
-        """The present attempt of a ticket produces no group. Failures of previous attempts do not count."""
+        """The current attempt of a ticket produces no group. Failures of previous attempts do not count."""
         found = self._find(failure.purpose, failure.ticket)
         if found is None or found.done is not None:
             return
@@ -709,7 +709,7 @@ class Scheduler:
     # ----------------------------------------------------------------------------------- private
 
     def _proceed(self) -> None:
-        """Do what the present state allows: start a batch, issue tickets, end the run."""
+        """Do what the current state allows: start a batch, issue tickets, end the run."""
         if self._state != "training":
             return
         self._start_batch()
@@ -821,7 +821,7 @@ class Scheduler:
                 self._reissue("train", ticket, "")
 
     def _void(self, attempt: int) -> bool:
-        """Whether an attempt belongs to a previous kernel and no longer counts."""
+        """Return whether an attempt belongs to a previous kernel and no longer counts."""
         return self._state != "new" and attempt <= self._attempts_from
 
     def _find(self, purpose: Purpose, ticket: int) -> OpenTicket | None:

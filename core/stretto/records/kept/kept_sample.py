@@ -88,7 +88,7 @@ def kept_samples(record: TicketRecord, trajectories: Sequence[WireTrajectory]) -
 
 
 def digest_of(samples: Iterable[KeptSample]) -> str:
-    """Return the SHA-256 over all that is kept of a group, in hex."""
+    """Return the hex SHA-256 of a kept group."""
     hashed = hashlib.sha256()
     for sample in samples:
         facts = [getattr(sample, name) for name in _FACTS]

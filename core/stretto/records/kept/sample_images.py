@@ -35,7 +35,7 @@ class SampleImages:
         self._folder = folder / FOLDER / "images"
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a file of this name. It is not read."""
+        """Return whether there is a file of this name. It is not read."""
         return self._path(name).is_file()
 
     def read(self, name: str) -> bytes | None:

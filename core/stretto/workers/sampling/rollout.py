@@ -181,7 +181,7 @@ class RolloutWorker:
             running[0].cancel()
 
     async def _keep_alive(self) -> None:
-        """Tell the server that tickets are still running, so that it does not deliver long ones again."""
+        """Report running tickets to the server, so that it does not deliver long ones again."""
         while True:
             await anyio.sleep(_KEEP_ALIVE_S)
             for _, delivery in list(self._running.values()):

@@ -39,7 +39,7 @@ __all__ = ["TicketRunner", "VariantRollout"]
 log = structlog.get_logger()
 
 _CHARACTERS_PER_TOKEN = 4
-"""About as many characters a token makes of text."""
+"""About the number of characters per token of text."""
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class BatchStore:
         """Read announced rows from the log ahead of time.
 
         Args:
-            complete: drop all other rows, except those of the present batch.
+            complete: drop all other rows, except those of the current batch.
         """
         if not self._placement.graph.samples:
             return

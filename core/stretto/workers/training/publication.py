@@ -61,7 +61,7 @@ class Publication:
     def begin(
         self, version: int, needed: Collection[int], traceparent: str, *, loaded: bool = False
     ) -> Future[WeightsNote | None]:
-        """Begin to publish the engine's present weights as a version. All ranks of the group call it; the
+        """Begin to publish the engine's current weights as a version. All ranks of the group call it; the
         result of ranks without a publisher is None. What the compute thread is asked for afterwards waits for
         its part of the work.
 

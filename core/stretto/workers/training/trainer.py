@@ -260,7 +260,7 @@ class TrainerWorker:
         await self._context.bus.serve(self._context.subject(verb), kind, run_on_all_ranks)
 
     def _runs_on_all_ranks(self, message: Message) -> bool:
-        """Whether all ranks do a request. A pure function runs only on rank 0; the others ask for its
+        """Return whether all ranks do a request. A pure function runs only on rank 0; the others ask for its
         columns later."""
         return not (isinstance(message, messages.RunCall) and self._calls[message.name].op == "function")
 

@@ -46,7 +46,7 @@ export async function overviewTab({ id, name, facts }) {
 function drawNotes(element, { summary, status, standstill, state, fault }) {
   const notes = fault ? [["bad", fault]] : [];
   if (summary?.reason) notes.push(["bad", summary.reason]);
-  if (state === "stopped") notes.push(["bad", "No kernel owns this run, and it has not ended. `stretto resume` goes on with it."]);
+  if (state === "stopped") notes.push(["bad", "No kernel owns this run, and it has not ended. `stretto resume` continues it."]);
   if (state === "running" && status && !status.connected) notes.push(["bad", "The kernel has no connection to nats-server."]);
   if (standstill) notes.push(["bad", standstill]);
   for (const problem of summary?.problems ?? []) notes.push(["", problem]);
