@@ -18,18 +18,9 @@ from stretto.algorithm import Group
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.dataset import Curriculum, TicketEnd
 from stretto.errors import ContractError
+from stretto.kernel.schedule.commands import Fail, Finish, Issue, RecordDraws, SchedulerSettings, StartBatch
 from stretto.kernel.schedule.draws import Draws, RecordedDraw
-from stretto.kernel.schedule.scheduler import (
-    Fail,
-    Finish,
-    Issue,
-    Ledger,
-    RecordDraws,
-    Scheduler,
-    SchedulerSettings,
-    Snapshot,
-    StartBatch,
-)
+from stretto.kernel.schedule.scheduler import Ledger, Scheduler, Snapshot
 from stretto_mix.curriculum import MixCurriculum, Pool
 
 ROWS = 12

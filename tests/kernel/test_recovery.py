@@ -42,7 +42,8 @@ from stretto.kernel.durable.recovery import Recovered, Stored, read_store, repea
 from stretto.kernel.ending import Ending
 from stretto.kernel.kernel import own_run
 from stretto.kernel.observe.metrics_file import MetricsFile
-from stretto.kernel.schedule.scheduler import Issue, Scheduler, SchedulerSettings, Snapshot, StartBatch
+from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]

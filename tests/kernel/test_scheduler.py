@@ -19,8 +19,7 @@ from stretto.algorithm import Group
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.kernel.durable.checkpoint import KernelState
-from stretto.kernel.schedule.gate import DivergenceGate
-from stretto.kernel.schedule.scheduler import (
+from stretto.kernel.schedule.commands import (
     EvaluationDone,
     Fail,
     Finish,
@@ -28,12 +27,12 @@ from stretto.kernel.schedule.scheduler import (
     Issue,
     RecordDraws,
     Retire,
-    Scheduler,
     SchedulerSettings,
-    Snapshot,
     StartBatch,
     Withdraw,
 )
+from stretto.kernel.schedule.gate import DivergenceGate
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.records.timeline import Cause
 
 

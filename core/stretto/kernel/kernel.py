@@ -64,9 +64,7 @@ from stretto.kernel.observe.record_server import RecordServer
 from stretto.kernel.observe.sample_keeper import SampleKeeper
 from stretto.kernel.observe.timeline import Timeline
 from stretto.kernel.observe.traces import RunTraces, StepTrace
-from stretto.kernel.schedule.lending import Wish
-from stretto.kernel.schedule.outcomes import Outcome
-from stretto.kernel.schedule.scheduler import (
+from stretto.kernel.schedule.commands import (
     Command,
     EvaluationDone,
     Fail,
@@ -78,6 +76,8 @@ from stretto.kernel.schedule.scheduler import (
     StartBatch,
     Withdraw,
 )
+from stretto.kernel.schedule.lending import Wish
+from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES, ClusterLauncher, Role

@@ -35,9 +35,10 @@ from stretto.bus.store import Extent
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.durable.checkpoint import KernelState, LostData
+from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.draws import RecordedDraw
 from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes
-from stretto.kernel.schedule.scheduler import Scheduler, Snapshot, StartBatch
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
 
 __all__ = ["Journal", "Recovered", "Stored", "read_store", "repeat_journal"]

@@ -27,7 +27,8 @@ from stretto.kernel.observe.advice import Adviser, bottleneck, causes
 from stretto.kernel.observe.curve import Curve
 from stretto.kernel.observe.metrics_file import MetricsFile
 from stretto.kernel.observe.waits import Waits
-from stretto.kernel.schedule.scheduler import Scheduler, StartBatch, accuracies
+from stretto.kernel.schedule.commands import StartBatch
+from stretto.kernel.schedule.scheduler import Scheduler, accuracies
 from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of
 from stretto.records.figures import describe_waits
 from stretto.records.metrics import MAIN_FIGURES, is_evaluation
