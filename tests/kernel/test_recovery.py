@@ -240,7 +240,7 @@ async def test_a_lost_log_costs_the_steps_since_the_checkpoint(
         assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 2)
         assert (result.repeated, result.incarnation) == (0, 1)
         assert scheduler.version == 2
-        assert scheduler.evaluations == []  # of weights that are lost
+        assert scheduler.evaluation.results == []  # of weights that are lost
         assert 4 in issued(scheduler)
 
 

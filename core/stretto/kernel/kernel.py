@@ -680,10 +680,10 @@ class Kernel:
                 else:
                     for command in commands:
                         await self._do(command)
-            scheduler = self._scheduler
-            resting = scheduler.resting or not self._setup.graph.samples
-            untrained = scheduler.version == 0
-            self._engines.lend(Wish(scheduler.evaluating, scheduler.needed_versions, resting, untrained))
+            scheduler, rounds = self._scheduler, self._scheduler.evaluation
+            resting = scheduler.tickets.resting or not self._setup.graph.samples
+            wish = Wish(rounds.under_way, rounds.needed_versions, resting, scheduler.version == 0)
+            self._engines.lend(wish)
 
     async def _do(self, command: Command) -> None:
         match command:
@@ -726,7 +726,7 @@ class Kernel:
         version, config = result.version, self._config
         divergence = self._engine_errors.divergence(result.divergence)
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
-        due |= config.checkpoint.keep_best and self._scheduler.is_due(version)
+        due |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
         beside = self._scheduler.settings.max_staleness > 0 and not due
         note = None if beside else await self._publish(version, divergence)
         # No await up to `announce`: no task may see the new ledger without the step's figures.
@@ -758,7 +758,7 @@ class Kernel:
         """
         rows = _rows(start.groups)
         ahead = _rows(tuple(self._scheduler.done_groups))
-        needed = self._scheduler.needed_versions
+        needed = self._scheduler.evaluation.needed_versions
         recorded, results, figures = anyio.Event(), list[StepResult](), list[float]()
 
         async def record() -> None:
