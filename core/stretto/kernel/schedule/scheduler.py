@@ -111,25 +111,27 @@ class _Setbacks:
         self._rows: set[int] = set()
         """Rows that are not fit to train on."""
 
-    def add(self, setback: Setback, row: int, reason: str) -> str:
-        """Count a ticket. Return why the run cannot continue; empty if it can."""
+    def add(self, setback: Setback, row: int, reason: str) -> Fail | None:
+        """Count a ticket. Return a command to end the run if there were too many."""
         settings = self._settings
         if setback == "failed":
             self.failed += 1
             if self.failed == settings.max_failures:
-                return f"{self.failed} tickets failed one after the other; the last: {reason}"
+                return Fail(f"{self.failed} tickets failed one after the other; the last: {reason}")
         elif setback == "filtered":
             self.filtered += 1
             if self.filtered == settings.max_filtered:
-                return f"{self.filtered} groups were filtered one after the other; the last: {reason}"
+                return Fail(f"{self.filtered} groups were filtered one after the other; the last: {reason}")
         else:
             self.left_out += 1
             self._rows.add(row)
             if len(self._rows) == settings.rows:
-                return f"all {settings.rows} rows of the dataset were left out; the last: {reason}"
+                return Fail(f"all {settings.rows} rows of the dataset were left out; the last: {reason}")
             if self.left_out == 2 * settings.rows:  # a curriculum may avoid other rows
-                return f"the last {self.left_out} rows that were drawn were left out; the last: {reason}"
-        return ""
+                return Fail(
+                    f"the last {self.left_out} rows that were drawn were left out; the last: {reason}"
+                )
+        return None
 
 
 class Scheduler:
@@ -545,7 +547,7 @@ class Scheduler:
         self._retire(ticket, "failed" if setback == "failed" else "filtered", reason)
         too_many = self._setbacks.add(setback, ticket.row, reason)
         if too_many and not (self._closing and setback == "left out"):
-            self._commands.append(Fail(too_many))
+            self._commands.append(too_many)
             self._closing = True
 
     # -------------------------------------------------------------------------------- the batches
