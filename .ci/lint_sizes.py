@@ -19,12 +19,10 @@ MOST_FILES, MOST_LINES, MOST_METHODS, MOST_CLASS_LINES = 16, 800, 35, 500
 LARGER_FOLDERS = {"core/stretto": 18}
 LARGER_FILES = {
     "core/stretto/cli/start/checks.py": 1061,
-    "core/stretto/kernel/kernel.py": 847,
     "core/stretto/kernel/observe/advice.py": 866,
-    "core/stretto/testing/inference.py": 1409,
 }
 # Class -> methods, lines.
-LARGER_CLASSES = {"InferenceConformance": (37, 568), "Kernel": (49, 702)}
+LARGER_CLASSES = {"Kernel": (46, 660)}
 
 
 def main() -> int:

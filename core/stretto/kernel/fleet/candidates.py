@@ -28,9 +28,13 @@ class Candidates:
         self._groups: dict[Hashable, _WorkerGroupChoices] = {}
         self._changed: set[str] = set()
 
+    def __len__(self) -> int:
+        """Number of rollout workers."""
+        return len(self._rollouts)
+
     @property
     def rollouts(self) -> list[str]:
-        """The present rollout workers."""
+        """The current rollout workers."""
         return list(self._rollouts)
 
     def add_rollout(self, rollout: str) -> None:
@@ -81,7 +85,7 @@ class Candidates:
         return {rollout for rollout in self._rollouts if group is not None and worker in group.of(rollout)}
 
     def take_changed(self) -> list[str]:
-        """Return the present rollout workers whose candidates may have changed since the last call."""
+        """Return the current rollout workers whose candidates may have changed since the last call."""
         changed, self._changed = self._changed, set[str]()
         return [rollout for rollout in changed if rollout in self._rollouts]
 
