@@ -22,7 +22,7 @@ LARGER_FILES = {
     "core/stretto/kernel/observe/advice.py": 866,
 }
 # Class -> methods, lines.
-LARGER_CLASSES = {"Kernel": (46, 660)}
+LARGER_CLASSES = {"Kernel": (45, 639)}
 
 
 def main() -> int:

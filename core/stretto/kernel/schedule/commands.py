@@ -115,8 +115,6 @@ class EvaluationDone:
     """A held-out evaluation is complete."""
 
     evaluation: Evaluation
-    groups: tuple[GroupDone, ...]
-    """The groups that have a result, in the order of their rows."""
 
 
 @dataclass(frozen=True)

@@ -162,8 +162,7 @@ class EvaluationRounds:
         self._round = None
         self._holding_back = False
         self.results.append(under_way.result())
-        groups = tuple(sorted(under_way.groups, key=lambda group: group.ticket))
-        self._commands.append(EvaluationDone(self.results[-1], groups))
+        self._commands.append(EvaluationDone(self.results[-1]))
 
     def restore(self, results: Iterable[Evaluation], due: Iterable[int] | None, held_back: int) -> None:
         """Take over a previous kernel's state.
