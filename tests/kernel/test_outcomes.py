@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Purpose, TrajectoryBundle
+from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
 from stretto.kernel.schedule.outcomes import Outcome, admit, follow_outcomes
-from stretto.kernel.schedule.scheduler import Issue, Scheduler, SchedulerSettings, StartBatch
+from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.kernel.schedule.tickets import TicketQueue
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]

@@ -41,7 +41,8 @@ from stretto.kernel.durable.recovery import Recovered, Stored, read_store, repea
 from stretto.kernel.ending import Ending
 from stretto.kernel.kernel import own_run
 from stretto.kernel.observe.metrics_file import MetricsFile
-from stretto.kernel.schedule.scheduler import Issue, Scheduler, SchedulerSettings, Snapshot, StartBatch
+from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -236,7 +237,7 @@ async def test_a_lost_log_costs_the_steps_since_the_checkpoint(
         assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 2)
         assert (result.repeated, result.incarnation) == (0, 1)
         assert scheduler.version == 2
-        assert scheduler.evaluations == []  # of weights that are lost
+        assert scheduler.evaluation.results == []  # of weights that are lost
         assert 4 in issued(scheduler)
 
 

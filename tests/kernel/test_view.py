@@ -22,8 +22,8 @@ from stretto.children.reward import Task, try_to_score
 from stretto.errors import printable
 from stretto.kernel.ending import Ending
 from stretto.kernel.observe.view import View, final_lines
+from stretto.kernel.schedule.commands import Issue
 from stretto.kernel.schedule.outcomes import admit
-from stretto.kernel.schedule.scheduler import Issue
 from stretto.kernel.setup import RunSetup
 
 SAID = "no [/INST] \x1b]0;x\x07 \x9b2J [link=file:///etc] :smile: \ud800"

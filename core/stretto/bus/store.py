@@ -34,7 +34,6 @@ from nats.js.api import (
     StreamConfig,
 )
 from nats.js.errors import APIError, KeyNotFoundError, NotFoundError
-from nats.js.kv import KeyValue
 
 from stretto.bus.connection import payload_limit
 from stretto.bus.health import Refusals, Unanswered
@@ -376,7 +375,7 @@ class Store:
 
     async def put_state(self, bucket: str, key: str, message: Message) -> int:
         """Store a value and return its revision. Revisions only rise within a bucket."""
-        values = await self._bucket(bucket)
+        values = await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
         return await self._storing(lambda: values.put(key, encode(message)), bucket)
 
     # ---------------------------------------------------------------------------------- private
@@ -396,9 +395,6 @@ class Store:
                 await self._jetstream.update_stream(config)
 
         await self._storing(make, config.name or "")
-
-    async def _bucket(self, bucket: str) -> KeyValue:
-        return await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
 
     async def _storing(
         self, operation: Callable[[], Awaitable[T]], action: str, passing: Collection[int] = ()

@@ -32,7 +32,8 @@ from stretto.kernel.observe.advice import Adviser
 from stretto.kernel.observe.report import Report
 from stretto.kernel.observe.status import StatusBoard
 from stretto.kernel.observe.trackers import Trackers
-from stretto.kernel.schedule.scheduler import Scheduler, SchedulerSettings
+from stretto.kernel.schedule.commands import SchedulerSettings
+from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher, ServiceLauncher
 from stretto.weights import WeightsTransport
 

@@ -114,7 +114,7 @@ def default_folder(file: Path, run: PlannedRun) -> Path:
 def this_machine() -> Machine:
     """Return what this machine has now."""
     cores = available_cores()
-    return Machine(cores, _available_gb(), tuple(visible_gpus(os.environ)))
+    return Machine(cores, psutil.virtual_memory().available / 2**30, tuple(visible_gpus(os.environ)))
 
 
 def needs_of(composed: Composed) -> Needs:
@@ -139,11 +139,6 @@ def _gpus_of(run_workers: Sequence[Worker]) -> int:
         for index in fitting[: worker.resources.gpus]:
             free[index] -= share
     return len(free)
-
-
-def _available_gb() -> float:
-    """Return the memory that processes can still take, in GiB."""
-    return psutil.virtual_memory().available / 2**30
 
 
 @dataclass(frozen=True)

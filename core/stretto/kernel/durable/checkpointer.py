@@ -115,8 +115,8 @@ class Checkpointer:
             return
         spared: set[int] = set()
         if config.keep_best:
-            best = scheduler.best
-            spared = {*scheduler.needed_versions, *([best.version] if best else [])}
+            best = scheduler.evaluation.best
+            spared = {*scheduler.evaluation.needed_versions, *([best.version] if best else [])}
         below = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
         if below := self._samples.purgeable(below):
             await self._bus.store.purge(self._setup.names.log_stream, below=below)

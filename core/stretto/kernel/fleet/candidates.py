@@ -28,6 +28,10 @@ class Candidates:
         self._groups: dict[Hashable, _WorkerGroupChoices] = {}
         self._changed: set[str] = set()
 
+    def __len__(self) -> int:
+        """Number of rollout workers."""
+        return len(self._rollouts)
+
     @property
     def rollouts(self) -> list[str]:
         """The current rollout workers."""

@@ -83,7 +83,10 @@ class Crew:
         loads = RoleLoads(self._setup.config, self._fleet, self._setup.scheduler)
         while True:
             await anyio.sleep(_OBSERVE_S)
-            if self._setup.scheduler.evaluating is not None or self._ending.drain_requested.is_set():
+            if (
+                self._setup.scheduler.evaluation.under_way is not None
+                or self._ending.drain_requested.is_set()
+            ):
                 policy.disturb()
                 continue
             change = policy.observe(anyio.current_time(), loads.observe(self.groups, self.roles))

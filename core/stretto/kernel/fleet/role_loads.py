@@ -51,7 +51,7 @@ class RoleLoads:
 
     def _of_rollout(self, members: list[FleetMember]) -> tuple[float, float]:
         concurrency = self._config.rollout.concurrency
-        tickets = self._scheduler.tickets_by_worker()
+        tickets = self._scheduler.tickets.by_worker()
         waiting = tickets.pop("", 0) / concurrency
         return min(1.0, tickets.total() / (len(members) * concurrency)), waiting
 

@@ -72,7 +72,7 @@ class RouteSender:
             case "inference" | "verifier" if is_open:
                 group = (member.role, member.exact_version)
                 self._candidates.put(member.worker, group, _LEAST[member.role])
-                if len(self._candidates.rollouts) <= _PART:
+                if len(self._candidates) <= _PART:
                     self._stale |= self._candidates.rollouts_of(member.worker)
             case "inference" | "verifier":
                 self._candidates.remove(member.worker)

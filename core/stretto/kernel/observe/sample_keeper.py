@@ -17,7 +17,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.tickets import Follow, Following, Kept, RetiredTickets
 from stretto.errors import BusError
 from stretto.kernel.fleet.forks import ForkedProcess
-from stretto.kernel.schedule.scheduler import Account
+from stretto.kernel.schedule.commands import Account
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.supervised import Failure, ended, supervised
 

@@ -17,7 +17,7 @@ import structlog
 
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket, TicketStarted
-from stretto.kernel.schedule.scheduler import Account
+from stretto.kernel.schedule.commands import Account
 from stretto.records.timeline import (
     FILE,
     CallSpan,

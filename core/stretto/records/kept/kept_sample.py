@@ -83,7 +83,7 @@ def kept_samples(record: TicketRecord, trajectories: Sequence[WireTrajectory]) -
     """
     if not trajectories:
         return [_kept(record, None, None)]
-    by_index = {_index_of(each.id): each for each in trajectories}
+    by_index = {int(each.id.rpartition("/")[2]): each for each in trajectories}
     return [_kept(record, index, by_index[index]) for index in sorted(by_index)]
 
 
@@ -132,7 +132,3 @@ def _arrays_of(trajectory: WireTrajectory | None) -> dict[str, NDArray[Any]]:
     if len(shapes) != 1 or len(next(iter(shapes))) != 1:
         raise ValueError(f"{trajectory.id}: arrays of the shapes {sorted(shapes)}")
     return arrays
-
-
-def _index_of(id: str) -> int:
-    return int(id.rpartition("/")[2])
