@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import yaml
 
+from stretto.assembly.assembly import context_of, placement, resources_of, workers
 from stretto.assembly.compose import Composed, compose, compose_mapping
-from stretto.assembly.plan import context_of, placement, resources_of, workers
 from stretto.assembly.plugins import Plugins
 from stretto.assembly.sections import FOREIGN_KEYS
 from stretto.cli.make.schema import fields_of, json_schema

@@ -18,8 +18,8 @@ import pytest
 from tests.conftest import write_run_file
 
 import hostile_programs
+from stretto.assembly.assembly import context_of
 from stretto.assembly.compose import compose
-from stretto.assembly.plan import context_of
 from stretto.errors import ConfigError, RewardError
 from stretto.program_runner import Execution, ProgramLimits
 from stretto.user_code.programs import SandboxRunner

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 from tests.conftest import write_run_file
 
+from stretto.assembly.assembly import context_of
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import context_of
 from stretto.assembly.plugins import Plugins
 from stretto.cli.make.schema import json_schema
 from stretto.errors import StrettoError

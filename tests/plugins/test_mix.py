@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.assembly.assembly import context_of
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import context_of
 from stretto.dataset import CurriculumDataset, TicketEnd
 from stretto.errors import ConfigError, StrettoError
 from stretto_mix import MixConfig, check

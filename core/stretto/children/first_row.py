@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from stretto.assembly.assembly import graph
 from stretto.assembly.compose import compose_mapping
-from stretto.assembly.plan import graph
 from stretto.component import Context
 from stretto.errors import ConfigError
 from stretto.models.vision import Vision, keep_torch_out

@@ -29,9 +29,9 @@ from typing import Any, Literal, cast
 import msgspec
 import structlog
 
+from stretto.assembly.assembly import context_of
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.logs import log_to
-from stretto.assembly.plan import context_of
 from stretto.base.private_file import write_private
 from stretto.bus.messages.tickets import Purpose
 from stretto.bus.server import run_id

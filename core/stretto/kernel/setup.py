@@ -11,12 +11,13 @@ import msgspec
 import structlog
 
 from stretto.algorithm import Algorithm
+from stretto.assembly.assembly import context_of, imports_of, workers
 from stretto.assembly.compose import Composed
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import Placement
-from stretto.assembly.plan import context_of, imports_of, workers
 from stretto.assembly.variants import variants_of
+from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.bus.listening import url_host
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import run_id
@@ -27,7 +28,6 @@ from stretto.kernel.durable.changes import fingerprint_changes
 from stretto.kernel.durable.checkpoint import KernelState
 from stretto.kernel.fleet.fleet import Fleet
 from stretto.kernel.fleet.forks import ForkServer
-from stretto.kernel.fleet.worker_numbers import WorkerNumbers
 from stretto.kernel.observe.advice import Adviser
 from stretto.kernel.observe.report import Report
 from stretto.kernel.observe.status import StatusBoard

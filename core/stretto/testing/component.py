@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from stretto.assembly.assembly import context_of
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import context_of
 from stretto.component import Component, Context, Kind
 
 __all__ = ["ComponentConformance", "ComponentUnderTest", "composed_run"]

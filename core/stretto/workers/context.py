@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import anyio
 import msgspec
 
+from stretto.assembly.assembly import context_of
 from stretto.assembly.compose import Composed, compose_mapping
-from stretto.assembly.plan import context_of
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import Beacon, Heartbeat, Routes, Welcome
 from stretto.bus.messages.subjects import Subjects

@@ -28,8 +28,8 @@ import msgspec
 import structlog
 
 from stretto import tracing
+from stretto.assembly.assembly import resources_of
 from stretto.assembly.logs import log_to
-from stretto.assembly.plan import resources_of
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import own_version

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from stretto.assembly.assembly import placement
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import placement
 from stretto.bus.messages.journal import JournalBatch
 from stretto.cli.audit.recording import KeptGroups, Recording, read_recording
 from stretto.cli.audit.replay_report import ReplayReport, report_of
@@ -249,7 +249,7 @@ def _check_rows(folder: Path, composed: Composed) -> None:
     Raises:
         ConfigError: if they have.
     """
-    from stretto.assembly.plan import context_of
+    from stretto.assembly.assembly import context_of
 
     dataset = composed.make("dataset", context_of(composed.config))
     recorded = msgspec.json.decode((folder / "fingerprints.json").read_bytes(), type=dict[str, str])

@@ -10,6 +10,7 @@ import anyio
 
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import sections
+from stretto.assembly.worker_numbers import NUMBER_KEYS
 from stretto.bus.client import connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import operator_bootstrap
@@ -17,7 +18,6 @@ from stretto.bus.messages.base import Message
 from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
 from stretto.bus.messages.subjects import Subjects
 from stretto.errors import ConfigError, one_error
-from stretto.kernel.fleet.worker_numbers import NUMBER_KEYS
 from stretto.records.run import MIRROR
 
 __all__ = ["numbers_of", "scale_run", "stop_run"]

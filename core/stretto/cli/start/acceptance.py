@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from stretto.assembly.assembly import run_folder
 from stretto.assembly.compose import Composed
-from stretto.assembly.plan import run_folder
 from stretto.errors import ConfigError, printable
 from stretto.kernel.fleet.forks import ForkServer, fork_server
 

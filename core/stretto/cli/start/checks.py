@@ -24,10 +24,10 @@ import anyio
 import msgspec
 
 from stretto.algorithm import Call
+from stretto.assembly.assembly import Worker, context_of, run_folder, workers
+from stretto.assembly.assembly import placement as placement_of
 from stretto.assembly.compose import Composed, marks_of
 from stretto.assembly.placement import Placement
-from stretto.assembly.plan import Worker, context_of, run_folder, workers
-from stretto.assembly.plan import placement as placement_of
 from stretto.assembly.plugins import missing_extra
 from stretto.assembly.sections import kind_of
 from stretto.assembly.variants import own_sections, run_of_variant, variants_of

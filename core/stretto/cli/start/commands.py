@@ -42,7 +42,7 @@ def run(file: RunFile, overrides: Overrides = None, detach: Detach = False, dry_
     if submitted_run(composed, file, overrides or (), dry_run=dry_run):
         return
     if detach:
-        from stretto.assembly.plan import run_folder
+        from stretto.assembly.assembly import run_folder
 
         folder = run_folder(composed.config)
         if (folder / "config.yaml").exists():
@@ -135,7 +135,7 @@ def check(
     ] = False,
 ) -> None:
     """Check a run file, and print the run's processes, models and batches. No worker starts."""
-    from stretto.assembly import plan
+    from stretto.assembly import assembly as plan
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted
     from stretto.cli.start.describe import describe

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stretto.assembly.assembly import context_of, run_folder, workers
+from stretto.assembly.assembly import placement as placement_of
 from stretto.assembly.compose import Composed
 from stretto.assembly.placement import DEFAULT_GROUP, Placement
-from stretto.assembly.plan import context_of, run_folder, workers
-from stretto.assembly.plan import placement as placement_of
 from stretto.assembly.variants import own_sections, variants_of
 from stretto.config import RunConfig
 from stretto.dataset import Dataset

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.assembly.assembly import context_of, placement, run_folder, workers
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import context_of, placement, run_folder, workers
+from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.cli.start.acceptance import accepted
 from stretto.cli.start.checks import blank_job
 from stretto.errors import ConfigError
 from stretto.kernel.durable.changes import compose_changes
-from stretto.kernel.fleet.worker_numbers import WorkerNumbers
 from stretto.launcher import Launcher, RemoteLauncher, Submission, SubmittingLauncher
 
 __all__ = ["submitted_resume", "submitted_run"]

@@ -29,8 +29,8 @@ import msgspec
 import psutil
 import yaml
 
+from stretto.assembly.assembly import Worker, placement, workers
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import Worker, placement, workers
 from stretto.base.cores import available_cores
 from stretto.base.private_file import write_private
 from stretto.cli.start.checks import faults_and_warnings

@@ -21,9 +21,9 @@ import msgspec
 import structlog
 import yaml
 
+from stretto.assembly.assembly import context_of, placement
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import Placement
-from stretto.assembly.plan import context_of, placement
 from stretto.assembly.variants import variants_of
 from stretto.base.private_file import write_private
 from stretto.component import Problem

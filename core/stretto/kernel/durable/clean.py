@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from stretto.assembly.assembly import context_of
 from stretto.assembly.compose import compose
-from stretto.assembly.plan import context_of
 from stretto.bus.server import Bootstrap, lock_run
 from stretto.errors import ConfigError
 from stretto.weights import WeightsTransport

@@ -15,14 +15,14 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from stretto.assembly.plan import Worker, resources_of
+from stretto.assembly.assembly import Worker, resources_of
+from stretto.assembly.worker_numbers import NUMBER_KEYS
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import Drain, Draining
 from stretto.errors import BusError, ConfigError, LaunchError
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.elastic import ElasticPolicy
 from stretto.kernel.fleet.role_loads import RoleLoads
-from stretto.kernel.fleet.worker_numbers import NUMBER_KEYS
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import Role
 

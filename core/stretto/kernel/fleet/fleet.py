@@ -18,8 +18,8 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
+from stretto.assembly.assembly import Worker
 from stretto.assembly.contracts import expect_contract
-from stretto.assembly.plan import Worker
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
 from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait

@@ -25,8 +25,8 @@ from signal import Signals, pidfd_send_signal
 import anyio
 import structlog
 
+from stretto.assembly.assembly import imports_of, placement, workers
 from stretto.assembly.compose import Composed
-from stretto.assembly.plan import imports_of, placement, workers
 from stretto.launcher import Resources, process_environment
 
 __all__ = ["ForkServer", "ForkedProcess", "fork_server"]
