@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from stretto.assembly.assembly import context_of, placement, resources_of, workers
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose, compose_mapping
 from stretto.assembly.plugins import Plugins
 from stretto.assembly.sections import FOREIGN_KEYS
@@ -55,7 +55,9 @@ def refused(file: Path, *overrides: str) -> str:
 
 def complaints(composed: Composed, severity: str = "error") -> list[str]:
     return [
-        f"{problem.path}: {problem.message}" for problem in problems(composed) if problem.severity == severity
+        f"{problem.path}: {problem.message}"
+        for problem in problems(Assembly(composed))
+        if problem.severity == severity
     ]
 
 
@@ -212,7 +214,7 @@ def test_a_component_that_refuses_shows_no_value_of_the_environment(
     (run_file.parent / "hunter2.jsonl").write_text("no json\n")
     composed = compose(run_file, ["dataset.path=${oc.env:TOK}.jsonl"])
     with pytest.raises(ConfigError, match=r"\$\{oc.env:TOK\}.jsonl") as caught:
-        composed.make("dataset", context_of(composed.config))
+        Assembly(composed, folder="").make("dataset")
     assert "hunter2" not in str(caught.value)
     assert composed.explain(ValueError("hunter2 is wrong"), Path("log")).startswith(
         "ValueError: ${oc.env:TOK} is wrong"
@@ -468,7 +470,7 @@ def test_gpus_that_are_not_there_concern_this_machine_only(
 
 def test_workers_are_counted_by_role(run_file: Path) -> None:
     composed = compose(run_file, ["inference.replicas=2", "rollout.processes=3", "inference.threads=2"])
-    started = workers(composed.config, placement(composed))
+    started = Assembly(composed).workers
     planned = [worker.id for worker in started]
     assert planned == [
         *("trainer-0", "inference-0", "inference-1"),
@@ -479,12 +481,12 @@ def test_workers_are_counted_by_role(run_file: Path) -> None:
 
 def test_worker_groups_are_sections_of_their_own(run_file: Path) -> None:
     placed = ["groups.critics.use=mock", "groups.critics.processes=2", "models.actor.group=critics"]
-    composed = compose(run_file, [*placed, "models.actor.lr=0.5", "model=model"])
-    where = placement(composed)
+    assembly = Assembly(compose(run_file, [*placed, "models.actor.lr=0.5", "model=model"]))
+    where = assembly.placement
     assert list(where.groups) == ["critics"]
     assert where.lead.workers == ["trainer-critics-0", "trainer-critics-1"]
-    assert [worker.id for worker in workers(composed.config, where)][:2] == where.lead.workers
-    assert resources_of(composed.config, "trainer-critics-1") is where.lead.section
+    assert [worker.id for worker in assembly.workers][:2] == where.lead.workers
+    assert assembly.resources_of("trainer-critics-1") is where.lead.section
     again = compose(run_file, ["groups={critics: mock}", "models.actor.group=critics"])
     assert again.components["groups.critics"].name == "mock"
     assert again.document["groups"]["critics"]["use"] == "mock"

@@ -78,12 +78,20 @@ class Composed:
             node = node[int(part)] if part.isdigit() else getattr(node, part)
         return node
 
-    def with_numbers(self, numbers: Mapping[str, int]) -> Composed:
-        """Return the run with these numbers, by dotted key, in place of those of the run file."""
+    def with_numbers(self, numbers: Mapping[str, tuple[int, str]]) -> Composed:
+        """Return the run with these numbers in place of those of the run file.
+
+        Args:
+            numbers: by dotted key, each with the place that set it.
+        """
         config = self.config
-        for path, number in numbers.items():
+        for path, (number, _) in numbers.items():
             config = _replaced(config, path.split("."), number)
-        return replace(self, config=config)
+
+        def place(path: str) -> str:
+            return numbers[path][1] if path in numbers else self.place(path)
+
+        return replace(self, config=config, place=place)
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
         """Make the object of the component that the section at `path` chose.

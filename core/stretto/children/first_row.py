@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.assembly.assembly import graph
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose_mapping
 from stretto.component import Context
 from stretto.errors import ConfigError
@@ -46,7 +46,7 @@ def _fault(document: Mapping[str, Any], path: str, context: Context) -> str:
     try:
         row = composed.make(path, context)[0]
         tokenizer = Vision(context.model).of(row)
-        source = graph(composed).source
+        source = Assembly(composed).graph.source
         if source.encode is None or path != "dataset":
             tokenizer.encode_prompt(row["prompt"])
         else:

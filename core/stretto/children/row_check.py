@@ -20,7 +20,7 @@ from stretto.assembly.compose import Composed, compose_mapping
 from stretto.component import Context
 from stretto.user_code.child_process import last_line, run_child
 
-__all__ = ["RowFaults", "drawn_rows", "faults_of_rows", "row_checks"]
+__all__ = ["RowFaults", "checked_rows", "drawn_rows", "faults_of_rows", "row_checks"]
 
 _MAX_ROWS = 10_000
 _MAX_S = 4.0
@@ -39,6 +39,23 @@ class RowFaults(msgspec.Struct, frozen=True):
     """Number of checked rows with a fault."""
     first: tuple[tuple[int, str], ...]
     """Index and fault of the checked rows with a fault, in the order of the dataset, at most `_MAX_SHOWN`."""
+
+    @classmethod
+    def of(cls, rows: int, read: int, faults: Mapping[int, str]) -> RowFaults:
+        """Return the faults of rows, which are by index."""
+        return cls(rows, read, len(faults), tuple(sorted(faults.items())[:_MAX_SHOWN]))
+
+    @property
+    def shown(self) -> str:
+        """How many rows were checked, and the first faults, for messages."""
+        faults = "".join(f"\n  row {index + 1}: {fault}" for index, fault in self.first)
+        more = "\n  …" if self.faulty > len(self.first) else ""
+        return f"(checked: {checked_rows(self.read, self.rows)}):{faults}{more}"
+
+
+def checked_rows(read: int, rows: int) -> str:
+    """Return how many rows were read, for messages."""
+    return "all rows" if read == rows else f"{read:,} of {rows:,} rows, drawn at random"
 
 
 def row_checks(composed: Composed, section: str) -> list[Callable[[Mapping[str, Any]], str]]:
@@ -92,7 +109,7 @@ def _faults(document: Mapping[str, Any], path: str, section: str, context: Conte
         if fault := next(filter(None, (check(columns) for check in checks)), ""):
             faults[index] = fault
         read += 1
-    return RowFaults(rows, read, len(faults), tuple(sorted(faults.items())[:_MAX_SHOWN]))
+    return RowFaults.of(rows, read, faults)
 
 
 def _main() -> None:

@@ -28,7 +28,6 @@ import msgspec
 import structlog
 
 from stretto import tracing
-from stretto.assembly.assembly import resources_of
 from stretto.assembly.logs import log_to
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
@@ -202,7 +201,7 @@ async def _work_and_leave(context: WorkerContext, beats: Heartbeats, config: byt
 async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
     """Do the role's work until the worker leaves."""
     # Set these before any library reads them, so that they also hold for a worker started by hand.
-    os.environ |= thread_variables(resources_of(context.composed.config, context.worker))
+    os.environ |= thread_variables(context.assembly.resources_of(context.worker))
     await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
     work = _WORKERS[context.role](context)
     if context.role != "trainer":

@@ -26,7 +26,7 @@ from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
 from stretto.component import Problem
 from stretto.engine import Load
 from stretto.errors import LaunchError, Refused
-from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
+from stretto.launcher import Handle, Job, Launcher, Role
 
 __all__ = ["Fleet", "FleetMember", "number_of"]
 
@@ -230,16 +230,8 @@ class Fleet:
 
     def _job(self, worker: Worker) -> Job:
         bootstrap = write_bootstrap(self._bootstraps, worker.id)
-        return Job(
-            worker=worker.id,
-            role=worker.role,
-            command=(sys.executable, "-m", "stretto.workers", str(bootstrap)),
-            env=thread_variables(worker.resources),
-            resources=worker.resources,
-            log=str(self._logs / f"{worker.id}.out"),
-            imports=self._imports(worker),
-            unit=worker.unit,
-        )
+        command = (sys.executable, "-m", "stretto.workers", str(bootstrap))
+        return worker.job(command, str(self._logs / f"{worker.id}.out"), self._imports(worker))
 
     # ---------------------------------------------------------------------------------- retiring
 
