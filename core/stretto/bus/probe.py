@@ -1,4 +1,4 @@
-"""Check the bus before a run starts: the servers of `bus.url`, or the program and the address of the own."""
+"""Check the bus before a run starts: the servers of `bus.url`, or the nats-server that the run will start."""
 
 from __future__ import annotations
 
@@ -179,20 +179,20 @@ async def _fault_of_store(
                     return _refusal(error, config, place)
             except (TimeoutError, nats.errors.Error) as error:
                 if waited_s > _SILENT_S:
-                    text = f"the store of nats-server at {place} does not answer: {_text(error)}"
-                    return Problem("bus.url", text, "environment")
+                    silence = f"the store of nats-server at {place} does not answer: {_text(error)}"
+                    return Problem("bus.url", silence, "environment")
             await anyio.sleep(0.2)
     finally:
         await client.close()
     key = "bus.credentials" if config.credentials else "bus.url"
-    text = f"nats-server at {place} forbids what the run does: {complaints[0]}"
-    return Problem(key, text, "environment")
+    refusal = f"nats-server at {place} forbids what the run does: {complaints[0]}"
+    return Problem(key, refusal, "environment")
 
 
 def _refusal(error: APIError, config: BusConfig, place: str) -> Problem:
     if error.err_code in (_TOO_FEW_SERVERS, _NO_CLUSTER):
-        text = f"is {config.replicas}, but the cluster has fewer servers with JetStream now"
-        return Problem("bus.replicas", f"{text}: {error.description}", "environment")
+        few = f"is {config.replicas}, but the cluster has fewer servers with JetStream now"
+        return Problem("bus.replicas", f"{few}: {error.description}", "environment")
     text = f"the store of nats-server at {place} cannot be used: {_text(error)}"
     return Problem("bus.url", text, "environment")
 
