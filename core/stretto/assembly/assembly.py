@@ -108,29 +108,17 @@ class Assembly:
 
     @cached_property
     def algorithm(self) -> Algorithm:
-        """The algorithm's object.
-
-        Raises:
-            StrettoError: as `Composed.make`; also for `graph` and what follows from it.
-        """
+        """The algorithm's object. Raises as `Composed.make`, and so do `graph` and what follows from it."""
         return self.make("algorithm")
 
     @cached_property
     def graph(self) -> Graph:
-        """The algorithm's dataflow, checked.
-
-        Raises:
-            ConfigError: if the dataflow cannot run.
-        """
+        """The algorithm's dataflow, checked. Raises `ConfigError` if it cannot run."""
         return graph_of(self.algorithm.calls(), self.algorithm.models)
 
     @cached_property
     def placement(self) -> Placement:
-        """The placement of the algorithm's models on the run's worker groups.
-
-        Raises:
-            ConfigError: if the models cannot be placed as the run file says.
-        """
+        """The models on the run's worker groups. Raises `ConfigError` if they cannot be placed."""
         return Placement(self.config, self.graph)
 
     @cached_property

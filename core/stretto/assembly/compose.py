@@ -79,11 +79,7 @@ class Composed:
         return node
 
     def with_numbers(self, numbers: Mapping[str, tuple[int, str]]) -> Composed:
-        """Return the run with these numbers in place of those of the run file.
-
-        Args:
-            numbers: by dotted key, each with the place that set it.
-        """
+        """Return the run with these numbers by dotted key, each with the place that set it."""
         config = self.config
         for path, (number, _) in numbers.items():
             config = _replaced(config, path.split("."), number)

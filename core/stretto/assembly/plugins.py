@@ -118,11 +118,6 @@ class Plugins:
         self._offers: dict[tuple[Kind, str], list[Component[Any]]] = {}
         self._origins: dict[tuple[Kind, str], Origin] = {}
 
-    @property
-    def hook(self) -> pluggy.HookRelay:
-        """The hooks of all plugins loaded so far; call one by its name."""
-        return self._manager.hook
-
     def add_path(self, path: Path) -> None:
         """Load a plugin module by path. Its components are available from now on.
 

@@ -61,11 +61,10 @@ class RunSetup:
         Raises:
             StrettoError: if a component cannot be made.
         """
-        composed, config, folder = assembly.composed, assembly.config, assembly.folder
         self.assembly = assembly
-        self.composed = composed
-        self.config = config
-        self.folder = folder
+        self.composed = composed = assembly.composed
+        self.config = config = assembly.config
+        self.folder = folder = assembly.folder
         self.resumed = resumed
         self.values = values
         self.goes_on = goes_on
@@ -82,8 +81,7 @@ class RunSetup:
         }
         self.graph = assembly.graph
         self.placement = assembly.placement
-        every = assembly.workers
-        self.workers = every if goes_on else [each for each in every if each.role == "trainer"]
+        self.workers = [each for each in assembly.workers if goes_on or each.role == "trainer"]
         self.launcher: Launcher = assembly.make("launcher")
         if forks is not None and isinstance(self.launcher, ForkingLauncher):
             forks.keep_output(self.logs / "forks.out")

@@ -14,7 +14,7 @@ import msgspec
 
 from stretto.algorithm import Call
 from stretto.assembly.assembly import Assembly
-from stretto.children.row_check import RowFaults, checked_rows, drawn_rows
+from stretto.children.row_check import RowFaults, checked_rows, drawn_rows, faults_of_rows
 from stretto.component import Problem
 from stretto.config import RunConfig
 from stretto.dataset import Dataset, Row
@@ -201,19 +201,19 @@ def _limit_problems(path: str, limit: int, tokenizer: Tokenizer, dataset: Datase
 
 def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
     """Read the first row with the model's processor in a child process, if the model is on this machine."""
-    from stretto.children.first_row import fault_of_first_row
-
     config = assembly.config
     if config.model is None or not Path(config.model).is_dir() or importlib.util.find_spec("PIL") is None:
         return
     try:
-        fault = fault_of_first_row(msgspec.to_builtins(config), path, assembly.trial_context, _IMAGES_S)
+        document = msgspec.to_builtins(config)
+        faults = faults_of_rows(document, path, "model", assembly.trial_context, _IMAGES_S)
     except TimeoutError:
         text = f"not verified: reading the first row took longer than {_IMAGES_S:.0f} s"
         yield Problem(path, text, "warning")
-        return
-    if fault:
-        yield Problem(path, f"the first row: {fault}")
+    except ChildProcessError as error:
+        yield Problem(path, f"the first row: the process that reads it failed: {error}")
+    else:
+        yield from (Problem(path, f"the first row: {fault}") for _, fault in faults.first)
 
 
 def _encoding_problems(model: str | None, source: Call, rows: ReadRows) -> Iterator[Problem]:

@@ -146,16 +146,11 @@ def compose_changes(folder: Path, overrides: Sequence[str]) -> Assembly:
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
     elsewhere = (folder / MIRROR).exists()
     document = document_of(folder, newest_values(folder))
-    former, changed = (
-        assemble_existing(composed, folder)
-        for composed in (
-            compose(file, elsewhere=elsewhere),
-            compose(file, overrides, document=document, elsewhere=elsewhere),
-        )
-    )
+    former = assemble_existing(compose(file, elsewhere=elsewhere), folder)
+    composed = compose(file, overrides, document=document, elsewhere=elsewhere)
+    changed = assemble_existing(composed, folder)
     if faults := list(_faults(former, changed)):
-        place = changed.composed.place
-        raise ConfigError("\n".join(f"{place(fault.path)}: {fault.message}" for fault in faults))
+        raise ConfigError("\n".join(f"{composed.place(fault.path)}: {fault.message}" for fault in faults))
     return changed
 
 
