@@ -15,8 +15,10 @@ from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose, compose_mapping
 from stretto.assembly.plugins import Plugins
 from stretto.assembly.sections import FOREIGN_KEYS
+from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.cli.make.schema import fields_of, json_schema
 from stretto.cli.start.checks import problems
+from stretto.cli.start.describe import describe
 from stretto.config import RunConfig
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, PluginError
@@ -477,6 +479,21 @@ def test_workers_are_counted_by_role(run_file: Path) -> None:
         *("rollout-0", "rollout-1", "rollout-2", "verifier-0"),
     ]
     assert next(worker for worker in started if worker.id == "inference-1").resources.threads == 2
+
+
+def test_a_number_of_workers_has_the_place_that_set_it(run_file: Path, tmp_path: Path) -> None:
+    composed = compose(run_file, ["rollout.processes=2", "elastic.inference=[2,4]"])
+    WorkerNumbers(composed, tmp_path).change("rollout.processes", 3)  # as `stretto scale` does
+    assembly = Assembly(composed, folder=tmp_path)
+    assert assembly.numbers.in_force() == {
+        "rollout.processes": (3, f"{tmp_path}/workers.json: rollout.processes"),
+        "inference.replicas": (2, "override elastic.inference"),
+    }
+    assert assembly.composed.place("rollout.processes") == f"{tmp_path}/workers.json: rollout.processes"
+    assert len([worker for worker in assembly.workers if worker.role == "rollout"]) == 3
+    assert "inference.replicas is 2: override elastic.inference" in describe(assembly)
+    changed = compose(run_file, ["rollout.processes=4"])  # by a resume
+    assert Assembly(changed, folder=tmp_path).config.rollout.processes == 4
 
 
 def test_worker_groups_are_sections_of_their_own(run_file: Path) -> None:
