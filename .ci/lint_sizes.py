@@ -18,13 +18,13 @@ MOST_FILES, MOST_LINES, MOST_METHODS, MOST_CLASS_LINES = 16, 800, 35, 500
 # The contracts stand side by side at the top.
 LARGER_FOLDERS = {"core/stretto": 18}
 LARGER_FILES = {
-    "core/stretto/kernel/kernel.py": 847,
+    "core/stretto/kernel/kernel.py": 829,
     "core/stretto/kernel/observe/advice.py": 866,
-    "core/stretto/kernel/schedule/scheduler.py": 995,
+    "core/stretto/kernel/schedule/scheduler.py": 992,
     "core/stretto/testing/inference.py": 1409,
 }
 # Class -> methods, lines.
-LARGER_CLASSES = {"InferenceConformance": (37, 568), "Kernel": (49, 702), "Scheduler": (60, 689)}
+LARGER_CLASSES = {"InferenceConformance": (37, 568), "Kernel": (48, 684), "Scheduler": (60, 688)}
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from pyarrow import parquet
 from selenium.webdriver.common.by import By
 from typer.testing import CliRunner
 
@@ -160,10 +161,11 @@ def test_a_difference_is_paired_by_row_where_the_rows_are_the_same(tmp_path: Pat
     assert compare_runs([first, second]).paired == []
 
 
-def test_without_kept_answers_the_interval_is_binomial(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 3])
+def test_unless_all_answers_are_kept_the_interval_is_binomial(tmp_path: Path, kept: int) -> None:
     run = RunRecord(keep_run(tmp_path / "one", steps=10))
-    for file in (run.folder / "answers").iterdir():
-        file.unlink()
+    for file in (run.folder / "samples").iterdir():
+        parquet.write_table(parquet.read_table(file).slice(0, kept), file)
     [figures] = compare_runs([run]).runs
     assert figures.last is not None
     assert not figures.last.by_row

@@ -136,7 +136,7 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
         await kernel.store.make_queue(
             names.tickets_stream, [names.ticket(purpose) for purpose in purposes], redeliver_s=60
         )
-        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
         scheduler = Scheduler(SchedulerSettings(2, 2, 0, 8))
         scheduler.start()
         queue = TicketQueue(kernel, names, samples=True)

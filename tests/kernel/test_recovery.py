@@ -23,7 +23,6 @@ from stretto.bus.messages.journal import (
 )
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import (
-    Answers,
     GroupDone,
     GroupFailed,
     Member,
@@ -66,9 +65,7 @@ class History:
 
     async def make_streams(self) -> None:
         names = self.names
-        await self.bus.store.make_log(
-            names.log_stream, [names.trajectories, names.groups, names.kept_answers]
-        )
+        await self.bus.store.make_log(names.log_stream, [names.trajectories, names.groups])
         await self.bus.store.make_log(names.journal_stream, [names.journal])
 
     async def finish(self, ticket: int, images: tuple[int, ...] = ()) -> None:
@@ -288,7 +285,7 @@ async def test_a_bundle_of_which_a_part_is_gone_is_gone(open_bus: OpenBus, names
     async with open_history(open_bus, names) as history:
         bus = history.bus
         first = await bus.store.append(names.trajectories, TrajectoryBundle(0, 1, 0, ()), id="small")
-        whole = await bus.store.append(names.kept_answers, Answers(b"x" * 3_000_000), id="parts")
+        whole = await bus.store.append(names.trajectories, StoredImage(b"x" * 3_000_000), id="parts")
         assert whole > first + 2
         assert await bus.store.holds(names.log_stream, whole)
         await bus.store.delete(names.log_stream, first + 1)
@@ -303,7 +300,7 @@ async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(
         await history.run_to(2)
         checkpoint = history.checkpoint(tmp_path)
         part = history.log_sequence + 1
-        whole = await history.bus.store.append(names.trajectories, Answers(b"x" * 3_000_000), id="parts")
+        whole = await history.bus.store.append(names.trajectories, StoredImage(b"x" * 3_000_000), id="parts")
         await history.finish(4)
         member = Member("5/1/0", whole, 0, 9, 5, 1, 1, 1.0, {}, "stop")
         group = GroupDone("train", 5, 1, "rollout-0", (member,), 1.0)

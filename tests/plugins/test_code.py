@@ -22,11 +22,11 @@ from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.errors import ConfigError, RewardError
 from stretto.program_runner import Execution, ProgramLimits
-from stretto.user_code.programs import SandboxRunner
 from stretto.user_code.scoring import score_group
 from stretto_code import CodeConfig, check_row
 from stretto_code.comparing import same_text, same_value
 from stretto_code.marking import Marker, program_of
+from stretto_code.programs import SandboxRunner
 from stretto_code.suites import Case, read_suite
 
 TIME_S = 2.0

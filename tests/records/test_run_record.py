@@ -18,7 +18,6 @@ from stretto.bus.guard import is_locked
 from stretto.bus.server import lock_run
 from stretto.errors import ConfigError
 from stretto.kernel.observe.metrics_file import MetricsFile
-from stretto.records.kept.answers import read_answers
 from stretto.records.kept.samples import SampleStore
 from stretto.records.run import RunRecord, find_runs
 from stretto.records.timeline import read_timeline
@@ -106,14 +105,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_no_reader_waits_at_a_pipe(tmp_path: Path) -> None:
     run = RunRecord(made_run.make_run(tmp_path / "run", steps=2))
-    for name in (
-        "metrics.jsonl",
-        "summary.json",
-        "status.json",
-        "timeline.jsonl",
-        "answers/step-000001.jsonl",
-    ):
-        (run.folder / name).parent.mkdir(exist_ok=True)
+    for name in ("metrics.jsonl", "summary.json", "status.json", "timeline.jsonl"):
         (run.folder / name).unlink(missing_ok=True)
         os.mkfifo(run.folder / name)
     for file in (run.folder / "samples").glob("*.parquet"):
@@ -125,7 +117,6 @@ def test_no_reader_waits_at_a_pipe(tmp_path: Path) -> None:
         lambda: run.summary,
         lambda: run.status,
         lambda: list(read_timeline(run.folder)),
-        lambda: read_answers(run.folder, 1),
         SampleStore(run.folder).count,
     ]
     for read in readers:

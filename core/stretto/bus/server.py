@@ -34,6 +34,7 @@ from stretto.bus.listening import Listening, listening, url_host
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.base import Party
 from stretto.bus.messages.subjects import WORKER_VERBS, Subjects
+from stretto.bus.payloads import with_parts
 from stretto.bus.tls import TlsIdentity
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
@@ -555,12 +556,12 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
             for asker in askers:
                 permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.*.{verb}")
                 permissions[role]["publish"].append(f"{names.answers(asker, role)}.>")
-    permissions["trainer"]["publish"] += [*_read_log(names), *_append(names.trained)]
+    permissions["trainer"]["publish"] += [*_read_log(names), *with_parts(names.trained)]
     finished = (
         *(names.trajectories, names.image("*"), names.groups),
-        *(names.kept_answers, names.kept_trajectories, names.records),
+        *(names.kept_trajectories, names.records),
     )
-    permissions["rollout"]["publish"] += [*_append(*finished), *_take_tickets(names)]
+    permissions["rollout"]["publish"] += [*with_parts(*finished), *_take_tickets(names)]
     permissions["samples"] = {
         "publish": [f"{names.root}.kernel.samples.>", *_follow_log(names), *_read_log(names)],
         "subscribe": [f"{names.inbox('samples')}.>"],
@@ -576,11 +577,6 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
         party: {key: list(dict.fromkeys(subjects)) for key, subjects in each.items()}
         for party, each in permissions.items()
     }
-
-
-def _append(*subjects: str) -> list[str]:
-    """Return the subjects with which messages are appended to the log, whole or in parts."""
-    return [each for subject in subjects for each in (subject, f"{subject}.part")]
 
 
 def _follow_log(names: Subjects) -> list[str]:

@@ -43,11 +43,11 @@ from stretto.bus.messages.membership import (
     WorkerProcess,
 )
 from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
-from stretto.bus.messages.tickets import Answers, GroupDone, Progress, TicketStarted
+from stretto.bus.messages.tickets import GroupDone, Progress, TicketStarted
 from stretto.bus.messages.training import RowRef
 from stretto.bus.server import restart_server
 from stretto.config import MetricsConfig
-from stretto.errors import BusError, ConfigError, RunError, one_error
+from stretto.errors import ConfigError, RunError, one_error
 from stretto.kernel.calls.canary import EngineErrors
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import StepResult, Trainers
@@ -809,11 +809,9 @@ class Kernel:
             self._ending.drain("failed", f"reward collapse (on_collapse: stop): {collapse}")
 
     async def _end_evaluation(self, done: EvaluationDone) -> None:
-        """Record a complete evaluation: its answers if the run keeps them, its journal entry, its report."""
+        """Record a complete evaluation: its journal entry, its report."""
         self._tickets.evaluation_ended()
         version = done.evaluation.version
-        if self._config.evaluation is not None and self._config.evaluation.keep_answers:
-            await self._write_answers(version, done.groups)
         entry = JournalEvaluation(self._journal.incarnation, done.evaluation)
         await self._journal.append(entry, "evaluation", version)
         self._report.evaluation(done.evaluation)
@@ -821,22 +819,6 @@ class Kernel:
         self._traces.evaluation_ended(done.evaluation)
         if self._config.checkpoint.keep_best:
             await self._checkpointer.prune()
-
-    async def _write_answers(self, version: int, groups: tuple[GroupDone, ...]) -> None:
-        """Copy an evaluation's answers from the log to a file, in the order of their rows. If this fails,
-        report the problem and let the run continue."""
-        final = self._setup.folder / "answers" / f"step-{version:06d}.jsonl"
-        aside = final.with_name(f".{final.name}")
-        try:
-            final.parent.mkdir(exist_ok=True)
-            with aside.open("wb") as file:
-                for group in groups:
-                    sequence = group.members[0].sequence
-                    file.write((await self._bus.store.read(self._names.log_stream, sequence, Answers)).lines)
-            aside.rename(final)
-        except (OSError, BusError) as error:
-            log.error("answers not written", version=version, error=str(error))
-            self._report.problems.append(f"answers of version {version} not written: {error}")
 
 
 def _rows(groups: tuple[GroupDone, ...]) -> tuple[RowRef, ...]:

@@ -1,9 +1,9 @@
 """Several runs compared: their figures side by side, differences of their values, and intervals.
 
 Runs that differ only in their seed are a group, with mean and spread over the seeds. The interval of an
-accuracy is over rows if the run keeps the answers of its evaluations (`evaluation.keep_answers`), and
-otherwise that of independent answers. Where two runs have kept the answers to the same rows, the difference
-of their last common evaluation is paired by row.
+accuracy is over rows if the run has kept all answers of the evaluation as samples, and otherwise that of
+independent answers. Where two runs have kept the answers to the same rows, the difference of their last
+common evaluation is paired by row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from stretto.records.accuracy import estimate, estimate_difference, estimate_sha
 from stretto.records.figures import RECENT_STEPS, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
-from stretto.records.kept.answers import read_answers
+from stretto.records.kept.answers import by_sample, read_answers
+from stretto.records.kept.samples import SampleStore
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto.records.run import RunRecord
 from stretto.records.values import dotted_values
@@ -130,22 +131,24 @@ def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
     Raises:
         ConfigError: if the files of a run are damaged.
     """
-    figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
+    stores = [SampleStore(run.folder) for run in runs]
+    figures = [run_figures(*each) for each in zip(runs, labels_of(runs), stores, strict=True)]
     return Comparison(
         runs=figures,
         differences=_differences([run.document for run in runs]),
         curves={key: curve for key in MAIN_FIGURES if (curve := _curve(runs, key))},
         accuracies=_accuracies(runs),
-        paired=list(_paired(runs, figures)),
+        paired=list(_paired(runs, figures, stores)),
         groups=_groups(runs, figures),
     )
 
 
-def run_figures(run: RunRecord, label: str) -> RunFigures:
+def run_figures(run: RunRecord, label: str, samples: SampleStore) -> RunFigures:
     """Return the figures of one run.
 
     Args:
         label: its name for people.
+        samples: its kept samples.
 
     Raises:
         ConfigError: if the run's files are damaged.
@@ -166,8 +169,8 @@ def run_figures(run: RunRecord, label: str) -> RunFigures:
         step_s=_recent(run, "step_s"),
         tokens_per_s=_recent(run, "step_tokens_per_s"),
         wall_s=run.wall_s,
-        last=_evaluated(run, evaluated[-1]) if evaluated else None,
-        best=_evaluated(run, best) if best else None,
+        last=_evaluated(samples, evaluated[-1]) if evaluated else None,
+        best=_evaluated(samples, best) if best else None,
         trained=ledger.get("trained", 0),
         not_trained=sum(ledger.get(name, 0) for name in ("filtered", "expired", "failed")),
     )
@@ -177,11 +180,14 @@ def _recent(run: RunRecord, key: str) -> float | None:
     return recent([value for _, value in run.series(key)])
 
 
-def _evaluated(run: RunRecord, line: Mapping[str, Any]) -> Evaluated:
-    rows = row_scores(read_answers(run.folder, line["step"]))
-    accuracy = estimate(list(rows.values())) if rows else None
-    independent = estimate_share(line[ACCURACY], line["evaluation/samples"])
-    return Evaluated(version=line["step"], accuracy=accuracy or independent, by_row=accuracy is not None)
+def _evaluated(samples: SampleStore, line: Mapping[str, Any]) -> Evaluated:
+    answers = read_answers(samples, line["step"])
+    all_kept = len(by_sample(answers)) == line["evaluation/samples"] > 0
+    if all_kept:
+        accuracy = estimate(list(row_scores(answers).values()))
+    else:
+        accuracy = estimate_share(line[ACCURACY], line["evaluation/samples"])
+    return Evaluated(version=line["step"], accuracy=accuracy, by_row=all_kept)
 
 
 def _differences(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
@@ -215,7 +221,9 @@ def _accuracies(runs: Sequence[RunRecord]) -> list[tuple[int, list[float | None]
     return [(version, [each.get(version) for each in series]) for version in versions]
 
 
-def _paired(runs: Sequence[RunRecord], figures: Sequence[RunFigures]) -> Iterable[Paired]:
+def _paired(
+    runs: Sequence[RunRecord], figures: Sequence[RunFigures], stores: Sequence[SampleStore]
+) -> Iterable[Paired]:
     """Yield the paired difference of each run to the first one, in their last common evaluation."""
     first, *others = runs
     for number, run in enumerate(others, 1):
@@ -223,7 +231,7 @@ def _paired(runs: Sequence[RunRecord], figures: Sequence[RunFigures]) -> Iterabl
         common = [version for version, _ in run.series(ACCURACY) if version in versions]
         if not common or not _same_rows(first, run):
             continue
-        one, other = (row_scores(read_answers(each.folder, common[-1])) for each in (first, run))
+        one, other = (row_scores(read_answers(each, common[-1])) for each in (stores[0], stores[number]))
         difference = estimate_difference(one, other)
         if difference is not None:
             yield Paired(

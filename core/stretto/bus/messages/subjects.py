@@ -48,7 +48,6 @@ class Subjects:
         self.log = f"{self.root}.log"
         self.trajectories = f"{self.log}.trajectories"
         self.groups = f"{self.log}.groups"
-        self.kept_answers = f"{self.log}.answers"
         self.kept_trajectories = f"{self.log}.kept"
         self.records = f"{self.log}.records"
         self.trained = f"{self.log}.trained"
@@ -67,7 +66,7 @@ class Subjects:
     @property
     def of_log(self) -> list[str]:
         """All subjects of the log."""
-        return [*self.of_samples, self.kept_answers, self.image("*")]
+        return [*self.of_samples, self.image("*")]
 
     @property
     def of_samples(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A ticket's way: issued, started, done or failed; its samples, kept texts and answers."""
+"""A ticket's way: issued, started, done or failed; its samples and kept texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from stretto.tracing import Traceparent
 
 __all__ = [
     "AbortTicket",
-    "Answers",
     "Follow",
     "Following",
     "GroupDone",
@@ -127,8 +126,7 @@ class GroupDone(Message, frozen=True):
     attempt: int
     worker: str
     members: tuple[Member, ...]
-    """The log does not hold the data of evaluation tickets. If the run keeps the answers, `sequence` is the
-    sequence number of their `Answers`."""
+    """`sequence` is 0 for those of an evaluation: training does not read their data."""
     seconds: float
     """Seconds from the start of the ticket."""
     generate_s: float = 0.0
@@ -292,11 +290,3 @@ class Kept(Message, frozen=True):
 
     below: int
     """Sequence number."""
-
-
-class Answers(Message, frozen=True):
-    """Rollout worker to the log: the answers of an evaluation ticket, for people. The kernel copies the lines
-    to a file and does not decode them."""
-
-    lines: bytes
-    """One JSON object a line, one line for each trajectory."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from stretto.cli.show.html import safe
 from stretto.cli.show.samples import common_sections, fate_of, figures_of, sections_of_one
-from stretto.records.kept.answers import read_answers
 from stretto.records.kept.samples import SampleFilter, SampleOutcome, SampleStore
 from stretto.records.run import RunRecord
 
@@ -28,19 +27,12 @@ _LOOK_AT = 64
 
 
 def samples_html(run: RunRecord) -> str:
-    """Return some samples of a run: kept ones, or else held-out answers that its evaluations kept. The text
-    is empty if there are none.
+    """Return some kept samples of a run. The text is empty if there are none.
 
     Raises:
         ConfigError: if the files of the run are damaged.
     """
-    return _kept(SampleStore(run.folder)) or _answers(run)
-
-
-# ------------------------------------------------------------------------------------ kept samples
-
-
-def _kept(store: SampleStore) -> str:
+    store = SampleStore(run.folder)
     parts = [*_trained(store), *_evaluated(store)]
     return "".join(f"<h3>{title}</h3>{content}" for title, content in parts if content)
 
@@ -144,23 +136,3 @@ def _texts(sections: Iterable[tuple[str, list[str]]]) -> str:
 
 def _lines(lines: Iterable[str]) -> str:
     return "\n".join(map(safe, lines))
-
-
-# ---------------------------------------------------------------------------- answers of evaluations
-
-
-def _answers(run: RunRecord) -> str:
-    """Show some answers of the newest evaluation whose answers are kept, the worst and the best first."""
-    for line in reversed(run.evaluations):
-        answers = sorted(read_answers(run.folder, line["step"]), key=lambda answer: answer.score)
-        if answers:
-            break
-    else:
-        return ""
-    chosen = answers if len(answers) <= 2 * _MOST else [*answers[:_MOST], *answers[-_MOST:]]
-    cards = (
-        f'<div class="card"><h4>held-out row {answer.row}, version {answer.version}, score {answer.score:g}, '
-        f"{safe(answer.finish)}</h4><pre>{safe(answer.prompt)}</pre><pre>{safe(answer.completion)}</pre></div>"
-        for answer in chosen
-    )
-    return f'<div class="grid-of-charts">{"".join(cards)}</div>'

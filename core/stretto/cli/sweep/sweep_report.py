@@ -15,6 +15,7 @@ from stretto.cli.tables import add_row, figure_table
 from stretto.records.comparison import RunFigures, run_figures
 from stretto.records.figures import FIGURES, Figure, duration_text
 from stretto.records.intervals import Estimate, Moments, mean_of
+from stretto.records.kept.samples import SampleStore
 from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord
 
@@ -97,7 +98,7 @@ def _swept(folder: Path, run: ManifestRun) -> SweptRun:
         combination=run.combination,
         values=run.values,
         seed=run.seed,
-        figures=run_figures(RunRecord(folder), folder.name) if begun else None,
+        figures=run_figures(RunRecord(folder), folder.name, SampleStore(folder)) if begun else None,
     )
 
 

@@ -529,7 +529,7 @@ def _constant_reward(history: _History, knobs: _Knobs) -> _Finding | None:
     return _finding(
         rewards[0][0],
         f"every answer so far has the reward {rewards[0][1]:g}, so nothing is learnt: "
-        "read some answers (`evaluation.keep_answers` writes them to a file) and try the reward on them",
+        "read some answers (`stretto samples`) and try the reward on them",
         knobs.scale("sampling.max_tokens", 2) if _mostly_truncated(history) else "",
     )
 

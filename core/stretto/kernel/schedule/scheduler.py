@@ -155,8 +155,6 @@ class EvaluationDone:
     """A held-out evaluation is complete."""
 
     evaluation: Evaluation
-    groups: tuple[GroupDone, ...]
-    """The groups that have a result, in the order of their rows."""
 
 
 @dataclass(frozen=True)
@@ -985,8 +983,7 @@ class Scheduler:
         self._round = None
         self._holding_back = False
         self.evaluations.append(under_way.result())
-        groups = tuple(sorted(under_way.groups, key=lambda group: group.ticket))
-        self._commands.append(EvaluationDone(self.evaluations[-1], groups))
+        self._commands.append(EvaluationDone(self.evaluations[-1]))
         if self._state == "last evaluation":
             self._state = "over"
             self._commands.append(Finish())

@@ -28,7 +28,7 @@ from stretto.errors import RewardError, printable
 from stretto.program_runner import Ending, Execution, ProgramLimits
 from stretto.user_code.sandbox import sandbox_command
 from stretto.user_code.seccomp import ARCHITECTURES, seccomp_filter
-from stretto.user_code.warm_python import ENDINGS, FAILED, READY, REPLY, REQUEST, SCRIPT
+from stretto_code.warm_python import ENDINGS, FAILED, READY, REPLY, REQUEST, SCRIPT
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
