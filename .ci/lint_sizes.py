@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_FILES, MOST_LINES, MOST_METHODS, MOST_CLASS_LINES = 16, 800, 35, 500
 
 # The contracts stand side by side at the top.
-LARGER_FOLDERS = {"core/stretto": 18}
+LARGER_FOLDERS = {"core/stretto": 20}
 LARGER_FILES = {
     "core/stretto/kernel/kernel.py": 829,
     "core/stretto/kernel/observe/advice.py": 866,

@@ -21,16 +21,16 @@ from rich.console import Console
 from statuses import make_status
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
-from stretto.cli.show.compare import comparison_tables
-from stretto.cli.show.report import report_html
-from stretto.cli.show.runs import runs_below, runs_table
 from stretto.cli.sweep.sweep import Machine, Needs, Sweep, needs_of
 from stretto.cli.sweep.sweep_grid import grid
 from stretto.cli.sweep.sweep_report import CombinationFigures, report_of, report_tables
 from stretto.cli.sweep.sweep_view import SweepView
 from stretto.errors import ConfigError
 from stretto.records.comparison import compare_runs
-from stretto.records.run import RunRecord
+from stretto.run_folder import RunFolder
+from stretto_views.compare import comparison_tables
+from stretto_views.report import report_html
+from stretto_views.runs import runs_below, runs_table
 
 Start = Callable[..., Any]
 
@@ -215,14 +215,14 @@ def test_all_views_show_the_duration_of_the_summary(run_file: Path) -> None:
     console = Console(file=shown, width=200)
     for _, table in (
         *report_tables(report_of(sweep.folder, sweep.planned())),
-        *comparison_tables(compare_runs([RunRecord(sweep.folder / name)])),
+        *comparison_tables(compare_runs([RunFolder(sweep.folder / name)])),
         ("", runs_table(runs_below(sweep.folder), sweep.folder)),
     ):
         console.print(table)
     with contextlib.redirect_stderr(shown):
         SweepView(sweep.folder, [name]).ended(name, 0)
     assert shown.getvalue().count("4 min 58 s") == 4
-    assert "4 min 58 s" in report_html([RunRecord(sweep.folder / name)])
+    assert "4 min 58 s" in report_html([RunFolder(sweep.folder / name)])
 
 
 def figure(combination: CombinationFigures, name: str) -> tuple[float, float | None, float | None]:

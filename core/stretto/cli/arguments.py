@@ -21,7 +21,6 @@ __all__ = [
     "Overrides",
     "RunFile",
     "RunOrViewer",
-    "Runs",
     "TrustPlugins",
     "WithOverrides",
 ]
@@ -77,10 +76,6 @@ ElsewhereCertificate = Annotated[
         help="Without the run's folder: certificate for a server of your own, beside its key NAME.key.",
         metavar="NAME.pem",
     ),
-]
-
-Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs.")
 ]
 
 

@@ -41,7 +41,7 @@ from stretto.kernel.fleet.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
 from stretto.kernel.observe.view import View, final_lines, terminal
 from stretto.kernel.setup import RunSetup
-from stretto.records.run import MIRROR, REPLAY
+from stretto.records.files import MIRROR, REPLAY
 
 __all__ = ["exit_status", "live", "owned", "resume_to_end", "run", "run_to_end", "served"]
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,10 +22,11 @@ from stretto.records.figures import RECENT_STEPS, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
 from stretto.records.kept.answers import by_sample, read_answers
-from stretto.records.kept.samples import SampleStore
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
-from stretto.records.run import RunRecord
 from stretto.records.values import dotted_values
+
+if TYPE_CHECKING:
+    from stretto.run_folder import RunFolder
 
 __all__ = ["Comparison", "RunFigures", "compare_runs", "labels_of", "run_figures"]
 
@@ -63,7 +64,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None
     """Trained tokens per second."""
     wall_s: float | None
-    """The run's duration (see `RunRecord.wall_s`)."""
+    """The run's duration (see `RunFolder.wall_s`)."""
     last: Evaluated | None
     """The last evaluation."""
     best: Evaluated | None
@@ -110,7 +111,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Groups of several runs; empty if no two runs differ only in their seed."""
 
 
-def labels_of(runs: Sequence[RunRecord]) -> list[str]:
+def labels_of(runs: Sequence[RunFolder]) -> list[str]:
     """Return a label for each run: its name, or its folder where several runs have the same name."""
     names = [run.name for run in runs]
     return [
@@ -119,36 +120,34 @@ def labels_of(runs: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def _common(runs: Sequence[RunRecord]) -> Path:
+def _common(runs: Sequence[RunFolder]) -> Path:
     """Return the innermost folder that has all runs, each below it."""
     first, *others = (run.folder for run in runs)
     return next(path for path in first.parents if all(path in other.parents for other in others))
 
 
-def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
+def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     """Compare runs.
 
     Raises:
         ConfigError: if the files of a run are damaged.
     """
-    stores = [SampleStore(run.folder) for run in runs]
-    figures = [run_figures(*each) for each in zip(runs, labels_of(runs), stores, strict=True)]
+    figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
     return Comparison(
         runs=figures,
-        differences=_differences([run.document for run in runs]),
+        differences=_differences([run.config for run in runs]),
         curves={key: curve for key in MAIN_FIGURES if (curve := _curve(runs, key))},
         accuracies=_accuracies(runs),
-        paired=list(_paired(runs, figures, stores)),
+        paired=list(_paired(runs, figures)),
         groups=_groups(runs, figures),
     )
 
 
-def run_figures(run: RunRecord, label: str, samples: SampleStore) -> RunFigures:
+def run_figures(run: RunFolder, label: str) -> RunFigures:
     """Return the figures of one run.
 
     Args:
         label: its name for people.
-        samples: its kept samples.
 
     Raises:
         ConfigError: if the run's files are damaged.
@@ -161,7 +160,7 @@ def run_figures(run: RunRecord, label: str, samples: SampleStore) -> RunFigures:
         label=label,
         folder=str(run.folder),
         state=run.state,
-        seed=run.document.get("seed"),
+        seed=run.config.get("seed"),
         steps=last.get("step", 0),
         reward=_recent(run, "reward"),
         length=_recent(run, "length"),
@@ -169,19 +168,19 @@ def run_figures(run: RunRecord, label: str, samples: SampleStore) -> RunFigures:
         step_s=_recent(run, "step_s"),
         tokens_per_s=_recent(run, "step_tokens_per_s"),
         wall_s=run.wall_s,
-        last=_evaluated(samples, evaluated[-1]) if evaluated else None,
-        best=_evaluated(samples, best) if best else None,
+        last=_evaluated(run, evaluated[-1]) if evaluated else None,
+        best=_evaluated(run, best) if best else None,
         trained=ledger.get("trained", 0),
         not_trained=sum(ledger.get(name, 0) for name in ("filtered", "expired", "failed")),
     )
 
 
-def _recent(run: RunRecord, key: str) -> float | None:
+def _recent(run: RunFolder, key: str) -> float | None:
     return recent([value for _, value in run.series(key)])
 
 
-def _evaluated(samples: SampleStore, line: Mapping[str, Any]) -> Evaluated:
-    answers = read_answers(samples, line["step"])
+def _evaluated(run: RunFolder, line: Mapping[str, Any]) -> Evaluated:
+    answers = read_answers(run.samples, line["step"])
     all_kept = len(by_sample(answers)) == line["evaluation/samples"] > 0
     if all_kept:
         accuracy = estimate(list(row_scores(answers).values()))
@@ -200,7 +199,7 @@ def _differences(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str |
     }
 
 
-def _curve(runs: Sequence[RunRecord], key: str) -> list[tuple[int, list[float]]]:
+def _curve(runs: Sequence[RunFolder], key: str) -> list[tuple[int, list[float]]]:
     """Return a few steps that all runs have, spread over the shortest run, with the means that end there."""
     series = [dict(run.series(key)) for run in runs]
     common = sorted(set.intersection(*(set(each) for each in series)))
@@ -215,15 +214,13 @@ def _mean_until(series: Mapping[int, float], step: int) -> float:
     return fmean(series[each] for each in range(step - RECENT_STEPS + 1, step + 1) if each in series)
 
 
-def _accuracies(runs: Sequence[RunRecord]) -> list[tuple[int, list[float | None]]]:
+def _accuracies(runs: Sequence[RunFolder]) -> list[tuple[int, list[float | None]]]:
     series = [dict(run.series(ACCURACY)) for run in runs]
     versions = sorted({version for each in series for version in each})
     return [(version, [each.get(version) for each in series]) for version in versions]
 
 
-def _paired(
-    runs: Sequence[RunRecord], figures: Sequence[RunFigures], stores: Sequence[SampleStore]
-) -> Iterable[Paired]:
+def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterable[Paired]:
     """Yield the paired difference of each run to the first one, in their last common evaluation."""
     first, *others = runs
     for number, run in enumerate(others, 1):
@@ -231,7 +228,7 @@ def _paired(
         common = [version for version, _ in run.series(ACCURACY) if version in versions]
         if not common or not _same_rows(first, run):
             continue
-        one, other = (row_scores(read_answers(each, common[-1])) for each in (stores[0], stores[number]))
+        one, other = (row_scores(read_answers(each.samples, common[-1])) for each in (first, run))
         difference = estimate_difference(one, other)
         if difference is not None:
             yield Paired(
@@ -243,13 +240,13 @@ def _paired(
             )
 
 
-def _same_rows(one: RunRecord, other: RunRecord) -> bool:
+def _same_rows(one: RunFolder, other: RunFolder) -> bool:
     """Whether both runs evaluate the same rows: the datasets have the same fingerprint."""
     fingerprints = [_fingerprint(run) for run in (one, other)]
     return fingerprints[0] == fingerprints[1] is not None
 
 
-def _fingerprint(run: RunRecord) -> str | None:
+def _fingerprint(run: RunFolder) -> str | None:
     file = run.folder / "fingerprints.json"
     try:
         return msgspec.json.decode(read_record(file), type=dict[str, str]).get("evaluation.dataset")
@@ -259,11 +256,11 @@ def _fingerprint(run: RunRecord) -> str | None:
         raise ConfigError(f"{file} does not hold the fingerprints of datasets: {error}") from error
 
 
-def _groups(runs: Sequence[RunRecord], figures: Sequence[RunFigures]) -> list[SeedGroup]:
+def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> list[SeedGroup]:
     groups: dict[str, list[RunFigures]] = {}
     for run, each in zip(runs, figures, strict=True):
         apart = {"seed", *_NO_DIFFERENCE}
-        values = sorted((key, value) for key, value in dotted_values(run.document) if key not in apart)
+        values = sorted((key, value) for key, value in dotted_values(run.config) if key not in apart)
         groups.setdefault(json.dumps(values), []).append(each)
     return [_group(members) for members in groups.values() if len(members) > 1]
 

@@ -37,6 +37,7 @@ __all__ = [
     "WorkerChanged",
     "newest_event",
     "read_timeline",
+    "time_range",
 ]
 
 FILE = "timeline.jsonl"
@@ -266,6 +267,15 @@ def read_timeline(folder: Path, since: float | None = None, until: float | None 
                 return
             if since is None or event.time >= since:
                 yield event
+
+
+def time_range(folder: Path) -> tuple[float, float] | None:
+    """Return the times of the first and the newest event of the run in a folder; None without an event."""
+    first = next(read_timeline(folder), None)
+    if first is None:
+        return None
+    with open_record(folder / FILE) as file:
+        return first.time, newest_event(file)[0]
 
 
 def newest_event(file: BinaryIO) -> tuple[float, int]:

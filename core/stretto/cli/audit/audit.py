@@ -36,7 +36,7 @@ from stretto.cli.audit.audit_store import open_store
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.durable.changes import values_file
 from stretto.records.document import read_document
-from stretto.records.run import RunRecord
+from stretto.run_folder import RunFolder
 
 __all__ = ["AuditReport", "Check", "audit_run"]
 
@@ -79,7 +79,7 @@ def audit_run(folder: Path) -> AuditReport:
         RunError: if a kernel owns the run, or if a file of the run cannot be read.
         BusError: if the copy of the run's store cannot be read.
     """
-    return anyio.run(_audit, RunRecord(folder).folder)
+    return anyio.run(_audit, RunFolder(folder).folder)
 
 
 async def _audit(folder: Path) -> AuditReport:

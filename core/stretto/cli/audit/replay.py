@@ -27,7 +27,8 @@ from stretto.kernel.durable.changes import document_of, newest_values, values_fi
 from stretto.kernel.durable.checkpoint import KernelState, find_checkpoint, state_of
 from stretto.kernel.durable.replay import ReplaySegment, train_again
 from stretto.records.document import read_document
-from stretto.records.run import REPLAY, RunRecord
+from stretto.records.files import REPLAY
+from stretto.run_folder import RunFolder
 
 __all__ = ["ReplayOptions", "replay_run"]
 
@@ -64,7 +65,7 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
         RunError: if a kernel owns the run, or if a part of its store is lost.
         BusError: if the copy of its store cannot be read.
     """
-    folder = RunRecord(folder).folder
+    folder = RunFolder(folder).folder
     if (folder / REPLAY).exists():
         raise ConfigError(f"{folder} is a replay itself; replay the run that it came from")
     if read_document(values_file(folder, newest_values(folder)))["bus"].get("url"):
@@ -90,7 +91,7 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     summary = train_again(out, segments, start, kept)
     if summary["status"] != "completed":
         return Replayed(out, summary, None)
-    report = report_of(report, recording, batches, RunRecord(folder), RunRecord(out))
+    report = report_of(report, recording, batches, RunFolder(folder), RunFolder(out))
     report.write(out)
     return Replayed(out, summary, report)
 

@@ -19,7 +19,8 @@ from rich.table import Table
 from stretto.bus.messages.journal import JournalBatch
 from stretto.cli.audit.recording import Recording, WeightSums, read_replayed, read_weights
 from stretto.cli.tables import add_row, figure_table
-from stretto.records.run import REPLAY, RunRecord
+from stretto.records.files import REPLAY
+from stretto.run_folder import RunFolder
 
 __all__ = [
     "ComparedStep",
@@ -116,8 +117,8 @@ def report_of(
     begun: ReplayReport,
     recording: Recording,
     batches: Sequence[JournalBatch],
-    run: RunRecord,
-    replay: RunRecord,
+    run: RunFolder,
+    replay: RunFolder,
 ) -> ReplayReport:
     """Compare a complete replay with its run.
 
@@ -157,7 +158,7 @@ def report_of(
     )
 
 
-def _steps(begun: ReplayReport, run: RunRecord, replay: RunRecord) -> Iterator[ComparedStep]:
+def _steps(begun: ReplayReport, run: RunFolder, replay: RunFolder) -> Iterator[ComparedStep]:
     lines = [{line["step"]: line for line in each.steps} for each in (run, replay)]
     weights = [read_weights(each.folder) for each in (run, replay)]
     for step in range(begun.first, begun.last + 1):

@@ -166,9 +166,9 @@ def export(
     """Write a run's model as a folder for transformers or peft, or its samples as rows for supervised
     training."""
     from stretto.cli.make.export import export_model, export_samples, push_to_hub
-    from stretto.records.run import RunRecord
+    from stretto.run_folder import RunFolder
 
-    run_record = RunRecord(folder)
+    run_record = RunFolder(folder)
     if samples is not None:
         if to or version or adapter or push:
             raise ConfigError(

@@ -19,7 +19,7 @@ from stretto.bus.messages.base import Message
 from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
 from stretto.bus.messages.subjects import Subjects
 from stretto.errors import ConfigError, one_error
-from stretto.records.run import MIRROR
+from stretto.records.files import MIRROR
 
 __all__ = ["numbers_of", "scale_run", "stop_run"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from stretto.assembly.compose import compose
 from stretto.children.tracker import command
 from stretto.errors import ConfigError
-from stretto.records.run import RunRecord
+from stretto.run_folder import RunFolder
 
 __all__ = ["track_run"]
 
@@ -20,7 +20,7 @@ def track_run(folder: Path) -> list[str]:
     Raises:
         ConfigError: if the folder holds no run, if the run has no trackers, or if it continues.
     """
-    record = RunRecord(folder)
+    record = RunFolder(folder)
     trackers = compose(folder / "config.yaml").config.trackers
     if not trackers:
         raise ConfigError(f"the run in {folder} has no trackers")

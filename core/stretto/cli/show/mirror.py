@@ -27,7 +27,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import OPERATOR, Bootstrap, lock_run
 from stretto.cli.start.folders import is_free
 from stretto.errors import BusError, ConfigError, NoAnswer, one_error, printable
-from stretto.records.run import MIRROR
+from stretto.records.files import MIRROR
 from stretto.records.shared import is_record, record_sizes
 
 __all__ = ["mirror_run"]

@@ -39,7 +39,7 @@ from stretto.cli.sweep.sweep_view import SweepView
 from stretto.errors import ConfigError, StrettoError
 from stretto.kernel.durable.changes import differences, is_complete
 from stretto.launcher import visible_gpus
-from stretto.records.run import RunRecord
+from stretto.run_folder import RunFolder
 
 __all__ = ["Machine", "Needs", "Sweep", "default_folder", "needs_of", "this_machine"]
 
@@ -274,7 +274,7 @@ class Sweep:
 
     def _state(self, name: str) -> str:
         folder = self.folder / name
-        return RunRecord(folder).state if (folder / "config.yaml").exists() else ""
+        return RunFolder(folder).state if (folder / "config.yaml").exists() else ""
 
     def _write_manifest(self) -> None:
         manifest = SweepManifest(str(self.file.absolute()), self.planned())

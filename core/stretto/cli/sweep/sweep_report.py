@@ -15,9 +15,8 @@ from stretto.cli.tables import add_row, figure_table
 from stretto.records.comparison import RunFigures, run_figures
 from stretto.records.figures import FIGURES, Figure, duration_text
 from stretto.records.intervals import Estimate, Moments, mean_of
-from stretto.records.kept.samples import SampleStore
 from stretto.records.metrics import ACCURACY
-from stretto.records.run import RunRecord
+from stretto.run_folder import RunFolder
 
 __all__ = ["SweepReport", "report_of", "report_tables", "write_report"]
 
@@ -98,7 +97,7 @@ def _swept(folder: Path, run: ManifestRun) -> SweptRun:
         combination=run.combination,
         values=run.values,
         seed=run.seed,
-        figures=run_figures(RunRecord(folder), folder.name, SampleStore(folder)) if begun else None,
+        figures=run_figures(RunFolder(folder), folder.name) if begun else None,
     )
 
 

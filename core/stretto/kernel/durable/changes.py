@@ -31,7 +31,7 @@ from stretto.component import Problem
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.kernel.durable.checkpoint import newest_intact
-from stretto.records.run import MIRROR
+from stretto.records.files import MIRROR
 from stretto.records.values import dotted_values
 from stretto.training.config import ModelTrainingConfig
 

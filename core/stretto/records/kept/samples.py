@@ -40,6 +40,7 @@ __all__ = [
     "SampleFilter",
     "SampleOutcome",
     "SampleStore",
+    "open_samples",
 ]
 
 Bounds = tuple[float | None, float | None]
@@ -262,6 +263,19 @@ class SampleStore:
         parts, offsets = index.trained_parts[places], index.trained_offsets[places]
         rows = self._kinds["trained"].take(parts, offsets, TOKEN_COLUMNS[4:])
         return dict(zip(places.tolist(), rows, strict=True))
+
+
+def open_samples(folder: Path) -> SampleStore:
+    """Return the samples of the run in `folder`.
+
+    Raises:
+        ConfigError: if the folder holds no samples.
+    """
+    if not (folder / FOLDER).is_dir():
+        raise ConfigError(
+            f"{folder} holds no samples: it is no run, it samples nothing, or it has `samples.keep: none`"
+        )
+    return SampleStore(folder)
 
 
 class _SegmentReader:
