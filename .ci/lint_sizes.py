@@ -18,7 +18,6 @@ MOST_FILES, MOST_LINES, MOST_METHODS, MOST_CLASS_LINES = 16, 800, 35, 500
 # The contracts stand side by side at the top.
 LARGER_FOLDERS = {"core/stretto": 20}
 LARGER_FILES = {
-    "core/stretto/cli/start/checks.py": 1061,
     "core/stretto/kernel/observe/advice.py": 866,
 }
 # Class -> methods, lines.

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages.subjects import Subjects
@@ -367,7 +368,7 @@ def refusals(tmp_path: Path) -> Callable[..., list[str]]:
 
     def faults(*overrides: str) -> list[str]:
         composed = compose(file, [*overrides, f"out={tmp_path}/out"])
-        return faults_and_warnings(composed, starting=True)[0]
+        return faults_and_warnings(Assembly(composed), starting=True)[0]
 
     return faults
 

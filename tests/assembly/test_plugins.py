@@ -197,7 +197,7 @@ assert not heavy, heavy
             "stretto",
             "stretto.cli.main",
             "stretto.cli.make.schema",
-            "stretto.assembly.plan",
+            "stretto.assembly.assembly",
             "stretto.kernel.life",
         ),
         *("stretto.workers.sampling.rollout", "stretto.workers.scoring.verifier", "stretto.children.reward"),

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import yaml
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.make.evaluate import EvaluationOptions, compose_evaluation, pass_at_k, result_of
 from stretto.cli.start.checks import problems
@@ -164,7 +165,7 @@ def test_what_cannot_be_evaluated_is_refused(
 def test_an_unknown_reward_or_model_is_refused() -> None:
     with pytest.raises(PluginError, match="did you mean 'exact'"):
         compose_evaluation(MODEL, wanted(reward="exakt"))
-    found = problems(compose_evaluation("./no/such/model", wanted(out="x")))
+    found = problems(Assembly(compose_evaluation("./no/such/model", wanted(out="x"))))
     assert [problem.message for problem in found] == ["no such folder: './no/such/model'"]
 
 
@@ -210,11 +211,12 @@ def test_wishes_go_before_the_run(run_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_step_needs_an_evaluation() -> None:
-    found = problems(compose(QUICKSTART / "run.yaml", ["steps=0", "evaluation=null", "training=frozen"]))
+    overrides = ["steps=0", "evaluation=null", "training=frozen"]
+    found = problems(Assembly(compose(QUICKSTART / "run.yaml", overrides)))
     assert [(problem.path, problem.message) for problem in found if problem.severity == "error"] == [
         ("steps", "is 0, and there is no `evaluation`: the run would do nothing")
     ]
-    [found] = problems(compose(QUICKSTART / "run.yaml", ["training=frozen", "out=x"]))
+    [found] = problems(Assembly(compose(QUICKSTART / "run.yaml", ["training=frozen", "out=x"])))
     assert found.message == "'frozen' trains nothing, but steps is 200; expected `steps: 0`"
 
 

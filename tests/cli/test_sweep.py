@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 
 from statuses import make_status
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.sweep.sweep import Machine, Needs, Sweep, needs_of
 from stretto.cli.sweep.sweep_grid import grid
@@ -82,18 +83,20 @@ def test_a_folder_with_a_run_of_other_values_is_refused(run_file: Path) -> None:
     sweep = planned(run_file, "queue.max_staleness=0,1", "steps=2")
     folder = run_file.parent / "sweep" / "max_staleness-1"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(dict(sweep.composed["max_staleness-1"].document)))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(dict(sweep.assemblies["max_staleness-1"].composed.document))
+    )
     sweep.check(lambda _: None)
     with pytest.raises(ConfigError, match=r"max_staleness-1: .* other values \(steps is 2, now 3\)"):
         planned(run_file, "queue.max_staleness=0,1").check(lambda _: None)
 
 
 def test_a_run_needs_what_its_plan_says(run_file: Path) -> None:
-    needs = needs_of(compose(run_file, ["rollout.memory_gb=2.5"]))
+    needs = needs_of(Assembly(compose(run_file, ["rollout.memory_gb=2.5"])))
     assert needs == Needs(cores=3, memory_gb=6.5, gpus=0)  # kernel, trainer, inference, verifier: 1 GiB each
     gpus = ["inference.replicas=3", "inference.gpus=1", "inference.share=0.6", "training.gpus=1"]
-    assert needs_of(compose(run_file, [*gpus, "training.share=0.4"])).gpus == 3
-    assert needs_of(compose(run_file, [*gpus, "training.share=0.5"])).gpus == 4
+    assert needs_of(Assembly(compose(run_file, [*gpus, "training.share=0.4"]))).gpus == 3
+    assert needs_of(Assembly(compose(run_file, [*gpus, "training.share=0.5"]))).gpus == 4
 
 
 def test_a_machine_carries_runs_until_something_is_short() -> None:

@@ -62,7 +62,7 @@ def reason_of_reward(setup: RunSetup) -> str:
     """What a scoring process answers when the reward raises."""
     task = Task(msgspec.msgpack.encode({"prompt": "1+1="}), ("2",), msgspec.msgpack.encode({}))
     document = msgspec.to_builtins(setup.config)
-    _, [reason] = try_to_score(document, setup.context, [task], 60)
+    _, [reason] = try_to_score(document, setup.assembly.context, [task], 60)
     return reason
 
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import vision_models as vision_models_module
 from stretto import Context
 from stretto.algorithm import Loss
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose_mapping
 from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, EngineError
@@ -400,7 +401,7 @@ def run_of(model: Path, rows: Path, **sections: Any) -> dict[str, Any]:
 
 
 def errors_of(run: dict[str, Any]) -> list[str]:
-    found = problems(compose_mapping(run))
+    found = problems(Assembly(compose_mapping(run)))
     return [f"{each.path}: {each.message}" for each in found if each.severity != "warning"]
 
 

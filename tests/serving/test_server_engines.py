@@ -23,6 +23,7 @@ import pytest
 from bus_testing import until
 from stand_in_engine import STAND_IN, StandInEngine
 from stretto.array import Array
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start.checks import problems
 from stretto.component import Context
@@ -92,7 +93,7 @@ def test_check_refuses_a_section_that_cannot_work(
     run_file: Path, overrides: list[str], path: str, message: str
 ) -> None:
     given = [override.replace("{this}", sys.executable) for override in overrides]
-    found = problems(compose(run_file, ["inference=vllm", *given]))
+    found = problems(Assembly(compose(run_file, ["inference=vllm", *given])))
     assert any(problem.path == path and message in problem.message for problem in found), found
 
 

@@ -153,9 +153,9 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(changed, user=user, password=password, credentials_file=creds)
 
 
-def run_id(folder: Path) -> str | None:
+def run_id(folder: Path) -> str:
     """Return the id of the run whose bus folder is `folder`, from its bootstrap files or the names in its
-    store; None if none of them has it."""
+    store; empty if none of them has it."""
     for file in (folder / f"{role}.json" for role in _PARTIES):
         if file.exists():
             try:
@@ -163,7 +163,7 @@ def run_id(folder: Path) -> str | None:
             except ConfigError as error:
                 log.warning("file is damaged", damage=str(error))
     stream = next(folder.glob("store/jetstream/*/streams/LOG_*"), None)
-    return stream.name.removeprefix("LOG_") if stream else None
+    return stream.name.removeprefix("LOG_") if stream else ""
 
 
 def lock_run(folder: Path) -> IO[str]:

@@ -29,9 +29,9 @@ from typing import Any, Literal, cast
 import msgspec
 import structlog
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.logs import log_to
-from stretto.assembly.plan import context_of
 from stretto.base.private_file import write_private
 from stretto.bus.messages.tickets import Purpose
 from stretto.bus.server import run_id
@@ -270,8 +270,8 @@ def _send(folder: Path, name: str, composed: Composed, watch: _ParentWatch | Non
         if watch is None and not sender.has_news:
             log.info("there is nothing new to send")
             return
-        context = context_of(composed.config, run=run_id(folder / "bus") or "", folder=str(folder))
-        tracker: Tracker = composed.make(path, context)
+        assembly = Assembly(composed, folder=folder, run=run_id(folder / "bus"))
+        tracker: Tracker = assembly.make(path)
         sender.start(tracker)
         while True:
             last = watch is None or watch.gone.is_set()

@@ -29,7 +29,6 @@ import structlog
 
 from stretto import tracing
 from stretto.assembly.logs import log_to
-from stretto.assembly.plan import resources_of
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import own_version
@@ -202,7 +201,7 @@ async def _work_and_leave(context: WorkerContext, beats: Heartbeats, config: byt
 async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
     """Do the role's work until the worker leaves."""
     # Set these before any library reads them, so that they also hold for a worker started by hand.
-    os.environ |= thread_variables(resources_of(context.composed.config, context.worker))
+    os.environ |= thread_variables(context.assembly.resources_of(context.worker))
     await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
     work = _WORKERS[context.role](context)
     if context.role != "trainer":

@@ -77,7 +77,7 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
         yield Problem("inference.gpus", "is 0, but inference.device is 'cuda'; set it to 1")
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1, so answers are sampled one after another", "warning")
-    yield from context_problems(config.context_length, run)
+    yield from context_problems(config.context_length, run, extends=False)
     if config.cache_gb is not None and (needed := _bytes_of_a_sample(config, run)) > config.cache_gb * 2**30:
         yield Problem(
             "inference.cache_gb",

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import msgspec
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
 from stretto.errors import ConfigError, offer
@@ -233,7 +234,7 @@ def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[st
 
 
 def run_evaluation(
-    composed: Composed, folder: Path, forks: ForkServer | None, threshold: float
+    assembly: Assembly, forks: ForkServer | None, threshold: float
 ) -> tuple[Result | None, dict[str, Any]]:
     """Run the evaluation to its end. Return its result and the run's summary; see `stretto.kernel.life.run`.
 
@@ -242,7 +243,8 @@ def run_evaluation(
     """
     from stretto.kernel.life import run
 
-    summary = run(composed, folder, forks)
+    config, folder = assembly.config, assembly.folder
+    summary = run(assembly, forks)
     answers = read_answers(SampleStore(folder), 0, texts=True) if summary["status"] == "completed" else []
     if not answers:
         return None, summary
@@ -252,10 +254,10 @@ def run_evaluation(
         return None, {**summary, "problems": [*summary["problems"], problem]}
     (folder / "answers").mkdir(exist_ok=True)
     (folder / "answers" / "step-000000.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(answers))
-    busy_s = summary["busy_s"]["generate"] / composed.config.inference.replicas
+    busy_s = summary["busy_s"]["generate"] / config.inference.replicas
     result = result_of(
         answers,
-        source=cast("str", composed.config.model),
+        source=cast("str", config.model),
         failed=summary["evaluation"][-1]["failed"],
         threshold=threshold,
         tokens_per_s=summary["tokens"]["generated"] / busy_s if busy_s else 0.0,

@@ -89,14 +89,15 @@ def main(descriptor: int) -> int:
 
 
 def _run(request: RunRequest, send: Callable[[_Message], None]) -> int:
+    from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted_start
     from stretto.kernel.life import run_to_end
 
-    composed = compose(Path(request.file), request.overrides, document=request.document)
-    with accepted_start(composed, lambda level, text: send(RunNotice(level, text))) as (folder, forks):
-        send(RunAccepted(str(folder)))
-        return run_to_end(composed, folder, forks)
+    assembly = Assembly(compose(Path(request.file), request.overrides, document=request.document))
+    with accepted_start(assembly, lambda level, text: send(RunNotice(level, text))) as forks:
+        send(RunAccepted(str(assembly.folder)))
+        return run_to_end(assembly, forks)
 
 
 def _end_with_stdin() -> None:

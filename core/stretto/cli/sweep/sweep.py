@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +29,8 @@ import msgspec
 import psutil
 import yaml
 
-from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import Worker, placement, workers
+from stretto.assembly.assembly import Assembly, Worker
+from stretto.assembly.compose import compose
 from stretto.base.cores import available_cores
 from stretto.base.private_file import write_private
 from stretto.cli.start.checks import faults_and_warnings
@@ -117,9 +117,9 @@ def this_machine() -> Machine:
     return Machine(cores, psutil.virtual_memory().available / 2**30, tuple(visible_gpus(os.environ)))
 
 
-def needs_of(composed: Composed) -> Needs:
+def needs_of(assembly: Assembly) -> Needs:
     """Return what a run needs: the threads of its engines, the memory of its processes, its GPUs."""
-    every = workers(composed.config, placement(composed))
+    every = assembly.workers
     engines = [worker.resources.threads for worker in every if worker.role in ("trainer", "inference")]
     memory_gb = sum(worker.resources.memory_gb or _ASSUMED_GB for worker in every) + _ASSUMED_GB
     return Needs(sum(engines), memory_gb, _gpus_of(every))
@@ -166,7 +166,7 @@ class Sweep:
         self.file = file
         self.folder = folder
         self.runs = {run.name: run for run in runs}
-        self.composed = {run.name: self._compose(run) for run in runs}
+        self.assemblies = {run.name: self._assemble(run) for run in runs}
         self._running: dict[str, _Running] = {}
         self._interrupts = self._obeyed = 0
 
@@ -182,9 +182,9 @@ class Sweep:
         documents: dict[str, str] = {}
         warnings: dict[str, None] = {}
         checked: set[str] = set()
-        for name, composed in self.composed.items():
-            self._check_existing(name, composed)
-            key = repr({**composed.document, "out": None})
+        for name, assembly in self.assemblies.items():
+            self._check_existing(name, assembly.composed.document)
+            key = repr({**assembly.composed.document, "out": None})
             if key in documents:
                 raise ConfigError(f"{documents[key]} and {name} are the same run: their values are equal")
             documents[key] = name
@@ -192,7 +192,7 @@ class Sweep:
                 continue
             checked.add(combination)
             resumed = (self.folder / name / "config.yaml").exists()
-            faults, found = faults_and_warnings(composed, starting=True, resumed=resumed)
+            faults, found = faults_and_warnings(assembly, starting=True, resumed=resumed)
             if faults:
                 raise ConfigError("\n".join(f"{name}: {fault}" for fault in faults))
             warnings |= dict.fromkeys(found)
@@ -230,7 +230,7 @@ class Sweep:
 
     def is_complete(self, name: str) -> bool:
         """Return whether a run has done all its steps."""
-        return is_complete(self.folder / name, self.composed[name].config.steps)
+        return is_complete(self.folder / name, self.assemblies[name].config.steps)
 
     def planned(self) -> dict[str, ManifestRun]:
         """Return every run of the sweep, also those of earlier commands, by name."""
@@ -247,18 +247,18 @@ class Sweep:
 
     # ------------------------------------------------------------------------------------ private
 
-    def _compose(self, run: PlannedRun) -> Composed:
+    def _assemble(self, run: PlannedRun) -> Assembly:
         try:
-            return compose(self.file, [*run.overrides, f"out={_quoted(self.folder / run.name)}"])
+            return Assembly(compose(self.file, [*run.overrides, f"out={_quoted(self.folder / run.name)}"]))
         except StrettoError as error:
             raise ConfigError(f"{run.name}: {error}") from error
 
-    def _check_existing(self, name: str, composed: Composed) -> None:
+    def _check_existing(self, name: str, document: Mapping[str, Any]) -> None:
         """Refuse a folder that holds a run with other values."""
         file = self.folder / name / "config.yaml"
         if not file.exists():
             return
-        changes = differences(yaml.safe_load(file.read_text()), composed.document)
+        changes = differences(yaml.safe_load(file.read_text()), document)
         changes.pop("out", None)  # the folder may have been moved
         if changes:
             listed = ", ".join(f"{key} is {former}, now {new}" for key, (former, new) in changes.items())
@@ -282,7 +282,7 @@ class Sweep:
             free = machine
             for running in self._running.values():
                 free = free.without(running.needs, running.gpus)
-            needs = needs_of(self.composed[waiting[0]])
+            needs = needs_of(self.assemblies[waiting[0]])
             if jobs is not None:  # the user knows what cores and memory allow; GPUs are exclusive
                 needs = replace(needs, cores=0, memory_gb=0.0)
             if self._running and not free.fits(needs):

@@ -19,8 +19,8 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
+from stretto.assembly.assembly import Worker
 from stretto.assembly.contracts import expect_contract
-from stretto.assembly.plan import Worker
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
 from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
@@ -28,7 +28,7 @@ from stretto.component import Problem
 from stretto.engine import Load
 from stretto.errors import LaunchError, Refused
 from stretto.kernel.supervised import Failure, supervised
-from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
+from stretto.launcher import Handle, Job, Launcher, Role
 
 __all__ = ["Fleet", "FleetMember", "number_of"]
 
@@ -243,16 +243,8 @@ class Fleet:
 
     def _job(self, worker: Worker) -> Job:
         bootstrap = write_bootstrap(self._bootstraps, worker.id)
-        return Job(
-            worker=worker.id,
-            role=worker.role,
-            command=(sys.executable, "-m", "stretto.workers", str(bootstrap)),
-            env=thread_variables(worker.resources),
-            resources=worker.resources,
-            log=str(self._logs / f"{worker.id}.out"),
-            imports=self._imports(worker),
-            unit=worker.unit,
-        )
+        command = (sys.executable, "-m", "stretto.workers", str(bootstrap))
+        return worker.job(command, str(self._logs / f"{worker.id}.out"), self._imports(worker))
 
     # ---------------------------------------------------------------------------------- retiring
 

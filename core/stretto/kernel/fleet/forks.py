@@ -26,8 +26,7 @@ from signal import Signals
 import anyio
 import structlog
 
-from stretto.assembly.compose import Composed
-from stretto.assembly.plan import imports_of, placement, workers
+from stretto.assembly.assembly import Assembly
 from stretto.launcher import Resources, process_environment
 from stretto.user_code.guard import adopt_orphans
 
@@ -93,25 +92,21 @@ class ForkedProcess:
 
 
 @contextmanager
-def fork_server(composed: Composed, folder: Path) -> Generator[ForkServer | None]:
+def fork_server(assembly: Assembly) -> Generator[ForkServer | None]:
     """Have a fork server import what the workers of a run need, for the duration of the block. None on a
     system that does not have what it needs: Linux with pidfds.
 
     The imports take longer than all else that a run does before its workers start. So the server starts as
     soon as the run file is read, and before the run is checked.
-
-    Args:
-        folder: the run's folder, which need not exist yet.
     """
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         yield None
         return
-    server = ForkServer(folder)
+    server = ForkServer(assembly.folder)
     try:
         with suppress(Exception):  # whatever a plugin raises here, the run's checks report
-            placed = placement(composed)
-            suited = [each for each in workers(composed.config, placed) if server.suits(each.resources)]
-            server.prepare([module for each in suited for module in imports_of(composed, placed, each)])
+            suited = [each for each in assembly.workers if server.suits(each.resources)]
+            server.prepare([module for each in suited for module in assembly.imports_of(each)])
         yield server
     finally:
         server.close()

@@ -25,10 +25,9 @@ import numpy as np
 import structlog
 
 from stretto import tracing
-from stretto.algorithm import Algorithm, Call, Loss, Stateful
+from stretto.algorithm import Call, Loss, Stateful
 from stretto.assembly.contracts import expect_contract
-from stretto.assembly.dataflow import graph_of
-from stretto.assembly.placement import Placement, group_of_worker, model_folder, split_groups, split_rows
+from stretto.assembly.placement import group_of_worker, model_folder, split_groups, split_rows
 from stretto.bus.listening import url_host
 from stretto.bus.messages import training as messages
 from stretto.bus.messages.base import Message
@@ -113,11 +112,9 @@ class TrainerWorker:
                 "disk that the machines of the trainers and the kernel share",
                 path="out",
             )
-        algorithm: Algorithm = context.make("algorithm")
-        self._algorithm = algorithm
-        self._graph = graph_of(algorithm.calls(), algorithm.models)
+        self._algorithm, self._graph = context.assembly.algorithm, context.assembly.graph
         self._calls = {call.name: call for call in self._graph.calls}
-        self._placement = Placement(context.composed.config, self._graph)
+        self._placement = context.assembly.placement
         name, self._rank = group_of_worker(context.worker)
         self._group = self._placement.groups[name]
         self._part = self._group.part_of(self._rank)
