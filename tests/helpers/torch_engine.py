@@ -22,7 +22,7 @@ from stretto.component import Context
 from stretto.engine import Chunk, Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError
 from stretto.models.digest import tensor_hash
-from stretto.testing.inference import make_tiny_tokenizer
+from stretto.testing.tiny_model import make_tiny_tokenizer
 from stretto.weights import WeightsNote
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
