@@ -28,8 +28,6 @@ from stretto.config import RunConfig
 from stretto.errors import ConfigError, offer
 from stretto.launcher import Job, Resources, Role, thread_variables
 
-__all__ = ["Assembly", "Worker", "new_run_id"]
-
 _KERNEL = "kernel"
 
 

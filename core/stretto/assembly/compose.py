@@ -37,14 +37,6 @@ from stretto.component import Component, ComponentParts, Context, Kind
 from stretto.config import EvaluationConfig, Groups, RunConfig, VariantConfig, Variants
 from stretto.errors import PluginError, StrettoError, foreign_frames, nearest, offer, place_of
 
-__all__ = [
-    "Composed",
-    "compose",
-    "compose_mapping",
-    "find_path",
-    "marks_of",
-]
-
 _PARTS = "parts"
 """The key of a section whose type may be `ComponentParts`."""
 _LOGIN = re.compile(r"://[^/\s@]*@")

@@ -33,8 +33,6 @@ from stretto.tracker import TrackerConfig
 from stretto.weights import WeightsConfig
 from stretto.workflow import WorkflowConfig
 
-__all__ = ["BASES", "KINDS", "Listing", "Origin", "Plugins"]
-
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # The struct that every component's config of a kind must extend.

@@ -10,20 +10,6 @@ from typing import Any
 from stretto.component import Kind
 from stretto.errors import ConfigError
 
-__all__ = [
-    "FOREIGN_KEYS",
-    "GROUP_NAME",
-    "LIST_SECTIONS",
-    "NAMED_SECTIONS",
-    "SECTIONS",
-    "VARIANT_NAME",
-    "VARIANT_SECTIONS",
-    "KeySource",
-    "instead_of_list",
-    "kind_of",
-    "names_component",
-]
-
 # Sections that choose a component: dotted key -> kind.
 SECTIONS: dict[str, Kind] = {
     "algorithm": "algorithm",

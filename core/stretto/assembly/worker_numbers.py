@@ -19,8 +19,6 @@ from stretto.base.private_file import write_private
 from stretto.errors import ConfigError
 from stretto.launcher import Role
 
-__all__ = ["NUMBER_KEYS", "WorkerNumbers"]
-
 NUMBER_KEYS: dict[Role, str] = {
     "rollout": "rollout.processes",
     "inference": "inference.replicas",

@@ -54,8 +54,6 @@ from stretto.bus.server import Bootstrap
 from stretto.bus.store import Store
 from stretto.errors import NoAnswer, Refused, StrettoError
 
-__all__ = ["Bus", "connect"]
-
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
 Handler = Callable[[M], Awaitable[None] | None]

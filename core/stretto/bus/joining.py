@@ -23,16 +23,6 @@ from stretto.bus.server import OPERATOR, Bootstrap
 from stretto.errors import ConfigError
 from stretto.launcher import Role
 
-__all__ = [
-    "check_operator",
-    "invite_operator",
-    "is_token_of",
-    "operator_bootstrap",
-    "own_version",
-    "reserve_worker",
-    "write_bootstrap",
-]
-
 _KEY_BYTES = 32
 
 

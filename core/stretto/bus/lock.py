@@ -13,8 +13,6 @@ import msgspec
 
 from stretto.bus.guard import is_locked
 
-__all__ = ["KernelLock"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

@@ -14,17 +14,6 @@ import msgspec
 
 from stretto.errors import BusError
 
-__all__ = [
-    "Parts",
-    "decoder",
-    "encode",
-    "is_split",
-    "join_stored",
-    "list_parts",
-    "split",
-    "with_parts",
-]
-
 _PART = 0xC1
 """First byte of a part of a larger payload, and of a list of its parts. msgpack never uses this byte."""
 _MAX_PAYLOAD = 48 * 2**20

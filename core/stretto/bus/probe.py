@@ -23,8 +23,6 @@ from stretto.component import Problem
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
 
-__all__ = ["bus_problems", "faults_of_bus"]
-
 _CONNECT_S = 3.0
 """Time limit of the connection to a nats-server at `bus.url`."""
 

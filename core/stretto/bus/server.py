@@ -40,21 +40,6 @@ from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
 from stretto.launcher import ROLES
 
-__all__ = [
-    "OPERATOR",
-    "STORE",
-    "VIEWER",
-    "Bootstrap",
-    "NatsServer",
-    "binary",
-    "foreign_bootstrap",
-    "free_port",
-    "lock_run",
-    "login_of",
-    "restart_server",
-    "run_id",
-]
-
 log = structlog.get_logger()
 
 VIEWER: Party = "viewer"

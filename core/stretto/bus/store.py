@@ -43,8 +43,6 @@ from stretto.bus.payloads import decoder, encode, join_stored, list_parts, split
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, MessageGone, NoAnswer
 
-__all__ = ["Delivery", "Extent", "Store"]
-
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 

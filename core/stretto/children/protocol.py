@@ -23,19 +23,6 @@ from stretto.errors import RewardError, StrettoError, place_of
 from stretto.user_code.child_process import last_line, run_child
 from stretto.user_code.guard import end_with_parent
 
-__all__ = [
-    "HEAD",
-    "MAX_FRAME",
-    "Pipes",
-    "Started",
-    "die_with_parent",
-    "encodable",
-    "framed",
-    "serve",
-    "try_to_ask",
-    "try_to_start",
-]
-
 T = TypeVar("T")
 
 HEAD = struct.Struct(">IQ")

@@ -25,8 +25,6 @@ from stretto.errors import ConfigError
 from stretto.models.vision import Vision, keep_torch_out
 from stretto.user_code.child_process import last_line, run_child
 
-__all__ = ["RowFaults", "checked_rows", "drawn_rows", "faults_of_rows", "row_checks"]
-
 _MAX_ROWS = 10_000
 _MAX_S = 4.0
 _MAX_SHOWN = 5

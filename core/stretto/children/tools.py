@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from stretto.config import RunConfig
 
-__all__ = ["Invocation", "command", "max_answer", "setup_frame", "try_to_make"]
-
 _TRY_S = 60.0
 """Time limit for making the tools in a trial."""
 _MAX_CHARACTER = 4

@@ -15,8 +15,6 @@ from stretto.errors import printable
 from stretto.records.kept.samples import SampleFilter, SampleStore
 from stretto.tracker import SAMPLE_FIELDS
 
-__all__ = ["settled_samples"]
-
 _LONGEST_TEXT = 20_000
 """Characters of a prompt or an answer that a tracker gets: its beginning and its end."""
 

@@ -41,8 +41,6 @@ from stretto.records.metrics import is_evaluation
 from stretto.run_folder import RunFolder
 from stretto.tracker import Sent, Tracker, TrackerConfig
 
-__all__ = ["Mode", "command", "cursor_file"]
-
 log = structlog.get_logger()
 
 Mode = Literal["follow", "send"]

@@ -11,20 +11,6 @@ from typer.core import TyperCommand
 
 from stretto.errors import ConfigError
 
-__all__ = [
-    "Detach",
-    "DryRun",
-    "ElsewhereCertificate",
-    "ElsewhereLogin",
-    "ElsewhereUrl",
-    "EvaluationOverrides",
-    "Overrides",
-    "RunFile",
-    "RunOrViewer",
-    "TrustPlugins",
-    "WithOverrides",
-]
-
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (YAML).")]
 Detach = Annotated[
     bool,

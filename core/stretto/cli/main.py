@@ -37,8 +37,6 @@ from stretto.cli.start import commands as start
 from stretto.cli.sweep import commands as sweep
 from stretto.errors import ConfigError, PluginError, StrettoError
 
-__all__ = ["main"]
-
 _GROUP = "stretto.command"
 """The entry points of commands that packages add: those of plugins/commands, and other ones."""
 

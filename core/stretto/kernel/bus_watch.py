@@ -12,8 +12,6 @@ from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.fleet import Fleet
 from stretto.kernel.setup import RunSetup
 
-__all__ = ["watch_bus", "watch_store"]
-
 log = structlog.get_logger()
 
 _STORE_S = 30.0

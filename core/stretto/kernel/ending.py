@@ -14,8 +14,6 @@ import structlog
 
 from stretto.records.status import State
 
-__all__ = ["Ending", "Interruptions"]
-
 log = structlog.get_logger()
 
 

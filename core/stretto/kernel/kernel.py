@@ -84,8 +84,6 @@ from stretto.launcher import ROLES, ClusterLauncher, Role
 from stretto.records.timeline import Cause
 from stretto.weights import WeightsNote
 
-__all__ = ["own_run"]
-
 log = structlog.get_logger()
 
 _WAITING_LOG_S = 10.0

@@ -43,8 +43,6 @@ from stretto.kernel.observe.view import View, final_lines, terminal
 from stretto.kernel.setup import RunSetup
 from stretto.records.files import MIRROR, REPLAY
 
-__all__ = ["exit_status", "live", "owned", "resume_to_end", "run", "run_to_end", "served"]
-
 log = structlog.get_logger()
 
 _NO_ROOM = ("No space left", "no space left", "Disk quota", "insufficient resources", "insufficient storage")

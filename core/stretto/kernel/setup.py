@@ -30,8 +30,6 @@ from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher, ServiceLauncher
 from stretto.weights import WeightsTransport
 
-__all__ = ["RunSetup"]
-
 log = structlog.get_logger()
 
 

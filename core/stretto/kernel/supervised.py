@@ -11,8 +11,6 @@ import anyio
 
 from stretto.kernel.fleet.forks import ForkedProcess
 
-__all__ = ["Failure", "ended", "supervised"]
-
 
 @dataclass(frozen=True)
 class Failure:

@@ -14,8 +14,6 @@ from statistics import fmean, stdev
 from stretto.records.intervals import Estimate, Z
 from stretto.records.kept.answers import KeptAnswer, by_sample
 
-__all__ = ["estimate", "estimate_difference", "estimate_share", "row_scores"]
-
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of the rows' values with its interval, mean ± 1.96 s / √R."""

@@ -28,8 +28,6 @@ from stretto.records.values import dotted_values
 if TYPE_CHECKING:
     from stretto.run_folder import RunFolder
 
-__all__ = ["Comparison", "RunFigures", "compare_runs", "labels_of", "run_figures"]
-
 _MOST_STEPS = 10
 """Number of equal steps at which curves are compared."""
 _NO_DIFFERENCE = frozenset({"name", "out"})

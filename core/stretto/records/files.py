@@ -8,8 +8,6 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["MIRROR", "REPLAY", "open_record", "read_record"]
-
 REPLAY = "replay.json"
 """File in the folder of a replay: where it came from, and how it compares."""
 MIRROR = "mirror.txt"

@@ -13,16 +13,6 @@ import msgspec
 from stretto.errors import ConfigError
 from stretto.records.files import open_record
 
-__all__ = [
-    "ACCURACY",
-    "MAIN_FIGURES",
-    "METRICS",
-    "MetricsReader",
-    "is_evaluation",
-    "is_figure",
-    "parse_line",
-]
-
 METRICS = "metrics.jsonl"
 ACCURACY = "evaluation/accuracy"
 """Key of the accuracy in the line of an evaluation; null if no row had a result."""

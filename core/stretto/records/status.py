@@ -15,22 +15,6 @@ import msgspec
 from stretto.errors import ConfigError
 from stretto.records.files import read_record
 
-__all__ = [
-    "LATE_S",
-    "STATUS",
-    "AdviceStatus",
-    "EvaluationProgress",
-    "EvaluationStatus",
-    "Stall",
-    "State",
-    "Status",
-    "WorkerStatus",
-    "decode_status",
-    "is_of_former_kernel",
-    "read_status",
-    "standstill",
-]
-
 STATUS = "status.json"
 LATE_S = 15.0
 """A living kernel writes and sends its status every 2 s. After this many seconds without one, it hangs, is

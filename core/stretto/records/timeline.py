@@ -17,29 +17,6 @@ import msgspec
 from stretto.errors import ConfigError
 from stretto.records.files import open_record
 
-__all__ = [
-    "CAUSES",
-    "FILE",
-    "CallSpan",
-    "Cause",
-    "CauseKind",
-    "EvaluationSpan",
-    "Event",
-    "KernelEnded",
-    "KernelStarted",
-    "Purpose",
-    "StepSpan",
-    "SwapSpan",
-    "TicketDone",
-    "TicketIssued",
-    "TicketRetired",
-    "TicketTaken",
-    "WorkerChanged",
-    "newest_event",
-    "read_timeline",
-    "time_range",
-]
-
 FILE = "timeline.jsonl"
 _BLOCK = 4096
 """Bytes. The search for a time ends with a part of the file this long, which is then read line by line."""

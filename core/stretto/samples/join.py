@@ -31,8 +31,6 @@ from stretto.errors import printable
 from stretto.records.kept.kept_sample import KeptSample, digest_of, kept_samples
 from stretto.records.kept.sample_files import SegmentKind, Table, schema_of
 
-__all__ = ["Attempt", "Joiner"]
-
 log = structlog.get_logger()
 
 Attempt = tuple[Purpose, int, int]

@@ -25,8 +25,6 @@ from stretto.records.kept.sample_files import (
     with_columns,
 )
 
-__all__ = ["SegmentWriter"]
-
 _KINDS: tuple[SegmentKind, ...] = ("samples", "trained", "retired")
 _FAN = 8
 """Number of segments of one tier that are merged into one."""

@@ -49,8 +49,6 @@ from stretto.records.kept.sample_images import SampleImages
 from stretto.samples.join import Joiner
 from stretto.samples.segments import SegmentWriter
 
-__all__ = ["CURSOR", "main"]
-
 log = structlog.get_logger()
 
 CURSOR = "cursor.json"

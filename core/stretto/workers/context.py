@@ -23,8 +23,6 @@ from stretto.errors import Refused
 from stretto.launcher import Role
 from stretto.workers.kernel_watch import KernelWatch
 
-__all__ = ["ComputeThread", "RoleWorker", "WorkerContext"]
-
 T = TypeVar("T")
 
 

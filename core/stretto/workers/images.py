@@ -26,8 +26,6 @@ from stretto.models.vision import Vision
 from stretto.workers.context import WorkerContext
 from stretto.workflow import Trajectory
 
-__all__ = ["ImageFetcher", "ImageShelf", "RolloutImages", "TicketImages"]
-
 T = TypeVar("T")
 
 _ENVELOPE = 64

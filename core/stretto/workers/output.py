@@ -15,8 +15,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["MAX_OUTPUT", "ChildOutput", "limit_output", "rotate_output"]
-
 MAX_OUTPUT = 16 * 2**20
 """Bytes after which the file is rotated: its end is kept as `NAME.1`, and the file begins again."""
 _STDERR = 2

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable
 from stretto.bus.messages.inference import AskWeights, WeightsAnswer
 from stretto.workers.context import WorkerContext
 
-__all__ = ["BusWire"]
-
 _ENVELOPE = 64
 """Maximum number of bytes of a `WeightsAnswer` besides its data."""
 

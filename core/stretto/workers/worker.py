@@ -46,8 +46,6 @@ from stretto.workers.sampling.rollout import RolloutWorker
 from stretto.workers.scoring.verifier import VerifierWorker
 from stretto.workers.training.trainer import TrainerWorker
 
-__all__ = ["main"]
-
 log = structlog.get_logger()
 
 _WORKERS: dict[Role, Callable[[WorkerContext], RoleWorker]] = {

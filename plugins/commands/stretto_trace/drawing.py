@@ -18,8 +18,6 @@ from stretto.run_folder import CallSpan, RunFolder, SwapSpan
 from stretto_trace.perfetto import PerfettoFile, SpanTracks
 from stretto_trace.story import Attempt, Life, Story
 
-__all__ = ["write_trace"]
-
 _FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
 """Keys of `metrics.jsonl` that have a counter."""
 

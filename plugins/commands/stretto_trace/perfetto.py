@@ -26,8 +26,6 @@ try:
 except ImportError as error:
     raise ConfigError("a trace needs perfetto: pip install 'stretto[trace]'") from error
 
-__all__ = ["Facts", "PerfettoFile", "SpanTracks"]
-
 Facts = Mapping[str, str | int | float | bool | None]
 """What the viewer shows of a span. A fact of None is left out."""
 

@@ -21,8 +21,6 @@ from stretto.run_folder import (
     WorkerChanged,
 )
 
-__all__ = ["Attempt", "Life", "Outcome", "Story"]
-
 Outcome = Literal["trained", "evaluated", "filtered", "expired", "failed", "withdrawn", "unfinished"]
 """`withdrawn`: the ticket was issued again. `unfinished`: its kernel ended, or no step has used its group."""
 

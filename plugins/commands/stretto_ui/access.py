@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-__all__ = ["Access", "Handler", "is_loopback"]
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HEADERS = {

@@ -15,8 +15,6 @@ import numpy as np
 from stretto.charts import Numbers, thin
 from stretto.run_folder import is_figure
 
-__all__ = ["ShownCurve", "curve", "smooth"]
-
 
 class ShownCurve(msgspec.Struct):
     """One figure of one run in a window."""

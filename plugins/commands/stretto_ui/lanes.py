@@ -30,8 +30,6 @@ from stretto.run_folder import (
     WorkerChanged,
 )
 
-__all__ = ["Lane", "LaneSpan", "Lanes", "lanes"]
-
 _MARGIN_S = 60.0
 """Read this much before and beyond the window, or its length if that is more: a span is written down when it
 is over, and the waits before a step are written down with the step."""

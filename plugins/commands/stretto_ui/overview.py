@@ -12,8 +12,6 @@ from stretto.charts import change, recent
 from stretto.errors import ConfigError
 from stretto.run_folder import RunFolder
 
-__all__ = ["overview"]
-
 _MOST_CAUSES = 12
 
 

@@ -15,8 +15,6 @@ from stretto.errors import ConfigError
 from stretto.run_folder import ACCURACY, RunFolder, find_runs, is_run
 from stretto_ui.samples import Samples
 
-__all__ = ["ListedRun", "Runs"]
-
 _SEARCH_S = 5.0
 """Search the folder for new runs at most this often."""
 _OPEN = 6

@@ -16,8 +16,6 @@ from stretto.models.images import ImageError, ImageFile, decode, file_of, images
 from stretto.run_folder import RunFolder, SampleFilter, SampleStore
 from stretto_ui.token_text import pieces
 
-__all__ = ["Samples", "filter_of"]
-
 _MOST_ROWS = 200
 """Most rows of one answer."""
 _THUMBNAIL = 384

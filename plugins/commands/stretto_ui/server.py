@@ -29,8 +29,6 @@ from stretto_ui.lanes import lanes
 from stretto_ui.overview import overview
 from stretto_ui.runs import ListedRun, Runs
 
-__all__ = ["application", "serve"]
-
 _TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",

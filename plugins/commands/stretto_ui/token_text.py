@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["pieces"]
-
 
 def pieces(model: str | None, tokens: list[int]) -> list[str] | None:
     """Return the text that each token adds. A character of several tokens comes with the last of them. None

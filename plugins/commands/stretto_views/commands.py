@@ -17,8 +17,6 @@ from stretto.errors import ConfigError, printable
 if TYPE_CHECKING:
     from stretto.run_folder import RunFolder
 
-__all__ = ["compare", "plot", "report", "runs", "samples"]
-
 _Runs = Annotated[
     list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs.")
 ]

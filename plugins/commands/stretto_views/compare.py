@@ -10,8 +10,6 @@ from stretto.charts import FIGURES, duration_text, figure
 from stretto.run_folder import ACCURACY, Comparison, Estimate, RunFigures
 from stretto_views.tables import add_row, figure_table
 
-__all__ = ["comparison_tables"]
-
 
 def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
     """Return the comparison as tables, each with its title."""

@@ -16,8 +16,6 @@ from stretto.charts import COLOURS, FIGURES, Panel, RunCurve, chart_file, figure
 from stretto.errors import ConfigError, offer, printable
 from stretto.run_folder import ACCURACY, MAIN_FIGURES, RunFolder
 
-__all__ = ["draw_file", "draw_text", "wanted_panels"]
-
 _MOST_POINTS = 4000
 _LINES_HIGH = 16
 """Height of a panel in the terminal."""

@@ -42,8 +42,6 @@ from stretto.run_folder import (
 )
 from stretto_views.report_samples import samples_html
 
-__all__ = ["report_html", "write_report"]
-
 _CURVES = (
     *("reward", "loss", "entropy", "grad_norm", "length", "staleness", "behaviour_kl", "truncated", "step_s"),
     "step_tokens_per_s",

@@ -10,8 +10,6 @@ from stretto.charts import safe
 from stretto.run_folder import RunFolder, SampleFilter, SampleOutcome, SampleStore
 from stretto_views.samples import common_sections, fate_of, figures_of, sections_of_one
 
-__all__ = ["samples_html"]
-
 Row = dict[str, Any]
 
 _STEPS = 10

@@ -13,8 +13,6 @@ from stretto.charts import FIGURES, duration_text
 from stretto.errors import ConfigError, printable
 from stretto.run_folder import ACCURACY, RunFolder, find_runs
 
-__all__ = ["RunRow", "runs_below", "runs_table"]
-
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """One run, as the table shows it."""

@@ -15,20 +15,6 @@ from rich.text import Text
 from stretto.errors import ConfigError, offer, printable
 from stretto.run_folder import Bounds, Purpose, SampleFilter, SampleOutcome, SampleStore
 
-__all__ = [
-    "bounds_of",
-    "common_sections",
-    "fate_of",
-    "figures_of",
-    "print_groups",
-    "print_samples",
-    "sample_filter",
-    "sections_of_one",
-    "why_none",
-    "write_lines",
-    "write_parquet",
-]
-
 Row = dict[str, Any]
 
 _WORDS = {"outcome": get_args(SampleOutcome), "purpose": get_args(Purpose)}

@@ -20,8 +20,6 @@ import numpy as np
 
 from stretto.dataset import TicketEnd
 
-__all__ = ["UNSEEN", "Gate", "MixCurriculum", "Pool", "Weight", "weight_at"]
-
 Weight = float | Mapping[int, float]
 """A weight, or weights at steps."""
 UNSEEN = "unseen"

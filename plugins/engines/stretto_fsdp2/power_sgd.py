@@ -22,8 +22,6 @@ from stretto.errors import EngineError
 if TYPE_CHECKING:
     from stretto_fsdp2 import PowerSgdConfig
 
-__all__ = ["PowerSgd"]
-
 # PyTorch logs its hyperparameters and statistics as if there were something to do about them.
 logging.getLogger(pytorch.__name__).setLevel(logging.WARNING)
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from stretto.training.packing import ModelInputs
     from stretto_fsdp2 import Fsdp2TrainingConfig
 
-__all__ = ["ShardedLayout"]
-
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from stretto.models.safetensors import Place, places_in
 from stretto.models.vision import newest_name
 
-__all__ = ["Checksums"]
-
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj", "qkv"), "gate_up_proj": ("gate_proj", "up_proj")}
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PADDED_TO = 64

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
     from stretto_sglang import SglangConfig
 
-__all__ = ["SglangEngine"]
-
 _SERVE = Path(__file__).with_name("in_server") / "serve.py"
 _MODELS = "stretto_in_sglang"  # beside serve.py
 _CALL_S = 30.0

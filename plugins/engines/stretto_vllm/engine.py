@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
     from stretto_vllm import VllmConfig
 
-__all__ = ["VllmEngine"]
-
 _IN_SERVER = Path(__file__).with_name("in_server")
 _EXTENSION = "stretto_in_vllm.Weights"
 _CALL_S = 30.0

@@ -18,8 +18,6 @@ from stretto.errors import LaunchError
 from stretto_kubernetes.cluster import Cluster, Gone
 from stretto_kubernetes.manifests import Manifest
 
-__all__ = ["PodOutput", "PodView", "PodWatch"]
-
 log = structlog.get_logger()
 
 _AGAIN_S = 2.0

@@ -7,25 +7,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "Cancel",
-    "ClientAnswer",
-    "ClusterNode",
-    "Describe",
-    "Ended",
-    "Event",
-    "Failed",
-    "Greeting",
-    "KillActor",
-    "Launch",
-    "Request",
-    "Signal",
-    "Start",
-    "Unconnected",
-    "WorkerOutput",
-    "WorkerStarted",
-]
-
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     """The first line for the client: the cluster to connect to."""

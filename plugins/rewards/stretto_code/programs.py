@@ -33,8 +33,6 @@ from stretto_code.warm_python import ENDINGS, FAILED, READY, REPLY, REQUEST, SCR
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-__all__ = ["SandboxRunner", "program_problems"]
-
 _START_S = 60.0
 _ATTEMPTS = 2
 """Warm Pythons that one program may lose to causes outside it."""

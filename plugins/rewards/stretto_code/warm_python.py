@@ -45,8 +45,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-__all__ = ["ENDINGS", "FAILED", "READY", "REPLY", "REQUEST", "SCRIPT"]
-
 SCRIPT = Path(__file__)
 """The sandbox must show this file."""
 REQUEST = struct.Struct("<dIII")

@@ -9,8 +9,6 @@ from fractions import Fraction
 
 from stretto_math.values import is_unit
 
-__all__ = ["ENVIRONMENT", "StatedValue", "plain_notation", "results"]
-
 ENVIRONMENT = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+?)(?<!\\)\$|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL
 )

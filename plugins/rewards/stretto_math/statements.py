@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from stretto_math.prose import ENVIRONMENT, plain_notation, results
 from stretto_math.values import Unreadable, Value, equal, read
 
-__all__ = ["Choices", "Gold", "Words", "is_right", "read_gold"]
-
 
 @dataclass(frozen=True)
 class Choices:

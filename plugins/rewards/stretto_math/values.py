@@ -14,8 +14,6 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-__all__ = ["Unreadable", "Value", "equal", "is_unit", "read"]
-
 
 class Unreadable(ValueError):
     """A text that is not mathematics."""

@@ -27,8 +27,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from stretto import Context, TrackerConfig
 from stretto.tracker import SAMPLE_FIELDS, Sent, figures, sample_cells, tracker_folder
 
-__all__ = ["TensorBoardTracker"]
-
 
 class TensorBoardTracker:
     """Writes the event files."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from stretto.agents.recorder import CallRecorder
     from stretto_online import OnlineConfig
 
-__all__ = ["AgentSession", "SessionDesk"]
-
 _WAIT_S = 20.0
 """Seconds that the start of a session waits for a sample. The answer is then empty, and the program asks
 again."""

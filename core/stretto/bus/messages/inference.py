@@ -12,26 +12,6 @@ from stretto.engine import Digest, Finish, GenerateRequest, Load, SwapReport
 from stretto.tracing import Traceparent
 from stretto.weights import WeightsNote
 
-__all__ = [
-    "Abort",
-    "AskImage",
-    "AskLoad",
-    "AskSharedRows",
-    "AskWeights",
-    "ChunkBatch",
-    "ChunkHead",
-    "Confirm",
-    "Drift",
-    "Generate",
-    "ImagePart",
-    "LoadReport",
-    "ScoredRow",
-    "SharedRows",
-    "Swap",
-    "SwapDone",
-    "WeightsAnswer",
-]
-
 
 class Generate(Message, frozen=True, tag="Generate/4"):
     """Rollout worker to an inference worker: answer this request, or continue it from `have`."""

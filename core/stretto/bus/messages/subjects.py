@@ -11,8 +11,6 @@ from stretto.bus.messages.tickets import Purpose
 from stretto.errors import BusError
 from stretto.launcher import Role
 
-__all__ = ["WORKER_VERBS", "Subjects", "is_worker_id"]
-
 WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
     "trainer": {
         **dict.fromkeys(("load", "call", "end", "save"), ("kernel", "trainer")),

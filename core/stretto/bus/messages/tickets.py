@@ -12,28 +12,6 @@ from stretto.component import NonNegativeInt
 from stretto.engine import Digest, Finish
 from stretto.tracing import Traceparent
 
-__all__ = [
-    "AbortTicket",
-    "Follow",
-    "Following",
-    "GroupDone",
-    "GroupFailed",
-    "Kept",
-    "KeptText",
-    "Member",
-    "Progress",
-    "Purpose",
-    "RetiredTickets",
-    "StoredImage",
-    "Ticket",
-    "TicketRecord",
-    "TicketStarted",
-    "TrainedRow",
-    "TrainedRows",
-    "TrajectoryBundle",
-    "WireTrajectory",
-]
-
 Purpose = Literal["train", "eval"]
 
 

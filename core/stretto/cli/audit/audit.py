@@ -38,8 +38,6 @@ from stretto.kernel.durable.changes import values_file
 from stretto.records.document import read_document
 from stretto.run_folder import RunFolder
 
-__all__ = ["AuditReport", "Check", "audit_run"]
-
 _RETIRED = ("filtered", "expired", "failed")
 _ATTEMPTS_PER_KERNEL = 1000
 """Each kernel numbers its attempts from a multiple of this number."""

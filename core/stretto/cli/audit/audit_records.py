@@ -27,19 +27,6 @@ from stretto.cli.audit.audit_store import StoredMessage, StoredRun
 from stretto.errors import RunError
 from stretto.records.files import read_record
 
-__all__ = [
-    "BatchHistory",
-    "CheckpointRecord",
-    "JournalRecord",
-    "LogRecord",
-    "TrajectoryFacts",
-    "read_checkpoints",
-    "read_journal",
-    "read_json",
-    "read_lines",
-    "read_log",
-]
-
 _PIECE = 2**20
 """Bytes that are read at once."""
 

@@ -39,8 +39,6 @@ from stretto.cli.start.trust import require_own_server
 from stretto.errors import BusError, RunError
 from stretto.records.files import open_record, read_record
 
-__all__ = ["StoredMessage", "StoredRun", "open_store"]
-
 M = TypeVar("M", bound=Message)
 
 _START_S = 60.0

@@ -19,8 +19,6 @@ from stretto.errors import StrettoError, printable
 if TYPE_CHECKING:
     from stretto.cli.audit.audit import AuditReport
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 

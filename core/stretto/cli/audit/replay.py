@@ -30,8 +30,6 @@ from stretto.records.document import read_document
 from stretto.records.files import REPLAY
 from stretto.run_folder import RunFolder
 
-__all__ = ["ReplayOptions", "replay_run"]
-
 _UNUSED = ("dataset", "evaluation", "inference", "queue", "reward", "rollout", "verifier", "workflow")
 """Sections that decide what is generated. A replay uses nothing of them."""
 _LAYOUT = re.compile(r"(?:\A|; )(\S+): \S+ x (\d+), ")

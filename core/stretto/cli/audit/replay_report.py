@@ -22,16 +22,6 @@ from stretto.cli.tables import add_row, figure_table
 from stretto.records.files import REPLAY
 from stretto.run_folder import RunFolder
 
-__all__ = [
-    "ComparedStep",
-    "Difference",
-    "ReplayReport",
-    "off_policy",
-    "report_lines",
-    "report_of",
-    "report_tables",
-]
-
 _OF_METRICS = ("loss", "grad_norm", "entropy", "clipped")
 """Keys of `metrics.jsonl` that the comparison shows. A step has those that its algorithm gives."""
 _OFF_POLICY = ("kl", "ess", "ess_sequences", "outside")

@@ -16,8 +16,6 @@ from stretto.errors import ConfigError, printable
 from stretto.records.kept.samples import SampleStore
 from stretto.run_folder import RunFolder
 
-__all__ = ["TicketStory", "ticket_story"]
-
 
 class TicketStory(msgspec.Struct, kw_only=True):
     """What is known of one ticket."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from stretto.cli.make.evaluate import Result
     from stretto.component import Kind
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 

@@ -31,8 +31,6 @@ from stretto.errors import BusError, PluginError, nearest
 from stretto.launcher import visible_gpus
 from stretto.user_code.sandbox import sandbox_problem
 
-__all__ = ["Observation", "examine_machine", "examine_plugins"]
-
 Level = Literal["ok", "note", "warning", "fault"]
 
 _LIBRARIES = ("torch", "transformers", "msgspec", "nats-py", "pluggy", "pyarrow", "vllm", "sglang", "trl")

@@ -35,15 +35,6 @@ from stretto.records.intervals import Estimate
 from stretto.records.kept.answers import KeptAnswer, by_sample, read_answers
 from stretto.records.kept.samples import SampleStore
 
-__all__ = [
-    "EvaluationOptions",
-    "Result",
-    "compose_evaluation",
-    "pass_at_k",
-    "result_of",
-    "run_evaluation",
-]
-
 # An evaluation of a checkpoint takes over the run's keys, except those for training and the output folder.
 _EXCLUDED_KEYS = {
     *("algorithm", "dataset", "groups", "models", "queue", "checkpoint", "trackers", "out", "variants")

@@ -41,8 +41,6 @@ from stretto.records.metrics import ACCURACY
 from stretto.rl.supervised import prompt_and_answer
 from stretto.run_folder import RunFolder
 
-__all__ = ["ExportedSamples", "export_model", "export_samples", "push_to_hub"]
-
 Form = Literal["merged", "adapter"]
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

@@ -21,8 +21,6 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.errors import ConfigError, one_error
 from stretto.records.files import MIRROR
 
-__all__ = ["numbers_of", "scale_run", "stop_run"]
-
 A = TypeVar("A", bound=Message)
 
 _MOST = 10_000

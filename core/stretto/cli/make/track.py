@@ -10,8 +10,6 @@ from stretto.children.tracker import command
 from stretto.errors import ConfigError
 from stretto.run_folder import RunFolder
 
-__all__ = ["track_run"]
-
 
 def track_run(folder: Path) -> list[str]:
     """Send everything, one tracker after the other. Return the names of the trackers that failed; they have

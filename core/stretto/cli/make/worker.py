@@ -19,8 +19,6 @@ from stretto.bus.joining import invite_operator, reserve_worker, write_bootstrap
 from stretto.bus.server import OPERATOR, VIEWER, Bootstrap
 from stretto.errors import ConfigError
 
-__all__ = ["invite_guest", "work_by_hand"]
-
 
 def work_by_hand(
     folder: Path | None, role: str, invitation: Path | None, *, url: str | None, credentials: str | None

@@ -10,8 +10,6 @@ import typer
 from stretto.cli.arguments import ElsewhereCertificate, ElsewhereLogin, ElsewhereUrl, RunOrViewer
 from stretto.errors import ConfigError
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 

@@ -17,8 +17,6 @@ from stretto.errors import ConfigError, offer, printable
 from stretto.records.files import open_record
 from stretto.run_folder import RunFolder
 
-__all__ = ["log_lines"]
-
 _LOOK_S = 0.3
 
 

@@ -30,8 +30,6 @@ from stretto.errors import BusError, ConfigError, NoAnswer, one_error, printable
 from stretto.records.files import MIRROR
 from stretto.records.shared import is_record, record_sizes
 
-__all__ = ["mirror_run"]
-
 _LOOK_S = 1.0
 _ANSWER_S = 20.0
 _APPENDED = (".jsonl", ".out", ".txt")

@@ -29,8 +29,6 @@ from stretto.records.metrics import MAIN_FIGURES
 from stretto.records.status import LATE_S, Status, decode_status, standstill
 from stretto.run_folder import RunFolder
 
-__all__ = ["bootstrap_elsewhere", "watch_bus", "watch_folder"]
-
 _LOOK_S = 0.5
 
 

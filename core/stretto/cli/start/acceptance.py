@@ -10,8 +10,6 @@ from stretto.assembly.assembly import Assembly
 from stretto.errors import ConfigError, printable
 from stretto.kernel.fleet.forks import ForkServer, fork_server
 
-__all__ = ["accepted", "accepted_start", "print_notice"]
-
 
 def print_notice(level: str, text: str) -> None:
     """Print a note or a warning to stderr."""

@@ -14,8 +14,6 @@ from stretto.models.files import known_config, text_config
 from stretto.models.vision import is_vision_language
 from stretto.training.config import ModelTrainingConfig
 
-__all__ = ["model_problems", "path_of", "source_problems", "token_problems"]
-
 _FILE_SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 

@@ -26,8 +26,6 @@ from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
 from stretto.models.vision import is_vision_language
 from stretto.training.config import ModelTrainingConfig
 
-__all__ = ["ReadRows", "RowForm", "dataset_problems", "leaked_rows"]
-
 _LOOK_S = 2.0
 """Time limit of the search for a prompt that is short enough."""
 _IMAGES_S = 60.0

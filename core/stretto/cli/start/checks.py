@@ -45,8 +45,6 @@ from stretto.user_code.sandbox import sandbox_problems
 if TYPE_CHECKING:
     from stretto.children.reward import Task
 
-__all__ = ["faults_and_warnings", "problems"]
-
 _TRY_S = 60.0
 """Time limit of each trial: making components, or scoring the first rows."""
 _LENGTH_COLUMN = "completion_tokens"

@@ -19,8 +19,6 @@ import msgspec
 
 from stretto.errors import StrettoError
 
-__all__ = ["RunAccepted", "RunNotice", "RunRefused", "RunRequest", "message_of"]
-
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The run that a program asks for."""

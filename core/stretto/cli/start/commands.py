@@ -23,8 +23,6 @@ from stretto.errors import ConfigError
 if TYPE_CHECKING:
     pass
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 

@@ -11,8 +11,6 @@ from stretto.config import RunConfig
 from stretto.dataset import Dataset
 from stretto.launcher import Resources
 
-__all__ = ["describe"]
-
 
 def describe(assembly: Assembly) -> str:
     """Return the run as text: processes, models, batch arithmetic, queue, folder."""

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["OUTPUT", "is_free"]
-
 OUTPUT = "output.txt"
 """The file in the folder of a detached run that gets what its command prints. It exists before the run."""
 

@@ -15,8 +15,6 @@ from stretto.errors import ConfigError
 from stretto.kernel.durable.changes import assemble_existing, compose_changes
 from stretto.launcher import Launcher, RemoteLauncher, Submission, SubmittingLauncher
 
-__all__ = ["submitted_resume", "submitted_run"]
-
 _STRETTO = (sys.executable, "-m", "stretto")
 
 

@@ -17,8 +17,6 @@ from stretto.errors import ConfigError, printable
 if TYPE_CHECKING:
     pass
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 

@@ -41,8 +41,6 @@ from stretto.kernel.durable.changes import differences, is_complete
 from stretto.launcher import visible_gpus
 from stretto.run_folder import RunFolder
 
-__all__ = ["Machine", "Needs", "Sweep", "default_folder", "needs_of", "this_machine"]
-
 _ASSUMED_GB = 1.0
 """Memory of a process whose section does not set `memory_gb`, in GiB."""
 _LOOK_S = 0.25

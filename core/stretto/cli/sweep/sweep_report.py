@@ -18,8 +18,6 @@ from stretto.records.intervals import Estimate, Moments, mean_of
 from stretto.records.metrics import ACCURACY
 from stretto.run_folder import RunFolder
 
-__all__ = ["SweepReport", "report_of", "report_tables", "write_report"]
-
 _FIGURES = ("accuracy", "best", "reward", "seconds")
 """Held-out accuracy of the last evaluation, highest held-out accuracy, mean reward of the last 10 steps,
 duration of the run in seconds."""

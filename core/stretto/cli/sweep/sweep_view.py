@@ -17,8 +17,6 @@ from stretto.records.figures import FIGURES, duration_text, recent
 from stretto.records.metrics import ACCURACY
 from stretto.run_folder import RunFolder
 
-__all__ = ["SweepView"]
-
 _READ_S = 2.0
 """Seconds between two looks into the folders of the runs under way."""
 

@@ -28,8 +28,6 @@ from stretto.kernel.schedule.lending import Lending, Wish
 from stretto.records.timeline import Cause
 from stretto.weights import WeightsNote
 
-__all__ = ["Engines"]
-
 log = structlog.get_logger()
 
 _SWAP_S = 300.0

@@ -39,8 +39,6 @@ from stretto.kernel.observe.timeline import Timeline
 from stretto.kernel.observe.traces import UNTRACED, StepTrace
 from stretto.weights import WeightsNote
 
-__all__ = ["CallTime", "StepResult", "Trainers"]
-
 A = TypeVar("A", bound=Message)
 
 _DEADLINE_S = 24 * 3600.0

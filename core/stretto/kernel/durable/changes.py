@@ -35,19 +35,6 @@ from stretto.records.files import MIRROR
 from stretto.records.values import dotted_values
 from stretto.training.config import ModelTrainingConfig
 
-__all__ = [
-    "assemble_existing",
-    "compose_changes",
-    "differences",
-    "document_of",
-    "fingerprint_changes",
-    "is_complete",
-    "newest_values",
-    "put_into_force",
-    "values_file",
-    "write_values",
-]
-
 log = structlog.get_logger()
 
 

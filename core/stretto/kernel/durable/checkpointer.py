@@ -17,8 +17,6 @@ from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
 from stretto.weights import WeightsNote
 
-__all__ = ["Checkpointer"]
-
 log = structlog.get_logger()
 
 _PAUSES_S = (1.0, 2.0, 4.0)

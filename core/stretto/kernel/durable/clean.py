@@ -15,8 +15,6 @@ from stretto.bus.server import Bootstrap, lock_run
 from stretto.errors import ConfigError
 from stretto.weights import WeightsTransport
 
-__all__ = ["cleaner_of"]
-
 
 def cleaner_of(folder: Path) -> tuple[str, ...]:
     """Return the command that cleans up after the run in `folder`."""

@@ -41,8 +41,6 @@ from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
 
-__all__ = ["Journal", "Recovered", "Stored", "read_store", "repeat_journal"]
-
 log = structlog.get_logger()
 
 Name = tuple[Purpose, int, int]

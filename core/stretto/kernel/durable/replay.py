@@ -39,8 +39,6 @@ from stretto.kernel.life import live, served
 from stretto.kernel.observe.view import terminal
 from stretto.kernel.setup import RunSetup
 
-__all__ = ["Attempt", "GroupSource", "RecordedGroup", "ReplaySegment", "attempt_of", "rows_of", "train_again"]
-
 log = structlog.get_logger()
 
 Attempt = tuple[int, int]

@@ -15,8 +15,6 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Iterable
 
-__all__ = ["Candidates"]
-
 
 class Candidates:
     """The rollout workers of a run, the workers that they can call, and the choice between them. The same

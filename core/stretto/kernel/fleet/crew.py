@@ -26,8 +26,6 @@ from stretto.kernel.fleet.role_loads import RoleLoads
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import Role
 
-__all__ = ["Crew"]
-
 log = structlog.get_logger()
 
 _OBSERVE_S = 1.0

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 
 from stretto.launcher import Role
 
-__all__ = ["ElasticPolicy", "LoadObservation", "NumberChange", "RoleLoad"]
-
 _STAGES: tuple[Role, ...] = ("verifier", "inference", "rollout")
 """The last stage of a ticket first: a stage that is full makes the stages before it look full too."""
 _WINDOW_S = 10.0

@@ -30,8 +30,6 @@ from stretto.errors import LaunchError, Refused
 from stretto.kernel.supervised import Failure, supervised
 from stretto.launcher import Handle, Job, Launcher, Role
 
-__all__ = ["Fleet", "FleetMember", "number_of"]
-
 log = structlog.get_logger()
 
 _SILENT_S = 15.0

@@ -30,8 +30,6 @@ from stretto.assembly.assembly import Assembly
 from stretto.launcher import Resources, process_environment
 from stretto.user_code.guard import adopt_orphans
 
-__all__ = ["ForkServer", "ForkedProcess", "fork_server"]
-
 log = structlog.get_logger()
 
 _SERVER = "stretto.kernel.fleet.fork_server"

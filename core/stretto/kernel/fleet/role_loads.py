@@ -10,8 +10,6 @@ from stretto.kernel.fleet.fleet import Fleet, FleetMember
 from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.launcher import Role
 
-__all__ = ["RoleLoads"]
-
 
 class RoleLoads:
     """Measures the loads of one kernel's workers."""

@@ -19,8 +19,6 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.kernel.fleet.candidates import Candidates
 from stretto.kernel.fleet.fleet import Fleet, FleetMember
 
-__all__ = ["RouteSender"]
-
 _REFRESH_S = 1.0
 _LEAST = {"inference": 8, "verifier": 4}
 """Candidates of a rollout worker for each role, if there are that many. Verifiers send no figures, so more of

@@ -23,8 +23,6 @@ import numpy as np
 
 from stretto.records.timeline import CauseKind
 
-__all__ = ["RULES", "Advice", "Adviser", "Rule", "bottleneck", "causes"]
-
 _KEPT = 200
 """Number of newest lines that the rules can use."""
 _CLEARS = 20

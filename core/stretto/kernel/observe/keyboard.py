@@ -11,9 +11,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Keyboard"]
-
-
 _STOPPING = (signal.SIGTTIN, signal.SIGTTOU)
 """Their default action stops a process in the background that uses the terminal."""
 

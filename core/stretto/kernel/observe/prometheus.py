@@ -35,8 +35,6 @@ from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES
 from stretto.records.figures import FIGURES
 
-__all__ = ["RunCollector", "serve_metrics"]
-
 log = structlog.get_logger()
 
 _LAST_STEP = {

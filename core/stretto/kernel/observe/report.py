@@ -36,8 +36,6 @@ from stretto.records.metrics import MAIN_FIGURES, is_evaluation
 from stretto.records.status import State
 from stretto.records.timeline import CAUSES, Cause
 
-__all__ = ["Report"]
-
 log = structlog.get_logger()
 
 # The metrics that a step's log line shows. `metrics.jsonl` has all metrics.

@@ -21,8 +21,6 @@ from stretto.kernel.schedule.commands import Account
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.supervised import Failure, ended, supervised
 
-__all__ = ["SampleKeeper"]
-
 log = structlog.get_logger()
 
 _POLL_S = 0.2

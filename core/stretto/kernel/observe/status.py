@@ -30,8 +30,6 @@ from stretto.records.status import (
 )
 from stretto.records.timeline import CAUSES
 
-__all__ = ["StatusBoard"]
-
 log = structlog.get_logger()
 
 _WRITE_S = 2.0

@@ -37,8 +37,6 @@ from stretto.records.timeline import (
     newest_event,
 )
 
-__all__ = ["Timeline"]
-
 log = structlog.get_logger()
 
 _WRITE_S = 1.0

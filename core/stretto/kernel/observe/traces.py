@@ -18,8 +18,6 @@ from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
 from stretto.kernel.schedule.commands import Retire, StartBatch
 
-__all__ = ["UNTRACED", "RunTraces", "StepTrace"]
-
 
 @dataclass(frozen=True)
 class StepTrace:

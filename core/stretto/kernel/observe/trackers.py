@@ -22,8 +22,6 @@ from stretto.children.tracker import command, cursor_file
 from stretto.kernel.supervised import Failure, ended, supervised
 from stretto.tracker import TrackerConfig
 
-__all__ = ["Trackers"]
-
 log = structlog.get_logger()
 
 _MOST_FAILURES = 10

@@ -9,21 +9,6 @@ from typing import Literal
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
 
-__all__ = [
-    "Account",
-    "Command",
-    "EvaluationDone",
-    "Fail",
-    "Finish",
-    "HeldBack",
-    "Issue",
-    "RecordDraws",
-    "Retire",
-    "SchedulerSettings",
-    "StartBatch",
-    "Withdraw",
-]
-
 
 @dataclass(frozen=True)
 class SchedulerSettings:

@@ -19,8 +19,6 @@ from stretto.errors import ContractError
 from stretto.kernel.schedule.commands import Account
 from stretto.kernel.schedule.open_tickets import OpenTicket, rewards_of
 
-__all__ = ["Draw", "DrawState", "Draws", "RecordedDraw"]
-
 
 class RecordedDraw(msgspec.Struct, frozen=True):
     """A draw that the journal records."""

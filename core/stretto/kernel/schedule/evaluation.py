@@ -13,8 +13,6 @@ from stretto.bus.messages.tickets import GroupDone
 from stretto.kernel.schedule.commands import Command, EvaluationDone, HeldBack, Retire, SchedulerSettings
 from stretto.kernel.schedule.open_tickets import OpenTicket, OpenTickets
 
-__all__ = ["EvaluationRounds", "accuracies"]
-
 
 @dataclass
 class _Round:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["DivergenceGate"]
-
 _WINDOW = 3
 """Number of newest figures whose median the gate judges. With three, one outlier never moves the limit, and
 two in a row do."""

@@ -17,8 +17,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Lending", "Wish"]
-
 
 @dataclass(frozen=True)
 class Wish:

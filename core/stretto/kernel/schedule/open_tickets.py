@@ -15,16 +15,6 @@ import msgspec
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
 from stretto.kernel.schedule.commands import Command, Issue, SchedulerSettings, Withdraw
 
-__all__ = [
-    "DeadlineQueue",
-    "Holders",
-    "OpenTicket",
-    "OpenTickets",
-    "TrainingTickets",
-    "rewards_of",
-    "versions_of",
-]
-
 _SPARE = 64
 """Invalid entries that a heap may always have; small heaps are not worth cleaning."""
 

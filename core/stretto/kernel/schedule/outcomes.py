@@ -15,8 +15,6 @@ from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member
 from stretto.errors import printable
 from stretto.reward import is_number
 
-__all__ = ["Outcome", "admit", "follow_outcomes"]
-
 Outcome = GroupDone | GroupFailed
 
 _LONGEST_REASON = 500

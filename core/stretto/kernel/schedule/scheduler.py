@@ -52,8 +52,6 @@ from stretto.kernel.schedule.open_tickets import OpenTicket, TrainingTickets, re
 from stretto.kernel.schedule.variants import VariantAccount, VariantAccounts
 from stretto.records.timeline import Cause
 
-__all__ = ["Ledger", "Scheduler", "Snapshot"]
-
 
 class Ledger(msgspec.Struct):
     """Accounts of the training tickets. `issued` is the sum of the other accounts."""

@@ -13,8 +13,6 @@ from stretto.bus.messages.tickets import AbortTicket, GroupDone, GroupFailed, Pu
 from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes
 from stretto.kernel.schedule.scheduler import Snapshot
 
-__all__ = ["TicketQueue"]
-
 log = structlog.get_logger()
 
 

@@ -11,8 +11,6 @@ import msgspec
 if TYPE_CHECKING:
     from stretto.records.kept.samples import SampleStore
 
-__all__ = ["KeptAnswer", "by_sample", "newest_sample", "read_answers"]
-
 
 class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer to a held-out row, and a line of the file that `stretto evaluate` writes."""

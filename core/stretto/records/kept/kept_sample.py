@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from stretto.bus.messages.tickets import KeptText, TicketRecord, WireTrajectory
 
-__all__ = ["KeptSample", "digest_of", "kept_samples"]
-
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 

@@ -14,8 +14,6 @@ from stretto.models.images import MAX_FILE_BYTES, ImageFile
 from stretto.records.files import open_record
 from stretto.records.kept.sample_files import FOLDER
 
-__all__ = ["SampleImages", "is_image_name"]
-
 _NAME = re.compile(r"\A[0-9a-f]{64}\Z")
 
 

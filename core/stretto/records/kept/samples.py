@@ -31,18 +31,6 @@ from stretto.records.timeline import Purpose
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "CHEAP_COLUMNS",
-    "ORDERS",
-    "TEXT_COLUMNS",
-    "TOKEN_COLUMNS",
-    "Bounds",
-    "SampleFilter",
-    "SampleOutcome",
-    "SampleStore",
-    "open_samples",
-]
-
 Bounds = tuple[float | None, float | None]
 """Lowest and highest value, both included; None for no bound."""
 SampleOutcome = Literal["trained", "filtered", "expired", "failed", "evaluated", "pending"]

@@ -27,8 +27,6 @@ from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.routing import Router
 from stretto.workflow import OnTokens
 
-__all__ = ["GeneratedSample", "Generations", "VersionFloor"]
-
 log = structlog.get_logger()
 
 _SILENT_ASKS = 3

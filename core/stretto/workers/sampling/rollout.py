@@ -42,8 +42,6 @@ from stretto.workers.sampling.session import SessionServices
 from stretto.workers.sampling.ticket_runner import TicketRunner, VariantRollout
 from stretto.workers.sampling.verifier_client import VerifierClient
 
-__all__ = ["RolloutWorker"]
-
 _KEEP_ALIVE_S = 10.0
 _DRAIN_POLL_S = 0.05
 

@@ -34,8 +34,6 @@ from stretto.workers.sampling.ticket_record import TicketNotes, record_of
 from stretto.workers.sampling.trajectory_log import bundles_of, member_of, wire_trajectories
 from stretto.workflow import Prompt, Trajectory, Workflow
 
-__all__ = ["TicketRunner", "VariantRollout"]
-
 log = structlog.get_logger()
 
 _CHARACTERS_PER_TOKEN = 4

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from stretto.rl.batch import Batch
 
-__all__ = ["BatchStore"]
-
 _READS_AT_ONCE = 32
 _ANSWER_S = 600.0
 """Deadline of a request for rows of another rank; a rank that dies ends the run long before."""

@@ -23,8 +23,6 @@ from stretto.component import Context
 from stretto.errors import EngineError
 from stretto.models.version_files import RunFolders
 
-__all__ = ["folder_to_load", "folder_to_save"]
-
 log = structlog.get_logger()
 
 _MANIFEST = "manifest.json"

@@ -30,8 +30,6 @@ from stretto.workers.training.canary import Probe
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DigestPublisher", "Publication"]
-
 _MOST_COPIED = 2 * 2**30
 """Largest weights that are copied, in bytes: no more than the file that a transport holds in memory by
 default. A copy takes about an eighth of the time of hashing and writing."""

@@ -65,8 +65,6 @@ if TYPE_CHECKING:
 
     from stretto.rl.batch import Batch
 
-__all__ = ["TrainerWorker"]
-
 log = structlog.get_logger()
 
 M = TypeVar("M", bound=Message)
