@@ -16,16 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_FILES, MOST_LINES, MOST_METHODS, MOST_CLASS_LINES = 16, 800, 35, 500
 
 # The contracts stand side by side at the top.
-LARGER_FOLDERS = {"core/stretto": 18}
+LARGER_FOLDERS = {"core/stretto": 20}
 LARGER_FILES = {
-    "core/stretto/cli/start/checks.py": 1061,
-    "core/stretto/kernel/kernel.py": 847,
     "core/stretto/kernel/observe/advice.py": 866,
-    "core/stretto/kernel/schedule/scheduler.py": 995,
-    "core/stretto/testing/inference.py": 1409,
 }
 # Class -> methods, lines.
-LARGER_CLASSES = {"InferenceConformance": (37, 568), "Kernel": (49, 702), "Scheduler": (60, 689)}
+LARGER_CLASSES = {"Kernel": (45, 639)}
 
 
 def main() -> int:

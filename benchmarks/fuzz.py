@@ -97,7 +97,7 @@ def subjects_of(role: Role, names: Subjects, nonces: Mapping[str, str]) -> list[
         if role in askers
     ]
     answers = [f"{names.answers(party, role)}.x.1" for party in ("kernel", *ROLES)]
-    log = [names.groups, names.trajectories, names.kept_answers, f"{names.groups}.part"]
+    log = [names.groups, names.trajectories, names.records, f"{names.groups}.part"]
     return [*own, *asked, *answers, *(log if role == "rollout" else [])]
 
 

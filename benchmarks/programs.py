@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 import hostile_programs
 from stretto.component import SandboxMode
-from stretto.user_code.programs import SandboxRunner
 from stretto_code import CodeConfig
 from stretto_code.marking import Marker
+from stretto_code.programs import SandboxRunner
 from stretto_code.suites import read_suite
 
 CALLS = [{"call": "add", "args": [2, 3], "expected": 5}]

@@ -14,7 +14,8 @@ import random
 import time
 
 from stretto.bus.messages.tickets import GroupDone, Member, Ticket
-from stretto.kernel.schedule.scheduler import Issue, Scheduler, SchedulerSettings, StartBatch
+from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
+from stretto.kernel.schedule.scheduler import Scheduler
 
 STALENESS = 4
 UNDER_WAY = (96, 640, 10_240, 40_000)

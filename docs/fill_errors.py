@@ -27,8 +27,8 @@ PLACED = {"Problem", "error"}
 """Calls with the key of the run file as first argument, and the message as second."""
 ENDS = {"drain", "end"}
 """Methods that end a run: with the status `failed` as first argument, and the reason as second."""
-GIVE_UP = "_give_up"
-"""The scheduler's method that ends a run, with the reason as first argument."""
+GIVE_UP = {"Fail", "_give_up"}
+"""What ends a run or a tracker, with the reason as first argument."""
 
 
 def filled(page: str) -> str:
@@ -71,7 +71,7 @@ def message_of(call: ast.Call, function: str) -> tuple[str, ast.expr | None]:
     """The key that an error is about, as `steps: `, and its message; None if the call makes no error."""
     name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
     first, second = ([*call.args, None, None])[:2]
-    if name in ERRORS or name == GIVE_UP or (name == "ValueError" and function == "__post_init__"):
+    if name in ERRORS or name in GIVE_UP or (name == "ValueError" and function == "__post_init__"):
         return "", first
     if name == "__init__" and isinstance(first, ast.JoinedStr):
         return "", first  # an exception that makes its own message

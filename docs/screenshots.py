@@ -22,11 +22,11 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 from selenium.webdriver import Chrome
 
-from stretto.cli.show.plot import draw_text, panels_of
 from stretto.kernel.observe.view import drawing
 from stretto.records.kept.answers import newest_sample
-from stretto.records.run import RunRecord
 from stretto.records.status import Status, read_status
+from stretto.run_folder import RunFolder
+from stretto_views.plot import draw_text, wanted_panels
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
@@ -166,7 +166,7 @@ def terminal(page: Page) -> None:
     console.print(Text("\n$ stretto runs runs", style="bold"))
     console.print(Text(stretto("runs", "runs").rstrip()))
     console.print(Text("\n$ stretto plot runs/quickstart runs/higher-rate --key reward", style="bold"))
-    panels = panels_of([RunRecord(RUNS / name) for name in RATES], ["reward"], 1)
+    panels = wanted_panels([RunFolder(RUNS / name) for name in RATES], ["reward"], 1)
     console.print(Text.from_ansi(draw_text(panels, 100, coloured=True)))
     file = HOME / "terminal.html"
     file.write_text(console.export_html(theme=MONOKAI, inline_styles=True))

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages.subjects import Subjects
@@ -38,7 +39,7 @@ LONGEST = (
     *("test_deaths", "test_torch_runs", "test_evaluate", "test_layouts", "test_quickstart_model"),
     *("test_advice", "test_runs", "test_user_code", "test_real_run", "test_resumed_with_changes"),
     *("test_conformance", "test_templates", "test_trackers", "test_page", "test_replay", "test_vision"),
-    *("test_torch_requests", "test_math", "test_doc_blocks", "test_scale"),
+    *("test_torch_requests", "test_math", "test_doc_blocks", "test_benchmarks"),
 )
 """The files whose tests take a minute or more of processor time, in the order in which they begin."""
 
@@ -367,7 +368,7 @@ def refusals(tmp_path: Path) -> Callable[..., list[str]]:
 
     def faults(*overrides: str) -> list[str]:
         composed = compose(file, [*overrides, f"out={tmp_path}/out"])
-        return faults_and_warnings(composed, starting=True)[0]
+        return faults_and_warnings(Assembly(composed), starting=True)[0]
 
     return faults
 

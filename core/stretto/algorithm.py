@@ -198,8 +198,8 @@ class Algorithm(Protocol):
         ...
 
     def keep(self, group: Group) -> bool:
-        """Whether to train on a finished group; False retires it as `filtered`. The kernel calls this once
-        for each group, before it puts the group into a batch."""
+        """Return whether to train on a finished group; False retires it as `filtered`. The kernel calls this
+        once for each group, before it puts the group into a batch."""
         ...
 
 

@@ -91,8 +91,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     sampling: Sampling | None = None
     """How to sample the answers. A key that is not set here has its value from training (`sampling`)."""
     keep_answers: bool = False
-    """Write every answer, with its row's columns, version, prompt, reward and length, to
-    `answers/step-000040.jsonl` in the run's folder."""
+    """Keep every answer as a sample, whatever `samples.keep` says. `stretto samples RUN --purpose eval` shows
+    them."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +141,7 @@ class SamplesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return int(self.keep.removeprefix("last ")) if self.keep.startswith("last ") else None
 
     def keeps(self, number: int) -> bool:
-        """Whether to keep the samples of a training ticket, or of a row of an evaluation."""
+        """Return whether to keep the samples of a training ticket, or of a row of an evaluation."""
         every = int(self.keep.removeprefix("every ")) if self.keep.startswith("every ") else 1
         return self.keep != "none" and number % every == 0
 
@@ -454,3 +454,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Trackers that receive the metrics, besides the files in the run's folder."""
     tracing: TracingConfig | None = None
     """Traces for OpenTelemetry; none by default."""
+
+    def keeps_row(self, row: int) -> bool:
+        """Whether to keep the samples of a held-out row."""
+        evaluation = self.evaluation
+        return evaluation is not None and (evaluation.keep_answers or self.samples.keeps(row))

@@ -101,7 +101,7 @@ class _Room:
         self.jobs: list[Job] = []
 
     def fits(self, unit: Sequence[Job]) -> bool:
-        """Whether all jobs of a unit have room on this node together."""
+        """Return whether all jobs of a unit have room on this node together."""
         trial = copy.deepcopy(self)
         for job in unit:
             gpus, resources = trial.choose(job), job.resources

@@ -1,7 +1,7 @@
 """The contract of program runners: they run Python programs that a model wrote, where these can do no harm.
 
 The reward `code` runs every test of an answer as one program: a text, with an input and limits. stretto's own
-runner is `stretto.user_code.programs`, which uses bubblewrap. Another package can run programs in containers
+runner is in the plugin of that reward, and uses bubblewrap. Another package can run programs in containers
 or on a service: it offers a function `factory(parallel, **options)` that returns a `ProgramRunner`, and the
 run file names it (`reward: {use: code, runner: "acme_docker:make"}`).
 """

@@ -1,6 +1,6 @@
 """The contract of rewards: plain functions that score answers, in a child process that stretto can kill.
 
-There are two forms; the name of the first parameter tells which one it is:
+There are two forms; the name of the first parameter decides which one it is:
 
     def score(prompt, completion, **columns) -> float | dict          one answer
     def score(completions, **columns) -> list[float | None]           all answers of a group

@@ -128,7 +128,7 @@ class Publisher(Protocol):
 
 @runtime_checkable
 class FreezingPublisher(Publisher, Protocol):
-    """A publisher that takes the tensors that training does not change once for many versions. Other
+    """A publisher that takes frozen tensors, which training does not change, once for many versions. Other
     publishers get them with every version."""
 
     def freeze(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -416,41 +415,6 @@ async def test_a_client_that_hangs_up_ends_its_call(tokenizer: PolicyTokenizer) 
     assert session.conversation_ids == ["a0c1", "a0c2"]
     [trajectory] = recorder.trajectories(Score(0.0))
     assert trajectory.tokens[trajectory.loss_mask].tolist() == session.asked[1][1]
-
-
-async def test_ids_trained_are_ids_sampled_over_many_sessions_of_an_unmodified_client(
-    tokenizer: PolicyTokenizer,
-) -> None:
-    endpoint = Endpoint()
-    await endpoint.start()
-    splits = chats = 0
-    async with AsyncOpenAI(base_url=endpoint.base_url, api_key="of each agent run") as client:
-        for seed in range(120):
-            session = FakeSession(tokenizer, seed=seed)
-            recorder = CallRecorder(cast("Session", session), "a0")
-            async with endpoint.serve(recorder) as key:
-                await talk(client.with_options(api_key=key), random.Random(seed))
-            check_exact(session, recorder)
-            trajectories = recorder.trajectories(Score(1.0))
-            splits += len(trajectories) - 1
-            chats += int(trajectories[0].score.metrics["chats"])
-    await endpoint.stop()
-    assert chats == 120  # whatever the answer was, what the client sends back continues with it
-    assert splits > 20
-
-
-async def talk(client: AsyncOpenAI, draw: random.Random) -> None:
-    """An agent of a few turns, some of them calls."""
-    messages: list[Any] = [USER]
-    for _ in range(draw.randint(1, 4)):
-        answer = await client.chat.completions.create(model="", messages=messages, tools=[ADD])
-        message = answer.choices[0].message
-        messages.append(message)
-        for call in message.tool_calls or []:
-            said = draw.choice(["ok", "abc é", "thin", ""])
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
-        if not message.tool_calls:
-            messages.append(USER)
 
 
 async def test_without_a_model_tokens_are_bytes() -> None:

@@ -26,6 +26,7 @@ from openai import OpenAI
 
 from agent_session import FakeSession
 from stretto import Context
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start.checks import faults_and_warnings
 from stretto.models.tokenizer import ByteTokenizer
@@ -399,7 +400,7 @@ def test_check_wants_no_reward_and_one_worker_for_a_port(tmp_path: Path) -> None
     (tmp_path / "run.yaml").write_text(json.dumps(run))
 
     def faults(*overrides: str) -> list[str]:
-        return faults_and_warnings(compose(tmp_path / "run.yaml", overrides), starting=False)[0]
+        return faults_and_warnings(Assembly(compose(tmp_path / "run.yaml", overrides)), starting=False)[0]
 
     assert faults() == []
     [fault] = faults("reward=exact")

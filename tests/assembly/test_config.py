@@ -11,12 +11,14 @@ import msgspec
 import pytest
 import yaml
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose, compose_mapping
-from stretto.assembly.plan import context_of, placement, resources_of, workers
 from stretto.assembly.plugins import Plugins
 from stretto.assembly.sections import FOREIGN_KEYS
+from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.cli.make.schema import fields_of, json_schema
 from stretto.cli.start.checks import problems
+from stretto.cli.start.describe import describe
 from stretto.config import RunConfig
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, PluginError
@@ -55,7 +57,9 @@ def refused(file: Path, *overrides: str) -> str:
 
 def complaints(composed: Composed, severity: str = "error") -> list[str]:
     return [
-        f"{problem.path}: {problem.message}" for problem in problems(composed) if problem.severity == severity
+        f"{problem.path}: {problem.message}"
+        for problem in problems(Assembly(composed))
+        if problem.severity == severity
     ]
 
 
@@ -212,7 +216,7 @@ def test_a_component_that_refuses_shows_no_value_of_the_environment(
     (run_file.parent / "hunter2.jsonl").write_text("no json\n")
     composed = compose(run_file, ["dataset.path=${oc.env:TOK}.jsonl"])
     with pytest.raises(ConfigError, match=r"\$\{oc.env:TOK\}.jsonl") as caught:
-        composed.make("dataset", context_of(composed.config))
+        Assembly(composed, folder="").make("dataset")
     assert "hunter2" not in str(caught.value)
     assert composed.explain(ValueError("hunter2 is wrong"), Path("log")).startswith(
         "ValueError: ${oc.env:TOK} is wrong"
@@ -468,7 +472,7 @@ def test_gpus_that_are_not_there_concern_this_machine_only(
 
 def test_workers_are_counted_by_role(run_file: Path) -> None:
     composed = compose(run_file, ["inference.replicas=2", "rollout.processes=3", "inference.threads=2"])
-    started = workers(composed.config, placement(composed))
+    started = Assembly(composed).workers
     planned = [worker.id for worker in started]
     assert planned == [
         *("trainer-0", "inference-0", "inference-1"),
@@ -477,14 +481,29 @@ def test_workers_are_counted_by_role(run_file: Path) -> None:
     assert next(worker for worker in started if worker.id == "inference-1").resources.threads == 2
 
 
+def test_a_number_of_workers_has_the_place_that_set_it(run_file: Path, tmp_path: Path) -> None:
+    composed = compose(run_file, ["rollout.processes=2", "elastic.inference=[2,4]"])
+    WorkerNumbers(composed, tmp_path).change("rollout.processes", 3)  # as `stretto scale` does
+    assembly = Assembly(composed, folder=tmp_path)
+    assert assembly.numbers.in_force() == {
+        "rollout.processes": (3, f"{tmp_path}/workers.json: rollout.processes"),
+        "inference.replicas": (2, "override elastic.inference"),
+    }
+    assert assembly.composed.place("rollout.processes") == f"{tmp_path}/workers.json: rollout.processes"
+    assert len([worker for worker in assembly.workers if worker.role == "rollout"]) == 3
+    assert "inference.replicas is 2: override elastic.inference" in describe(assembly)
+    changed = compose(run_file, ["rollout.processes=4"])  # by a resume
+    assert Assembly(changed, folder=tmp_path).config.rollout.processes == 4
+
+
 def test_worker_groups_are_sections_of_their_own(run_file: Path) -> None:
     placed = ["groups.critics.use=mock", "groups.critics.processes=2", "models.actor.group=critics"]
-    composed = compose(run_file, [*placed, "models.actor.lr=0.5", "model=model"])
-    where = placement(composed)
+    assembly = Assembly(compose(run_file, [*placed, "models.actor.lr=0.5", "model=model"]))
+    where = assembly.placement
     assert list(where.groups) == ["critics"]
     assert where.lead.workers == ["trainer-critics-0", "trainer-critics-1"]
-    assert [worker.id for worker in workers(composed.config, where)][:2] == where.lead.workers
-    assert resources_of(composed.config, "trainer-critics-1") is where.lead.section
+    assert [worker.id for worker in assembly.workers][:2] == where.lead.workers
+    assert assembly.resources_of("trainer-critics-1") is where.lead.section
     again = compose(run_file, ["groups={critics: mock}", "models.actor.group=critics"])
     assert again.components["groups.critics"].name == "mock"
     assert again.document["groups"]["critics"]["use"] == "mock"

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import yaml
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose, compose_mapping
 from stretto.assembly.plugins import Plugins
 from stretto.assembly.variants import BASE, runs_of
@@ -48,12 +49,12 @@ def run_file(tmp_path: Path) -> Path:
 def found(file: Path, *overrides: str) -> dict[str, str]:
     """Path -> what is wrong there."""
     composed = compose(file, [*overrides, f"out={file.parent}/out"])
-    return {each.path: each.message for each in problems(composed) if each.severity == "error"}
+    return {each.path: each.message for each in problems(Assembly(composed)) if each.severity == "error"}
 
 
 def test_a_variant_takes_over_the_keys_that_it_does_not_set(run_file: Path) -> None:
     composed = compose(run_file)
-    assert not [each for each in problems(composed) if each.severity == "error"]
+    assert not [each for each in problems(Assembly(composed)) if each.severity == "error"]
     for copy in (composed, compose_mapping(msgspec.to_builtins(composed.config))):  # as a worker gets it
         runs = {name: run.config for name, run in runs_of(copy).items()}
         assert list(runs) == [BASE, "base", "short", "math"]
@@ -151,7 +152,7 @@ def test_a_resumed_run_keeps_names_and_weights(run_file: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"variants: cannot change from .* in a resumed run"):
         compose_changes(folder, ["variants.short.weight=2"])
     changed = compose_changes(folder, ["variants.short.sampling.max_tokens=9"])
-    assert runs_of(changed)["short"].config.sampling.max_tokens == 9
+    assert runs_of(changed.composed)["short"].config.sampling.max_tokens == 9
 
 
 def test_the_schema_accepts_variants(run_file: Path) -> None:

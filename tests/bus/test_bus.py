@@ -269,9 +269,7 @@ def test_credentials_are_private_and_differ_between_roles(server: NatsServer, tm
 
 HOLDER = """
 import sys, time
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 import anyio
 from stretto.bus.server import NatsServer, lock_run
 from stretto.config import BusConfig

@@ -28,7 +28,7 @@ from stretto.bus.messages.operation import RunScaled, ScaleRun
 from stretto.bus.messages.scoring import Scored, ScoreSamples
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupFailed, Ticket, TrajectoryBundle
-from stretto.bus.payloads import decoder
+from stretto.bus.payloads import Parts, decoder
 from stretto.bus.server import Bootstrap, NatsServer
 from stretto.engine import GenerateRequest, Sampling
 from stretto.errors import BusError, ConfigError, NoAnswer
@@ -301,9 +301,10 @@ async def test_a_message_of_the_log_whose_parts_are_not_there_is_passed_over(
         await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
         attacker = await raw("rollout")
         stream = attacker.jetstream()
-        part = (await stream.publish(f"{names.groups}.part", bytes(2**19))).seq
+        heads = [PART.pack(0xC1, bytes(16), index, 3) for index in range(2)]
+        parts = [(await stream.publish(f"{names.groups}.part", head + bytes(2**19))).seq for head in heads]
         plain = (await stream.publish(names.trajectories, b"no part")).seq
-        for sequences in ([99_999_999], [0], [-1], [plain], [part] * 4096, [part] * 5000, ["x"], 7):
+        for sequences in ([99_999_999], [0], [-1], [plain], parts, parts[:1] * 2, parts * 2500, ["x"], 7, []):
             await stream.publish(names.groups, b"\xc1" + msgspec.msgpack.encode(sequences))
         await stream.publish(names.groups, b"\xc1")
         await rollout.store.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
@@ -312,7 +313,15 @@ async def test_a_message_of_the_log_whose_parts_are_not_there_is_passed_over(
                 kernel.store.follow(names.log_stream, names.groups, GroupFailed, start=1)
             )
         assert message.ticket == 1
-        assert kernel.refusals.count == 9
+        assert kernel.refusals.count == 11
+
+
+def test_parts_that_are_too_large_together_are_refused() -> None:
+    parts, large = Parts(), [PART.pack(0xC1, bytes(16), index, 8) + bytes(2**23) for index in range(7)]
+    assert all(parts.add(part) is None for part in large[:5])
+    with pytest.raises(ValueError, match="more than 50,331,648 bytes together"):
+        [parts.add(part) for part in large[5:]]
+    assert parts.add(PART.pack(0xC1, bytes(16), 0, 1) + b"next") == b"next"
 
 
 async def test_announced_parts_take_no_memory(open_bus: OpenBus, names: Subjects, raw: Any) -> None:

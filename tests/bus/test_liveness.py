@@ -20,7 +20,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from bus_testing import server_pid, until, welcome
-from stretto.assembly.plan import Worker
+from stretto.assembly.assembly import Worker
 from stretto.bus import connection, store
 from stretto.bus import server as server_module
 from stretto.bus.client import Bus, connect

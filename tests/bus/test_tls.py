@@ -138,12 +138,12 @@ async def test_check_says_which_server_refuses_and_why(
     whole = BusConfig(url=url, credentials=str(login), tls=tls_config(certs))
     [away] = await faults_of_bus(whole, 10)
     assert away.message.startswith(f"no nats-server at {closed} (")
-    assert not away.fatal
+    assert away.severity == "warning"
     [_, few] = await faults_of_bus(msgspec.structs.replace(whole, replicas=3), 10)
-    assert (few.key, few.fatal) == ("bus.replicas", True)
+    assert (few.path, few.severity) == ("bus.replicas", "environment")
     assert few.message.startswith("is 3, but the cluster has fewer servers")
     [refused] = await faults_of_bus(msgspec.structs.replace(whole, tls=TlsConfig(ca=ca)), 10)
-    assert refused.fatal
+    assert refused.severity == "environment"
     assert "may want a client's certificate" in refused.message
     [wrong] = await faults_of_bus(msgspec.structs.replace(whole, credentials=None), 10)
     assert f"nats-server at {tls_server.address}: Authorization Violation" in wrong.message
@@ -161,7 +161,7 @@ async def test_check_finds_what_the_login_may_not_do(tmp_path: Path) -> None:
     with Server(tmp_path, "strict", configuration) as server:
         config = BusConfig(url=f"nats://{server.address}", credentials=str(login))
         [fault] = await faults_of_bus(config, 10)
-    assert fault.key == "bus.credentials"
+    assert fault.path == "bus.credentials"
     assert 'forbids what the run does: permissions violation for publish to "$js.api.stream' in fault.message
     with Server(tmp_path, "plain", {"port": free_ports(1)[0]}) as server:
         [fault] = await faults_of_bus(BusConfig(url=f"nats://{server.address}"), 10)

@@ -49,6 +49,18 @@ def test_an_installed_package_adds_a_command(with_command: dict[str, str], tmp_p
     assert "Train: read the run file" in listed, "stretto's own command goes before"
 
 
+def test_other_commands_import_no_added_one() -> None:
+    program = "import sys; from stretto.cli.main import app; from typer.testing import CliRunner"
+    for arguments, absent in (
+        (["run", "--help"], ("stretto_trace", "stretto_ui", "stretto_views")),
+        (["--help"], ("aiohttp", "pyarrow", "stretto.charts", "stretto.run_folder")),
+    ):
+        found = f"[name for name in sys.modules if name.startswith({absent})]"
+        run = f"assert CliRunner().invoke(app, {arguments}).exit_code == 0; print({found})"
+        command = [sys.executable, "-c", f"{program}; {run}"]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_a_command_that_does_not_load_says_why_and_spares_the_others(with_command: dict[str, str]) -> None:
     reason = (
         "the command 'broken' of acme-tail does not load: ModuleNotFoundError: No module named 'acme_absent'"

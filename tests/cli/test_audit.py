@@ -114,7 +114,7 @@ class Books:
         server = await NatsServer.start(folder / "bus", "books", BusConfig(max_payload_mb=1), folder)
         bootstrap = Bootstrap.read(folder / "bus" / "kernel.json")
         async with connect(bootstrap) as bus:
-            await bus.store.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
+            await bus.store.make_log(names.log_stream, [names.trajectories, names.groups])
             await bus.store.make_log(names.journal_stream, [names.journal])
             await self._append(bus, names)
         await server.stop()

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.assembly.contracts import expect_contract
+from stretto.bus import probe
 from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import NatsServer
-from stretto.cli.start import checks
 from stretto.cli.start.checks import problems
 from stretto.config import BusConfig
 from stretto.dataset import Dataset
@@ -55,7 +56,7 @@ def found(file: Path, *overrides: str, severity: str = "error", starting: bool =
     composed = compose(file, [*overrides, f"out={file.parent}/out"])
     return {
         problem.path: problem.message
-        for problem in problems(composed, starting=starting)
+        for problem in problems(Assembly(composed), starting=starting)
         if problem.severity == severity
     }
 
@@ -393,7 +394,9 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         composed = compose(file, [*overrides, f"out={file.parent}/out"])
     except ConfigError as error:
         return [f"error {error}"]
-    return [f"{problem.severity} {problem.path}: {problem.message}" for problem in problems(composed)]
+    return [
+        f"{problem.severity} {problem.path}: {problem.message}" for problem in problems(Assembly(composed))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -530,7 +533,7 @@ def test_the_examples_have_no_problem(example: str, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(Path(__file__).parents[2])
     composed = compose(Path("examples", f"{example}.yaml"), [f"out={tmp_path}/out"])
     usual = ("training.threads", "model")  # of this machine, and of models and their chat templates
-    found_problems = [each for each in problems(composed) if each.path not in usual]
+    found_problems = [each for each in problems(Assembly(composed)) if each.path not in usual]
     assert [each for each in found_problems if each.severity != "environment"] == []
 
 
@@ -607,7 +610,7 @@ def test_a_machine_without_a_server_is_told_by_check(run_file: Path, monkeypatch
     def none() -> str:
         raise BusError("no nats-server found")
 
-    monkeypatch.setattr(checks, "binary", none)
+    monkeypatch.setattr(probe, "binary", none)
     assert found(run_file, severity="environment") == {"bus": "no nats-server found"}
 
 

@@ -15,11 +15,13 @@ import msgspec
 import pytest
 import yaml
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.make.evaluate import EvaluationOptions, compose_evaluation, pass_at_k, result_of
 from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, PluginError
-from stretto.workers.sampling.answers import KeptAnswer
+from stretto.records.kept.answers import KeptAnswer, read_answers
+from stretto.records.kept.samples import SampleFilter, SampleStore
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 MODEL, HELDOUT = str(QUICKSTART / "model"), str(QUICKSTART / "heldout.jsonl")
@@ -163,7 +165,7 @@ def test_what_cannot_be_evaluated_is_refused(
 def test_an_unknown_reward_or_model_is_refused() -> None:
     with pytest.raises(PluginError, match="did you mean 'exact'"):
         compose_evaluation(MODEL, wanted(reward="exakt"))
-    found = problems(compose_evaluation("./no/such/model", wanted(out="x")))
+    found = problems(Assembly(compose_evaluation("./no/such/model", wanted(out="x"))))
     assert [problem.message for problem in found] == ["no such folder: './no/such/model'"]
 
 
@@ -209,11 +211,12 @@ def test_wishes_go_before_the_run(run_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_step_needs_an_evaluation() -> None:
-    found = problems(compose(QUICKSTART / "run.yaml", ["steps=0", "evaluation=null", "training=frozen"]))
+    overrides = ["steps=0", "evaluation=null", "training=frozen"]
+    found = problems(Assembly(compose(QUICKSTART / "run.yaml", overrides)))
     assert [(problem.path, problem.message) for problem in found if problem.severity == "error"] == [
         ("steps", "is 0, and there is no `evaluation`: the run would do nothing")
     ]
-    [found] = problems(compose(QUICKSTART / "run.yaml", ["training=frozen", "out=x"]))
+    [found] = problems(Assembly(compose(QUICKSTART / "run.yaml", ["training=frozen", "out=x"])))
     assert found.message == "'frozen' trains nothing, but steps is 200; expected `steps: 0`"
 
 
@@ -312,16 +315,15 @@ def test_a_training_run_keeps_the_answers_of_its_evaluations(start: Any, tmp_pat
     run = start(
         *("steps=4", "evaluation.dataset.use=jsonl", f"evaluation.dataset.path={tmp_path}/rows.jsonl"),
         *("evaluation.rows=9", "evaluation.samples=3", "evaluation.keep_answers=true", "evaluation.every=2"),
-        "checkpoint.every=1",
+        *("checkpoint.every=1", "samples.keep=none"),
     )
     assert run.end() == 0, run.text()
-    files = sorted(path.name for path in (run.folder / "answers").iterdir())
-    assert files == ["step-000000.jsonl", "step-000002.jsonl", "step-000004.jsonl"]
-    for file, evaluation in zip(files, run.summary()["evaluation"], strict=True):
-        lines = (run.folder / "answers" / file).read_bytes().splitlines()
-        kept = [msgspec.json.decode(line, type=KeptAnswer) for line in lines]
+    store = SampleStore(run.folder)
+    assert [evaluation["version"] for evaluation in run.summary()["evaluation"]] == [0, 2, 4]
+    for version in (0, 2, 4):
+        kept = read_answers(store, version)
         assert [(each.row, each.sample) for each in kept] == [(r, s) for r in range(9) for s in range(3)]
-        assert evaluation["samples"] == 27
+    assert store.count(SampleFilter(purpose="train")) == 0
     assert run.summary()["problems"] == []
 
 
@@ -436,8 +438,7 @@ def test_a_checkpoint_gives_the_answers_that_its_run_reported(tmp_path: Path) ->
 
 def answers_in(folder: Path, version: int) -> list[KeptAnswer]:
     """The kept answers of a version, but for who gave them and under which number."""
-    lines = (folder / "answers" / f"step-{version:06d}.jsonl").read_bytes().splitlines()
-    kept = [msgspec.json.decode(line, type=KeptAnswer) for line in lines]
-    assert {each.version for each in kept} == {version}
-    assert all(each.columns.keys() == {"id", "answer"} for each in kept)
+    kept = read_answers(SampleStore(folder), version, texts=True)
+    assert kept
+    assert all(each.columns is not None and each.columns.keys() == {"id", "answer"} for each in kept)
     return [msgspec.structs.replace(each, version=0, engine="") for each in kept]

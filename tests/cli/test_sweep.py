@@ -19,17 +19,18 @@ import yaml
 from rich.console import Console
 
 from statuses import make_status
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
-from stretto.cli.show.compare import comparison_tables
-from stretto.cli.show.report import report_html
-from stretto.cli.show.runs import runs_below, runs_table
 from stretto.cli.sweep.sweep import Machine, Needs, Sweep, needs_of
 from stretto.cli.sweep.sweep_grid import grid
 from stretto.cli.sweep.sweep_report import CombinationFigures, report_of, report_tables
 from stretto.cli.sweep.sweep_view import SweepView
 from stretto.errors import ConfigError
 from stretto.records.comparison import compare_runs
-from stretto.records.run import RunRecord
+from stretto.run_folder import RunFolder
+from stretto_views.compare import comparison_tables
+from stretto_views.report import report_html
+from stretto_views.runs import runs_below, runs_table
 
 Start = Callable[..., Any]
 
@@ -82,18 +83,20 @@ def test_a_folder_with_a_run_of_other_values_is_refused(run_file: Path) -> None:
     sweep = planned(run_file, "queue.max_staleness=0,1", "steps=2")
     folder = run_file.parent / "sweep" / "max_staleness-1"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(dict(sweep.composed["max_staleness-1"].document)))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(dict(sweep.assemblies["max_staleness-1"].composed.document))
+    )
     sweep.check(lambda _: None)
     with pytest.raises(ConfigError, match=r"max_staleness-1: .* other values \(steps is 2, now 3\)"):
         planned(run_file, "queue.max_staleness=0,1").check(lambda _: None)
 
 
 def test_a_run_needs_what_its_plan_says(run_file: Path) -> None:
-    needs = needs_of(compose(run_file, ["rollout.memory_gb=2.5"]))
+    needs = needs_of(Assembly(compose(run_file, ["rollout.memory_gb=2.5"])))
     assert needs == Needs(cores=3, memory_gb=6.5, gpus=0)  # kernel, trainer, inference, verifier: 1 GiB each
     gpus = ["inference.replicas=3", "inference.gpus=1", "inference.share=0.6", "training.gpus=1"]
-    assert needs_of(compose(run_file, [*gpus, "training.share=0.4"])).gpus == 3
-    assert needs_of(compose(run_file, [*gpus, "training.share=0.5"])).gpus == 4
+    assert needs_of(Assembly(compose(run_file, [*gpus, "training.share=0.4"]))).gpus == 3
+    assert needs_of(Assembly(compose(run_file, [*gpus, "training.share=0.5"]))).gpus == 4
 
 
 def test_a_machine_carries_runs_until_something_is_short() -> None:
@@ -139,7 +142,7 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     assert first.wait(60) == 130
     assert json.loads((folder / "max_staleness-0" / "summary.json").read_text())["status"] == "interrupted"
     assert not (folder / "max_staleness-1").exists()
-    assert "the same command again goes on" in (run_file.parent / "first.txt").read_text()
+    assert "the same command again continues it" in (run_file.parent / "first.txt").read_text()
 
     text = swept(run_file, values, "steps=100", "--jobs", "2")
     assert "max_staleness-0: completed, step 100/100, reward 0.500, held-out accuracy 0.500" in text
@@ -212,14 +215,14 @@ def test_all_views_show_the_duration_of_the_summary(run_file: Path) -> None:
     console = Console(file=shown, width=200)
     for _, table in (
         *report_tables(report_of(sweep.folder, sweep.planned())),
-        *comparison_tables(compare_runs([RunRecord(sweep.folder / name)])),
+        *comparison_tables(compare_runs([RunFolder(sweep.folder / name)])),
         ("", runs_table(runs_below(sweep.folder), sweep.folder)),
     ):
         console.print(table)
     with contextlib.redirect_stderr(shown):
         SweepView(sweep.folder, [name]).ended(name, 0)
     assert shown.getvalue().count("4 min 58 s") == 4
-    assert "4 min 58 s" in report_html([RunRecord(sweep.folder / name)])
+    assert "4 min 58 s" in report_html([RunFolder(sweep.folder / name)])
 
 
 def figure(combination: CombinationFigures, name: str) -> tuple[float, float | None, float | None]:

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from pyarrow import parquet
 from selenium.webdriver.common.by import By
 from typer.testing import CliRunner
 
@@ -21,31 +22,30 @@ from kept_runs import HOSTILE, keep_run
 from made_run import make_run
 from statuses import make_status
 from stretto.bus.server import lock_run
+from stretto.charts import RunCurve, line_chart, smooth, thin_points
 from stretto.cli.main import app
-from stretto.cli.show.plot import draw_file, draw_text, panels_of
-from stretto.cli.show.report import report_html
-from stretto.cli.show.runs import runs_below
-from stretto.cli.show.svg import line_chart
 from stretto.errors import ConfigError
 from stretto.records.comparison import compare_runs
-from stretto.records.curves import smooth, thin_points
 from stretto.records.kept.samples import SampleFilter, SampleStore
-from stretto.records.run import RunRecord
 from stretto.records.status import STATUS
+from stretto.run_folder import RunFolder
+from stretto_views.plot import draw_file, draw_text, wanted_panels
+from stretto_views.report import report_html
+from stretto_views.runs import runs_below
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunRecord]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
     """Two seeds of one configuration, and a better run with another learning rate."""
     root = tmp_path_factory.mktemp("runs")
     return [
-        RunRecord(keep_run(root / "one", seed=1)),
-        RunRecord(keep_run(root / "two", seed=2)),
-        RunRecord(keep_run(root / "three", seed=1, lr=3e-4, shift=0.5, name="better")),
+        RunFolder(keep_run(root / "one", seed=1)),
+        RunFolder(keep_run(root / "two", seed=2)),
+        RunFolder(keep_run(root / "three", seed=1, lr=3e-4, shift=0.5, name="better")),
     ]
 
 
-def lines(run: RunRecord) -> list[dict[str, Any]]:
+def lines(run: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -93,8 +93,8 @@ def test_curves_are_smoothed_and_thinned_without_losing_a_peak() -> None:
     assert thin_points(points[:5], 400) == points[:5]
 
 
-def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunRecord], tmp_path: Path) -> None:
-    [reward, loss] = panels_of(runs[:2], ["reward", "loss"], 1)
+def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunFolder], tmp_path: Path) -> None:
+    [reward, loss] = wanted_panels(runs[:2], ["reward", "loss"], 1)
     for run, curve in zip(runs, reward.curves, strict=False):
         assert list(curve.line) == [(each["step"], each["reward"]) for each in lines(run) if "reward" in each]
         assert list(curve.points) == [
@@ -102,7 +102,7 @@ def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunRecord], tmp_path
         ]
     assert [curve.label for curve in loss.curves] == ["one", "two"]
     assert not loss.curves[0].points
-    [smoothed] = panels_of(runs[:1], ["reward"], 10)
+    [smoothed] = wanted_panels(runs[:1], ["reward"], 10)
     newest = [each["reward"] for each in lines(runs[0]) if "reward" in each][-10:]
     assert smoothed.curves[0].line[-1][1] == pytest.approx(fmean(newest))
     text = draw_text([reward], 80, coloured=False)
@@ -116,12 +116,12 @@ def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunRecord], tmp_path
     assert all(name in drawn for name in (">one<", ">two<", ">Reward<", ">Loss<"))
     assert "var(" not in drawn
     with pytest.raises(ConfigError, match=r"no run has the key 'rewards'; did you mean 'reward'\?"):
-        panels_of(runs, ["rewards"], 1)
+        wanted_panels(runs, ["rewards"], 1)
     with pytest.raises(ConfigError, match=r"ends with \.svg"):
         draw_file([reward], tmp_path / "plot.png")
 
 
-def test_a_comparison_has_the_figures_of_the_files(runs: list[RunRecord]) -> None:
+def test_a_comparison_has_the_figures_of_the_files(runs: list[RunFolder]) -> None:
     comparison = compare_runs(runs)
     one, two, three = comparison.runs
     assert [run.label for run in comparison.runs] == ["one", "two", "better"]
@@ -149,8 +149,8 @@ def test_a_comparison_has_the_figures_of_the_files(runs: list[RunRecord]) -> Non
 
 
 def test_a_difference_is_paired_by_row_where_the_rows_are_the_same(tmp_path: Path) -> None:
-    first = RunRecord(keep_run(tmp_path / "one", steps=10))
-    second = RunRecord(keep_run(tmp_path / "two", steps=10, shift=0.5))
+    first = RunFolder(keep_run(tmp_path / "one", steps=10))
+    second = RunFolder(keep_run(tmp_path / "two", steps=10, shift=0.5))
     [paired] = compare_runs([first, second]).paired
     # Of 8 rows, the second run has rows 4 and 6 right in addition.
     differences = [0, 0, 0, 0, 1, 0, 1, 0]
@@ -160,17 +160,18 @@ def test_a_difference_is_paired_by_row_where_the_rows_are_the_same(tmp_path: Pat
     assert compare_runs([first, second]).paired == []
 
 
-def test_without_kept_answers_the_interval_is_binomial(tmp_path: Path) -> None:
-    run = RunRecord(keep_run(tmp_path / "one", steps=10))
-    for file in (run.folder / "answers").iterdir():
-        file.unlink()
+@pytest.mark.parametrize("kept", [0, 3])
+def test_unless_all_answers_are_kept_the_interval_is_binomial(tmp_path: Path, kept: int) -> None:
+    run = RunFolder(keep_run(tmp_path / "one", steps=10))
+    for file in (run.folder / "samples").iterdir():
+        parquet.write_table(parquet.read_table(file).slice(0, kept), file)
     [figures] = compare_runs([run]).runs
     assert figures.last is not None
     assert not figures.last.by_row
     assert figures.last.accuracy.ci95 == pytest.approx(1.959964 * (3 / 8 * 5 / 8 / 16) ** 0.5)
 
 
-def test_compare_shows_the_comparison(runs: list[RunRecord]) -> None:
+def test_compare_shows_the_comparison(runs: list[RunFolder]) -> None:
     folders = [str(run.folder) for run in runs]
     shown = CliRunner().invoke(app, ["compare", *folders]).output
     assert "training.lr" in shown
@@ -181,7 +182,7 @@ def test_compare_shows_the_comparison(runs: list[RunRecord]) -> None:
 
 
 def test_commands_take_folders_of_runs_and_replace_no_report_unasked(
-    runs: list[RunRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: list[RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     above, empty = str(runs[0].folder.parent), tmp_path / "empty"
@@ -196,7 +197,7 @@ def test_commands_take_folders_of_runs_and_replace_no_report_unasked(
             CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
-def test_a_report_escapes_everything_and_asks_for_nothing(runs: list[RunRecord]) -> None:
+def test_a_report_escapes_everything_and_asks_for_nothing(runs: list[RunFolder]) -> None:
     html = report_html(runs)
     assert "<script" not in html
     assert "<img" not in html
@@ -208,12 +209,14 @@ def test_a_report_escapes_everything_and_asks_for_nothing(runs: list[RunRecord])
 
 
 def test_the_axis_of_a_curve_over_zeros_begins_at_zero() -> None:
-    labels = re.findall(r'text-anchor="end">([^<]+)<', line_chart([(0, "one", [(1, 0.0), (2, 0.0)], [])]))
+    labels = re.findall(
+        r'text-anchor="end">([^<]+)<', line_chart([RunCurve("one", 0, [(1, 0.0), (2, 0.0)], [])])
+    )
     assert labels[0] == "0"
     assert labels[-1] == "1"
 
 
-def test_the_lanes_of_a_report_have_the_order_of_the_page(runs: list[RunRecord]) -> None:
+def test_the_lanes_of_a_report_have_the_order_of_the_page(runs: list[RunFolder]) -> None:
     [lanes] = re.findall(r'card wide lanes">(.*?)</svg>', report_html(runs[:1]))
     names = [name for name in re.findall(r'text-anchor="end">([^<]+)<', lanes) if name]
     assert names[0] == "steps"
@@ -222,7 +225,7 @@ def test_the_lanes_of_a_report_have_the_order_of_the_page(runs: list[RunRecord])
 
 def test_a_report_shows_kept_samples(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "made", steps=30, answer=HOSTILE)
-    html = report_html([RunRecord(folder)])
+    html = report_html([RunFolder(folder)])
     assert "<script" not in html
     assert "\x1b" not in html
     store = SampleStore(folder)
@@ -254,13 +257,13 @@ def test_a_report_of_ten_thousand_steps_is_small(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         for step in range(41, 10_001):
             file.write(line.replace('"step": 40', f'"step": {step}') + "\n")
-    assert len(report_html([RunRecord(folder)])) < 1_000_000
+    assert len(report_html([RunFolder(folder)])) < 1_000_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (375, True)])
 def test_a_browser_shows_the_figures_of_the_files(
-    runs: list[RunRecord], tmp_path: Path, width: int, dark: bool
+    runs: list[RunFolder], tmp_path: Path, width: int, dark: bool
 ) -> None:
     file = tmp_path / "report.html"
     arguments = ["report", *(str(run.folder) for run in runs), "-o", str(file)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ import anyio
 import msgspec
 import pytest
 
+from kept_samples import Kept
 from made_run import make_run
 from sample_messages import failed, record
 from statuses import make_status
@@ -38,12 +38,11 @@ OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 def run(tmp_path: Path) -> Path:
     """The folder of a run that a kernel owns as long as somebody holds its lock."""
     folder = tmp_path / "run"
-    (folder / "answers").mkdir(parents=True)
+    kept = Kept(folder)
+    kept.group(3, text="2\x1b]0;x\x07")
+    kept.flush()
     (folder / "config.yaml").write_text("name: quickstart\nsteps: 200\n")
     (folder / STATUS).write_bytes(msgspec.json.encode(make_status(folder=str(folder), pid=os.getpid())))
-    answer = {"row": 3, "sample": 0, "version": 50, "prompt": "1+1=", "completion": "2\x1b]0;x\x07"}
-    answer |= {"reward": 1.0, "metrics": {}, "finish": "stop", "tokens": 3, "engine": "e", "columns": {}}
-    (folder / "answers" / "step-000050.jsonl").write_text(json.dumps(answer) + "\n")
     return folder
 
 

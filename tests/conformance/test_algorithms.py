@@ -10,6 +10,22 @@ class TestGrpo(AlgorithmConformance):
     options = {"group_size": 4, "minibatches": 2, "epochs": 2, "kl": {"coef": 0.01}}
 
 
+class TestGrpoBySequence(AlgorithmConformance):
+    use = "grpo"
+    options = {"group_size": 4, "loss_mean": "sequence", "correction": {"use": "sequence_mask"}}
+
+
+class TestGrpoBySum(AlgorithmConformance):
+    use = "grpo"
+    options = {
+        "group_size": 4,
+        "loss_mean": "sequence_sum",
+        "minibatches": 2,
+        "correction": {"use": "sequence_tis"},
+        "kl": {"coef": 0.01, "where": "reward"},
+    }
+
+
 class TestDapo(AlgorithmConformance):
     use = "dapo"
     options = {"group_size": 4}
@@ -56,5 +72,13 @@ class TestDpo(AlgorithmConformance):
     use = "dpo"
 
 
+class TestIpo(TestDpo):
+    options = {"variant": "ipo"}
+
+
 class TestRewardModel(AlgorithmConformance):
     use = "reward_model"
+
+
+class TestCentredRewardModel(TestRewardModel):
+    options = {"margin": 0.3, "centering": 0.1}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from stretto.testing import InferenceConformance
-from stretto.testing.inference import EngineUnderTest
+from stretto.testing import EngineUnderTest, InferenceConformance
 
 
 class TestMock(InferenceConformance):

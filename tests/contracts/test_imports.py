@@ -51,6 +51,11 @@ def test_the_import_rules_hold(checkout: Path) -> None:
             "import stretto.assembly.compose",
             "plugins use public modules only",
         ),
+        (
+            "plugins/commands/stretto_trace/story.py",
+            "import stretto.records.timeline",
+            "plugins use public modules only",
+        ),
         ("core/stretto/kernel/schedule/gate.py", "import stretto_grpo", "core knows no plugin"),
         (
             "plugins/rewards/stretto_exact/__init__.py",

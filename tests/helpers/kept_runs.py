@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kept_samples import Kept
 from stretto.records.timeline import CallSpan, Cause, KernelStarted, StepSpan, SwapSpan, TicketDone
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b]0;x\x07"
@@ -28,7 +29,9 @@ def keep_run(
     document |= {"training": {"use": "torch", "lr": lr}, "queue": {"batch_size": 4}, "note": HOSTILE}
     (folder / "config.yaml").write_text(json.dumps(document))
     (folder / "fingerprints.json").write_text('{"dataset": "a", "evaluation.dataset": "b"}')
-    evaluations = [_evaluate(folder, version, shift) for version in range(0, steps + 1, 10)]
+    kept = Kept(folder)
+    evaluations = [_evaluate(kept, version, shift) for version in range(0, steps + 1, 10)]
+    kept.flush()
     with (folder / "metrics.jsonl").open("w") as file:
         for line in [evaluations[0], *_lines(steps, seed, shift, evaluations)]:
             file.write(json.dumps(line) + "\n")
@@ -65,18 +68,14 @@ def _ledger(step: int) -> dict[str, int]:
     return {"issued": 4 * step + 2, **accounts}
 
 
-def _evaluate(folder: Path, version: int, shift: float) -> dict[str, Any]:
-    """Write an evaluation's answers, and return its line. Row r passes from version 5r on; with a shift, the
+def _evaluate(kept: Kept, version: int, shift: float) -> dict[str, Any]:
+    """Keep an evaluation's answers, and return its line. Row r passes from version 5r on; with a shift, the
     even rows pass always."""
-    (folder / "answers").mkdir(exist_ok=True)
     passed = [float(5 * row <= version or (shift > 0 and row % 2 == 0)) for row in range(8)]
-    with (folder / "answers" / f"step-{version:06d}.jsonl").open("w") as file:
-        for row in range(8):
-            for sample in range(2):
-                answer = {"row": row, "sample": sample, "version": version, "columns": {}, "prompt": HOSTILE}
-                answer |= {"completion": f"{row} {HOSTILE}", "reward": passed[row], "metrics": {}}
-                answer |= {"tokens": 3, "finish": "stop", "engine": "e"}
-                file.write(json.dumps(answer) + "\n")
+    for row, reward in enumerate(passed):
+        kept.group(
+            version + row, purpose="eval", text=f"{row} {HOSTILE}", row=row, version=version, reward=reward
+        )
     accuracy = sum(passed) / len(passed)
     return {
         "step": version,

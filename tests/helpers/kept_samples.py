@@ -28,10 +28,16 @@ class Kept:
             self.joiner.add(self.sequence, message)
 
     def group(
-        self, ticket: int, attempt: int = 1, purpose: Any = "train", text: str | None = None, **facts: Any
+        self,
+        ticket: int,
+        attempt: int = 1,
+        purpose: Any = "train",
+        text: str | None = None,
+        row: int = 5,
+        **facts: Any,
     ) -> None:
         """A group of two, whose answers are `text`."""
-        bundle, kept = trajectories(ticket, attempt, purpose, **facts), record(ticket, attempt, purpose)
+        bundle, kept = trajectories(ticket, attempt, purpose, **facts), record(ticket, attempt, purpose, row)
         if text is not None:
             kept = msgspec.structs.replace(kept, texts=(KeptText(None, text),) * 2)
         self.add(bundle, kept, done(bundle, kept))

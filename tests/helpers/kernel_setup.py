@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.kernel.setup import RunSetup
 
@@ -22,4 +23,4 @@ def make_setup(folder: Path, **values: Any) -> RunSetup:
         "dataset": {"use": "jsonl", "path": str(folder / "rows.jsonl")},
     }
     (folder / "run.yaml").write_text(json.dumps({**document, **values}))
-    return RunSetup(compose(folder / "run.yaml"), folder, resumed=None)
+    return RunSetup(Assembly(compose(folder / "run.yaml"), folder=folder, run="test"), resumed=None)

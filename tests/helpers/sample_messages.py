@@ -61,13 +61,13 @@ def trajectories(
     )
 
 
-def record(ticket: int, attempt: int = 1, purpose: Purpose = "train") -> TicketRecord:
+def record(ticket: int, attempt: int = 1, purpose: Purpose = "train", row: int = 5) -> TicketRecord:
     chat = '[{"role":"user","content":"1+1="}]'
     return TicketRecord(
         purpose,
         ticket,
         attempt,
-        5,
+        row,
         "rollout-0",
         '{"prompt":"1+1=","answer":"2"}',
         "1+1=",

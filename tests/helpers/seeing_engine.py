@@ -25,7 +25,7 @@ from stretto.array import Array
 from stretto.engine import Emit, GenerateRequest
 from stretto.models.images import OpenImage, decode
 from stretto.models.vision import Vision, VisionPrompt
-from stretto.testing.inference import END, POSITIONS, VOCABULARY, Reference, TinyModel, make_tiny_tokenizer
+from stretto.testing.tiny_model import END, POSITIONS, VOCABULARY, Reference, TinyModel, make_tiny_tokenizer
 from stretto.training.model import names_in_files
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine

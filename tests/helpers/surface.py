@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from stretto.assembly.plugins import Plugins
 from stretto.cli.main import app
@@ -33,8 +34,10 @@ def _options(command: Any, path: str) -> Iterator[str]:
     for parameter in command.params:
         is_option = parameter.param_type_name == "option"
         yield f"{path} {', '.join(sorted(parameter.opts)) if is_option else parameter.name}"
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from _options(inner, f"{path} {name}")
+    if isinstance(command, TyperGroup):
+        context = typer.Context(command)
+        for name in command.list_commands(context):
+            yield from _options(command.get_command(context, name), f"{path} {name}")
 
 
 def _keys() -> Iterator[str]:

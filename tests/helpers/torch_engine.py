@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,20 +14,19 @@ import numpy as np
 import torch
 from anyio.abc import TaskStatus
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import Chunk, Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError
 from stretto.models.digest import tensor_hash
+from stretto.testing.tiny_model import make_tiny_tokenizer
 from stretto.weights import WeightsNote
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
 
-SPECIAL = ["<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCABULARY = 101
 NORM = "model.norm.weight"
 
@@ -82,17 +80,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a printable character, as byte-level BPE without merges."""
-    written = {" ": "\u0120", "\n": "\u010a", "\t": "\u0109"}
-    characters = sorted(set(string.printable) - set("\r\x0b\x0c"))
-    vocabulary = {token: i for i, token in enumerate(SPECIAL + [written.get(c, c) for c in characters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>")
-
-
 def make_model(name: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     options = {**SIZES, **MODELS[name]}
@@ -114,7 +101,7 @@ class Folders:
         folder = self._parent / name
         if not folder.exists():
             make_model(name).save_pretrained(folder)
-            byte_level_tokenizer().save_pretrained(folder)
+            make_tiny_tokenizer().save_pretrained(folder)
         return folder
 
 

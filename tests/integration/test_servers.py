@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from stretto.records.kept.answers import read_answers
+from stretto.records.kept.samples import SampleStore
 from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
 
 ROOT = Path(__file__).parent.parent.parent
@@ -133,5 +135,5 @@ def _stretto(*arguments: str) -> None:
 
 def _completions(folder: Path, version: int) -> dict[int, str]:
     """The kept answers of a version, by row."""
-    lines = (folder / "answers" / f"step-{version:06d}.jsonl").read_text().splitlines()
-    return {answer["row"]: answer["completion"] for answer in map(json.loads, lines)}
+    answers = read_answers(SampleStore(folder), version, texts=True)
+    return {answer.row: answer.completion or "" for answer in answers}

@@ -248,7 +248,7 @@ def test_truncation_is_said_unless_it_goes_away() -> None:
 def test_an_engine_that_disagrees_with_the_trainer_is_said(figure: str) -> None:
     steps = Steps()
     advice = only(advised([*steps(10), *steps(5, **{figure: 0.3})]), "engine_mismatch")
-    assert "differ by 0.3 a token" in advice.message
+    assert "differ by 0.3 per token" in advice.message
     assert "set `inference.dtype` to float32 (now bfloat16)" in advice.message
 
 

@@ -18,18 +18,9 @@ from stretto.algorithm import Group
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.dataset import Curriculum, TicketEnd
 from stretto.errors import ContractError
+from stretto.kernel.schedule.commands import Fail, Finish, Issue, RecordDraws, SchedulerSettings, StartBatch
 from stretto.kernel.schedule.draws import Draws, RecordedDraw
-from stretto.kernel.schedule.scheduler import (
-    Fail,
-    Finish,
-    Issue,
-    Ledger,
-    RecordDraws,
-    Scheduler,
-    SchedulerSettings,
-    Snapshot,
-    StartBatch,
-)
+from stretto.kernel.schedule.scheduler import Ledger, Scheduler, Snapshot
 from stretto_mix.curriculum import MixCurriculum, Pool
 
 ROWS = 12
@@ -291,7 +282,7 @@ def test_an_evaluation_has_the_accuracy_of_each_source() -> None:
     for ticket, reward in zip(tickets, (1.0, 0.0, 0.5), strict=True):
         member = Member(f"{ticket.name}/0", 1, 0, 9, 5, 0, 0, reward, {}, "stop")
         scheduler.group_done(GroupDone("eval", ticket.id, ticket.attempt, "w", (member,), 0.1))
-    [evaluation] = scheduler.evaluations
+    [evaluation] = scheduler.evaluation.results
     assert (evaluation.accuracy, evaluation.sources) == (0.5, {"easy": 1.0, "hard": 0.25})
 
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Purpose, TrajectoryBundle
+from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
 from stretto.kernel.schedule.outcomes import Outcome, admit, follow_outcomes
-from stretto.kernel.schedule.scheduler import Issue, Scheduler, SchedulerSettings, StartBatch
+from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.kernel.schedule.tickets import TicketQueue
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -136,7 +137,7 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
         await kernel.store.make_queue(
             names.tickets_stream, [names.ticket(purpose) for purpose in purposes], redeliver_s=60
         )
-        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
         scheduler = Scheduler(SchedulerSettings(2, 2, 0, 8))
         scheduler.start()
         queue = TicketQueue(kernel, names, samples=True)

@@ -77,7 +77,7 @@ async def test_trouble_is_in_the_figures(setup: RunSetup) -> None:
     lost = FleetMember("verifier-0", "verifier", "n", "here", time.monotonic(), ready=True, refused=4)
     fleet.members["verifier-0"] = lost
     scheduler.start()
-    scheduler.evaluations = [Evaluation(0, 0.5, 4, 0), Evaluation(2, None, 0, 4)]
+    scheduler.evaluation.results = [Evaluation(0, 0.5, 4, 0), Evaluation(2, None, 0, 4)]
     report.adviser.given = [
         Advice(rule="truncation", since=1, said=2, message="raise it"),
         Advice(rule="plateau", since=1, said=2, until=3, message="over"),

@@ -23,7 +23,6 @@ from stretto.bus.messages.journal import (
 )
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import (
-    Answers,
     GroupDone,
     GroupFailed,
     Member,
@@ -42,7 +41,8 @@ from stretto.kernel.durable.recovery import Recovered, Stored, read_store, repea
 from stretto.kernel.ending import Ending
 from stretto.kernel.kernel import own_run
 from stretto.kernel.observe.metrics_file import MetricsFile
-from stretto.kernel.schedule.scheduler import Issue, Scheduler, SchedulerSettings, Snapshot, StartBatch
+from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -66,9 +66,7 @@ class History:
 
     async def make_streams(self) -> None:
         names = self.names
-        await self.bus.store.make_log(
-            names.log_stream, [names.trajectories, names.groups, names.kept_answers]
-        )
+        await self.bus.store.make_log(names.log_stream, [names.trajectories, names.groups])
         await self.bus.store.make_log(names.journal_stream, [names.journal])
 
     async def finish(self, ticket: int, images: tuple[int, ...] = ()) -> None:
@@ -106,7 +104,7 @@ class History:
             await self.train()
 
     def checkpoint(self, folder: Path) -> Checkpoint:
-        """A checkpoint of the present version."""
+        """A checkpoint of the current version."""
         data = msgspec.json.encode(self.scheduler.snapshot())
         snapshot = msgspec.json.decode(data, type=Snapshot)
         version = snapshot.version
@@ -239,7 +237,7 @@ async def test_a_lost_log_costs_the_steps_since_the_checkpoint(
         assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 2)
         assert (result.repeated, result.incarnation) == (0, 1)
         assert scheduler.version == 2
-        assert scheduler.evaluations == []  # of weights that are lost
+        assert scheduler.evaluation.results == []  # of weights that are lost
         assert 4 in issued(scheduler)
 
 
@@ -288,7 +286,7 @@ async def test_a_bundle_of_which_a_part_is_gone_is_gone(open_bus: OpenBus, names
     async with open_history(open_bus, names) as history:
         bus = history.bus
         first = await bus.store.append(names.trajectories, TrajectoryBundle(0, 1, 0, ()), id="small")
-        whole = await bus.store.append(names.kept_answers, Answers(b"x" * 3_000_000), id="parts")
+        whole = await bus.store.append(names.trajectories, StoredImage(b"x" * 3_000_000), id="parts")
         assert whole > first + 2
         assert await bus.store.holds(names.log_stream, whole)
         await bus.store.delete(names.log_stream, first + 1)
@@ -303,7 +301,7 @@ async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(
         await history.run_to(2)
         checkpoint = history.checkpoint(tmp_path)
         part = history.log_sequence + 1
-        whole = await history.bus.store.append(names.trajectories, Answers(b"x" * 3_000_000), id="parts")
+        whole = await history.bus.store.append(names.trajectories, StoredImage(b"x" * 3_000_000), id="parts")
         await history.finish(4)
         member = Member("5/1/0", whole, 0, 9, 5, 1, 1, 1.0, {}, "stop")
         group = GroupDone("train", 5, 1, "rollout-0", (member,), 1.0)

@@ -19,8 +19,7 @@ from stretto.algorithm import Group
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.kernel.durable.checkpoint import KernelState
-from stretto.kernel.schedule.gate import DivergenceGate
-from stretto.kernel.schedule.scheduler import (
+from stretto.kernel.schedule.commands import (
     EvaluationDone,
     Fail,
     Finish,
@@ -28,12 +27,12 @@ from stretto.kernel.schedule.scheduler import (
     Issue,
     RecordDraws,
     Retire,
-    Scheduler,
     SchedulerSettings,
-    Snapshot,
     StartBatch,
     Withdraw,
 )
+from stretto.kernel.schedule.gate import DivergenceGate
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.records.timeline import Cause
 
 
@@ -329,7 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.step_finished(hold=hold, divergence=divergence)
         if self.settings.max_divergence is None or divergence is None:
             assert self.scheduler.staleness_limit == before
-        if self.scheduler.is_due(self.scheduler.version):
+        if self.scheduler.evaluation.is_due(self.scheduler.version):
             self.due.append(self.scheduler.version)
         self.obey()
 
@@ -414,7 +413,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         scheduler = self.scheduler
-        assert scheduler.held_back == self.held_back
+        assert scheduler.evaluation.held_back == self.held_back
         reasons = [count for reason, count in scheduler.reasons.items() if "not evaluated" not in reason]
         assert sum(reasons) == len(self.retired)
         if self.training is None:
@@ -433,7 +432,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert scheduler.finished < size
             case "evaluation":
                 ends = scheduler.version == self.settings.steps
-                assert ends or len(scheduler.needed_versions) == 2
+                assert ends or len(scheduler.evaluation.needed_versions) == 2
             case kind:
                 assert kind == "late_ticket"
                 assert self.settings.on_late == "wait"
@@ -455,7 +454,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def at_most_one_evaluation_waits(self) -> None:
         if hasattr(self, "scheduler"):
-            assert len(self.scheduler.needed_versions) <= 2
+            assert len(self.scheduler.evaluation.needed_versions) <= 2
 
     def teardown(self) -> None:
         """From wherever it got to, a world that behaves brings the run to its end."""
@@ -488,7 +487,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.settings.evaluation_rows:
             assert self.evaluated == sorted(set(self.evaluated)), "twice, or out of order"
             assert {0, *self.due, self.settings.steps} <= set(self.evaluated)
-            assert [each.version for each in self.scheduler.evaluations] == self.evaluated
+            assert [each.version for each in self.scheduler.evaluation.results] == self.evaluated
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -805,7 +804,7 @@ def test_the_last_evaluation_is_alone_and_others_run_beside_training() -> None:
     assert result.evaluation.accuracy == 0.25
     middle = step(scheduler, commands)
     ticket = evaluation_ticket(middle)
-    assert (ticket.exact_version, scheduler.evaluating) == (1, 1)
+    assert (ticket.exact_version, scheduler.evaluation.under_way) == (1, 1)
     assert step(scheduler, middle) == []  # training continued beside it; the last one waits for it
     scheduler.group_done(done(ticket, 1))
     result, last = scheduler.commands()
@@ -822,11 +821,11 @@ def test_one_evaluation_waits_and_a_further_one_holds_training_back() -> None:
     commands = step(scheduler, commands)
     first = evaluation_ticket(commands)
     commands = step(scheduler, commands)
-    assert scheduler.needed_versions == (1, 2)
+    assert scheduler.evaluation.needed_versions == (1, 2)
     [ticket] = [command.ticket for command in commands if isinstance(command, Issue)]
     scheduler.group_done(done(ticket, 2))
     assert list(scheduler.commands()) == [HeldBack(evaluating=1, waiting=2)]  # version 3 would wait too
-    assert scheduler.held_back == 1
+    assert scheduler.evaluation.held_back == 1
     assert scheduler.waits_for == Cause("evaluation", 1)
     scheduler.group_done(done(first, 1))
     commands = list(scheduler.commands())
@@ -841,7 +840,7 @@ def test_an_evaluation_of_other_versions_than_its_own_is_no_result(oldest: int, 
     ticket = evaluation_ticket(commands)
     step(scheduler, commands)
     scheduler.group_done(done(ticket, oldest, newest))
-    evaluation = scheduler.evaluations[-1]
+    evaluation = scheduler.evaluation.results[-1]
     assert (evaluation.version, evaluation.accuracy, evaluation.failed) == (1, None, 1)
     assert "allowed 1 to 1" in next(iter(scheduler.reasons))
 
@@ -853,10 +852,10 @@ def test_evaluations_under_way_and_waiting_outlive_their_kernel() -> None:
     assert snapshot.evaluating == [1, 2]
     again = Scheduler(scheduler.settings)
     again.restore(snapshot, attempts_from=1000)
-    again.recall([Evaluation(1, 0.5, 1, 0)])  # complete since the snapshot
+    again.evaluation.recall([Evaluation(1, 0.5, 1, 0)])  # complete since the snapshot
     again.start()
     assert evaluation_ticket(list(again.commands())).exact_version == 2
-    assert again.needed_versions == (2,)
+    assert again.evaluation.needed_versions == (2,)
 
 
 def test_a_run_that_evaluates_no_more_does_not_wait_for_the_evaluations_of_its_former_values() -> None:
@@ -874,7 +873,7 @@ def test_the_evaluation_of_the_untrained_model_outlives_a_kernel_without_a_check
     again = Scheduler(scheduler.settings)
     again.restore(KernelState.initial().snapshot, attempts_from=1000)
     again.replay([ticket.id], [done(ticket, 0)])  # the journal has the first batch
-    assert again.needed_versions == (0,)  # so the trainers keep its weights
+    assert again.evaluation.needed_versions == (0,)  # so the trainers keep its weights
     again.step_finished()
     again.start()
     assert evaluation_ticket(list(again.commands())).exact_version == 0
@@ -882,9 +881,11 @@ def test_the_evaluation_of_the_untrained_model_outlives_a_kernel_without_a_check
 
 def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
     scheduler, _ = evaluating(steps=9, every=1)
-    assert scheduler.best == Evaluation(0, 0.25, 1, 0)
-    scheduler.recall(Evaluation(version, score, 1, 0) for version, score in enumerate((0.1, 0.7, None, 0.7)))
-    assert scheduler.best == Evaluation(1, 0.7, 1, 0)
+    assert scheduler.evaluation.best == Evaluation(0, 0.25, 1, 0)
+    scheduler.evaluation.recall(
+        Evaluation(version, score, 1, 0) for version, score in enumerate((0.1, 0.7, None, 0.7))
+    )
+    assert scheduler.evaluation.best == Evaluation(1, 0.7, 1, 0)
 
 
 def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:

@@ -30,7 +30,7 @@ from stretto import tracing
 from stretto.bus.messages.tickets import GroupDone, Member, Ticket
 from stretto.config import TracingConfig
 from stretto.kernel.observe.traces import RunTraces
-from stretto.kernel.schedule.scheduler import Retire, StartBatch
+from stretto.kernel.schedule.commands import Retire, StartBatch
 from stretto.tracing.files import FileExporter
 
 TICKETS = 2000

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import yaml
 
+from bus_testing import until
 from stretto.assembly.compose import Composed, compose
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.observe.metrics_file import MetricsFile
@@ -59,20 +60,13 @@ def run_with(tmp_path: Path, deed: str, finish_s: float) -> Composed:
     return composed
 
 
-def until_reached(tmp_path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "reached").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("hurried", [False, True])
 async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, hurried: bool) -> None:
     composed = run_with(tmp_path, "time.sleep(3600)", finish_s=3600 if hurried else 0.5)
     problems: list[str] = []
     trackers = Trackers(tmp_path, composed.config.trackers, problems)
     trackers.start()
-    until_reached(tmp_path)
+    await until((tmp_path / "reached").exists, deadline_s=60)
     [child] = [each for each in psutil.Process().children() if "stretto.children.tracker" in each.cmdline()]
     start = time.monotonic()
     await trackers.finish(lambda: hurried)
@@ -88,10 +82,7 @@ async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_the_end(tmp_p
     problems: list[str] = []
     trackers = Trackers(tmp_path, composed.config.trackers, problems)
     trackers.start()
-    deadline = time.monotonic() + 60
-    while not problems:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    await until(lambda: bool(problems), deadline_s=60)
     (tmp_path / "summary.json").write_text("{}")
     await trackers.finish(lambda: False)
     fault = "tracker 'bad': it ended with status 1: OSError: no network"

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.bus.messages.tickets import GroupDone, Member
-from stretto.kernel.schedule.scheduler import Issue, Scheduler, SchedulerSettings, Snapshot
+from stretto.kernel.schedule.commands import Issue, SchedulerSettings
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.kernel.schedule.variants import VariantAccounts, variant_of
 
 WEIGHTS = st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), st.floats(0.1, 10), min_size=2, max_size=4)

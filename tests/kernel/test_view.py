@@ -22,8 +22,8 @@ from stretto.children.reward import Task, try_to_score
 from stretto.errors import printable
 from stretto.kernel.ending import Ending
 from stretto.kernel.observe.view import View, final_lines
+from stretto.kernel.schedule.commands import Issue
 from stretto.kernel.schedule.outcomes import admit
-from stretto.kernel.schedule.scheduler import Issue
 from stretto.kernel.setup import RunSetup
 
 SAID = "no [/INST] \x1b]0;x\x07 \x9b2J [link=file:///etc] :smile: \ud800"
@@ -62,7 +62,7 @@ def reason_of_reward(setup: RunSetup) -> str:
     """What a scoring process answers when the reward raises."""
     task = Task(msgspec.msgpack.encode({"prompt": "1+1="}), ("2",), msgspec.msgpack.encode({}))
     document = msgspec.to_builtins(setup.config)
-    _, [reason] = try_to_score(document, setup.context, [task], 60)
+    _, [reason] = try_to_score(document, setup.assembly.context, [task], 60)
     return reason
 
 

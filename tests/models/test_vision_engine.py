@@ -19,7 +19,7 @@ from stretto.array import Array
 from stretto.engine import GenerateRequest, Sampling
 from stretto.models.images import OpenImage, decode
 from stretto.models.vision import Vision
-from stretto.testing.inference import EngineUnderTest, Sample, ServedEngine
+from stretto.testing.served_engine import EngineUnderTest, Sample, ServedEngine
 from stretto.training.model import names_in_files
 from vision_models import ARCHITECTURES, picture
 

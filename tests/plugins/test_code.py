@@ -18,15 +18,15 @@ import pytest
 from tests.conftest import write_run_file
 
 import hostile_programs
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
-from stretto.assembly.plan import context_of
 from stretto.errors import ConfigError, RewardError
 from stretto.program_runner import Execution, ProgramLimits
-from stretto.user_code.programs import SandboxRunner
 from stretto.user_code.scoring import score_group
 from stretto_code import CodeConfig, check_row
 from stretto_code.comparing import same_text, same_value
 from stretto_code.marking import Marker, program_of
+from stretto_code.programs import SandboxRunner
 from stretto_code.suites import Case, read_suite
 
 TIME_S = 2.0
@@ -317,7 +317,7 @@ def test_another_package_can_run_the_programs(tmp_path: Path) -> None:
     run = composed(
         tmp_path, runner=f"{__file__}:PlainRunner", runner_options={"python": sys.executable}, parallel=2
     )
-    reward = run.make("reward", context_of(run.config))
+    reward = Assembly(run, folder="").make("reward")
     row = {"prompt": "Add.", "tests": CALLS}
     scores = score_group(reward, row, (ADD, "def add(a, b): return 5"), {})
     assert [score for score, _ in scores] == [1.0, 0.0]

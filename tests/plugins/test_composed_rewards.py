@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 from tests.conftest import write_run_file
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import context_of
 from stretto.assembly.plugins import Plugins
 from stretto.cli.make.schema import json_schema
 from stretto.errors import StrettoError
@@ -31,7 +31,7 @@ def scores(
 ) -> list[tuple[float, dict[str, float]]]:
     """What a scoring process computes."""
     composed = composed_with(folder, reward)
-    return score_group(composed.make("reward", context_of(composed.config)), row, answers, columns)
+    return score_group(Assembly(composed, folder="").make("reward"), row, answers, columns)
 
 
 def rewards(*arguments: Any, **columns: Any) -> list[float]:

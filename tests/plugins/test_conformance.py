@@ -6,7 +6,7 @@ import pytest
 
 import seeing_engine
 from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
-from stretto.testing.inference import TinyModel
+from stretto.testing.tiny_model import TinyModel
 
 TORCH = EngineUnderTest("torch", {"slots": 8}, seeds=True, tolerance=1e-4)
 

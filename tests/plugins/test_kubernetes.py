@@ -14,6 +14,7 @@ import yaml
 from tests.conftest import write_run_file
 
 from stretto import Context
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start.checks import faults_and_warnings
 from stretto.cli.start.submit import submitted_run
@@ -62,7 +63,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_dry_run_prints_valid_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_run_file(tmp_path)
-    assert submitted_run(compose(file, OVERRIDES), file, OVERRIDES, dry_run=True)
+    assert submitted_run(Assembly(compose(file, OVERRIDES)), file, OVERRIDES, dry_run=True)
     text = capsys.readouterr().out
     objects = [valid(each) for each in yaml.safe_load_all(text)]
     kinds = ["Job", "Service", "Secret", "ServiceAccount", "Role", "RoleBinding"]
@@ -220,12 +221,14 @@ def test_values_that_cannot_be_are_refused(tmp_path: Path, overrides: list[str],
 )
 def test_problems_of_a_run_file_are_found(tmp_path: Path, overrides: list[str], words: str) -> None:
     composed = compose(write_run_file(tmp_path), [*OVERRIDES, *overrides])
-    faults, _ = faults_and_warnings(composed, starting=False)
+    faults, _ = faults_and_warnings(Assembly(composed), starting=False)
     assert words in "\n".join(faults)
 
 
 def test_a_cluster_that_is_out_of_reach_is_only_a_warning_of_check(tmp_path: Path) -> None:
-    faults, warnings = faults_and_warnings(compose(write_run_file(tmp_path), OVERRIDES), starting=False)
+    faults, warnings = faults_and_warnings(
+        Assembly(compose(write_run_file(tmp_path), OVERRIDES)), starting=False
+    )
     assert faults == []
     assert any("set KUBECONFIG, or name a context in launcher.context" in each for each in warnings)
 

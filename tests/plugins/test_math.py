@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from stretto import Context
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose_mapping
 from stretto.children.limits import AnswerLimits, score_within
 from stretto.children.protocol import HEAD, Started, framed
@@ -279,7 +280,7 @@ def test_limits_of_one_answer_are_refused_where_a_call_scores_a_group(tmp_path: 
             "reward": {"use": "function", "function": f"{file}:score", "answer_cpu_s": 1},
         }
     )
-    [problem] = [problem for problem in problems(composed) if problem.path == "reward"]
+    [problem] = [problem for problem in problems(Assembly(composed)) if problem.path == "reward"]
     assert "scores all answers of a group in one call" in problem.message
 
 
@@ -312,7 +313,7 @@ def test_check_lists_rows_whose_expected_answer_cannot_be_read(tmp_path: Path) -
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": {"use": "math"}}
-    [problem] = [each for each in problems(compose_mapping(run)) if each.path == "dataset"]
+    [problem] = [each for each in problems(Assembly(compose_mapping(run))) if each.path == "dataset"]
     first = len(BARE) + 1
     assert (problem.path, problem.severity) == ("dataset", "warning")
     assert problem.message.startswith(f"the reward cannot score 3 of {len(rows)} rows")
@@ -324,7 +325,7 @@ def test_check_refuses_rows_of_which_none_can_be_scored_and_reads_a_part_of_many
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "p", "solution": "1"}\n' * 30_000)
     run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": {"use": "math"}}
-    [problem] = [each for each in problems(compose_mapping(run)) if each.path == "dataset"]
+    [problem] = [each for each in problems(Assembly(compose_mapping(run))) if each.path == "dataset"]
     assert problem.severity == "error"
     assert "of 30,000 rows, drawn at random" in problem.message
     assert "no column 'answer'; its columns: solution" in problem.message

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import context_of
 from stretto.dataset import CurriculumDataset, TicketEnd
 from stretto.errors import ConfigError, StrettoError
 from stretto_mix import MixConfig, check
@@ -198,7 +198,7 @@ def composed(tmp_path: Path) -> Callable[..., Composed]:
 
 
 def made(composed: Composed) -> Any:
-    return composed.make("dataset", context_of(composed.config))
+    return Assembly(composed, folder="").make("dataset")
 
 
 def test_rows_of_the_parts_are_one_after_the_other(composed: Callable[..., Composed]) -> None:

@@ -12,10 +12,10 @@ import pytest
 from tests.conftest import write_run_file
 
 from stretto.assembly.compose import compose
+from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.cli.start.submit import submitted_resume
 from stretto.errors import LaunchError
 from stretto.kernel.durable.changes import write_values
-from stretto.kernel.fleet.worker_numbers import WorkerNumbers
 from stretto.launcher import Job, Resources, Submission
 from stretto.nodes import Node
 from stretto_slurm import SlurmConfig, SlurmPart

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import anyio
@@ -16,7 +13,6 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from stretto.array import Array
 from stretto.engine import GenerateRequest
@@ -122,17 +118,6 @@ async def test_an_answer_begun_elsewhere_goes_on_as_if_it_had_not_moved(folders:
         np.testing.assert_allclose(after.logprobs, before.logprobs[held:], atol=1e-4)
 
 
-async def test_an_answer_that_came_complete_ends_at_once(folders: Folders) -> None:
-    begun = (Array.of([5, 6, 3], np.int32), Array.of([5] * 20, np.int32), Array.of([5, 6], np.int32))
-    async with serving(folders["qwen2_eos"]) as served:
-        stopped, full, open_ = (await served.answers(request(n=3, max_tokens=20, begun=begun)))[0]
-
-    assert (stopped.finish, stopped.start, stopped.tokens) == ("stop", 3, [])
-    assert (full.finish, full.start, full.tokens) == ("length", 20, [])
-    assert open_.start == 2
-    assert open_.tokens
-
-
 async def test_the_stream_begins_where_the_asker_says(folders: Folders) -> None:
     asked = request(n=2, max_tokens=50)
     async with serving(folders["qwen2"], deterministic=True) as served:
@@ -144,31 +129,7 @@ async def test_the_stream_begins_where_the_asker_says(folders: Folders) -> None:
     assert (rest[1].tokens, rest[1].logprobs) == (whole[1].tokens[31:], whole[1].logprobs[31:])
 
 
-async def test_nothing_is_said_of_a_sample_the_asker_holds_to_its_end(folders: Folders) -> None:
-    async with serving(folders["qwen2"]) as served:
-        served.engine.generate(request("held", n=2, have=(-1, -1)))
-        served.engine.generate(request("part", n=3, have=(-1, 0, -1)))
-        await served.until(("part", 1))
-        served.engine.generate(request("wrong", prompt=500, n=2, max_tokens=500, have=(0, -1)))
-        await served.until(("wrong", 0))
-        assert served.engine.load().generated_tokens == 20
-
-    assert list(served.results) == [("part", 1), ("wrong", 0)]
-
-
 # ------------------------------------------------------------------------------ how an answer ends
-
-
-async def test_end_of_text_is_the_last_token(folders: Folders) -> None:
-    async with serving(folders["qwen2_eos"]) as served:
-        samples = (await served.answers(request(n=40, max_tokens=300)))[0]
-
-    stopped = [sample for sample in samples if sample.finish == "stop"]
-    assert stopped
-    for sample in samples:
-        ends = [i for i, token in enumerate(sample.tokens) if token in (3, 1)]
-        assert ends == ([len(sample.tokens) - 1] if sample.finish == "stop" else [])
-        assert sample.finish == "stop" or len(sample.tokens) == 300
 
 
 async def test_stop_tokens_end_beside_the_models_own_or_instead_of_them(folders: Folders) -> None:
@@ -194,21 +155,6 @@ async def test_stop_tokens_end_beside_the_models_own_or_instead_of_them(folders:
             assert sample.finish == ("stop" if stops else "length")
 
 
-async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(folders: Folders) -> None:
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folders["qwen2"])
-    async with serving(folders["qwen2"]) as served:
-        plain = await served.answer(request("plain", prompt=np.arange(4, 30), max_tokens=60))
-        text = tokenizer.decode(plain.tokens)
-        string = text[40:43]
-        first = text.index(string) + len(string)
-        asked = request("stops", prompt=np.arange(4, 30), max_tokens=60, stop=("never there", string))
-        sample = await served.answer(asked)
-
-    assert sample.finish == "stop"
-    assert tokenizer.decode(sample.tokens) == text[:first]
-    assert sample.tokens == plain.tokens[: len(sample.tokens)]
-
-
 async def test_stop_strings_need_a_tokenizer_and_others_do_not(folders: Folders, tmp_path: Path) -> None:
     load(folders["qwen2"]).save_pretrained(tmp_path)
     async with serving(tmp_path) as served:
@@ -221,115 +167,11 @@ async def test_stop_strings_need_a_tokenizer_and_others_do_not(folders: Folders,
     assert "an empty stop string" in empty.error
 
 
-async def test_abort_ends_what_runs_and_what_waits_and_frees_the_slots(folders: Folders) -> None:
-    async with serving(folders["slow"], slots=2) as served:
-        served.engine.generate(request("long", n=4, max_tokens=480))
-        await served.until(("long", 0), tokens=5)
-        served.engine.abort("long")
-        served.engine.abort("long")
-        served.engine.abort("unheard of")
-        ended = await served.until(*(("long", i) for i in range(4)))
-        figures = served.engine.load()
-        after = await served.answer(request("after"))
-
-    assert [sample.finish for sample in ended] == ["abort"] * 4
-    assert 5 <= len(ended[0].tokens) < 480
-    assert [len(sample.tokens) for sample in ended[2:]] == [0, 0]
-    assert (figures.running, figures.waiting) == (0, 0)
-    assert after.finish == "length"
-
-
-async def test_a_deadline_ends_what_runs_and_what_waits(folders: Folders) -> None:
-    async with serving(folders["slow"]) as served:
-        served.engine.generate(request("held", min_version=1, deadline_s=0.05))
-        (held,) = await served.until(("held", 0))
-        served.engine.generate(request("runs", n=8, max_tokens=480, deadline_s=0.2))
-        runs = await served.until(*(("runs", i) for i in range(8)))
-        other = await served.answer(request("other"))
-
-    assert held.error == "not finished within 0.05 s"
-    assert {sample.finish for sample in runs} == {"error"}
-    assert all(0 < len(sample.tokens) < 480 for sample in runs)
-    assert other.finish == "length"
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (request(prompt=500, max_tokens=13), "need 513; a sample can have 512"),
-        (request(prompt=np.array([4, VOCABULARY])), "outside the vocabulary of 101"),
-        (request(prompt=np.array([], np.int32)), "0 prompt tokens"),
-        (request(n=2, have=(1,)), "'have' is for 1 samples, the request has 2"),
-        (request(begun=(Array.of([5.0]),)), "'begun' is float64"),
-        (request(max_tokens=2, begun=(Array.of([5, 5, 5]),)), "more than max_tokens 2"),
-        (request(logit_bias={VOCABULARY: 1.0}), "'logit_bias' has tokens outside the vocabulary of 101"),
-        (request(stop_token_ids=(3, 999)), "'stop_token_ids' has tokens outside the vocabulary of 101"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_a_request_that_cannot_be_served_is_told_why(
-    folders: Folders, asked: GenerateRequest, message: str
-) -> None:
-    async with serving(folders["qwen2"]) as served:
-        samples = (await served.answers(asked))[0]
-        good = await served.answer(request("good", prompt=500, max_tokens=12))
-
-    assert all(sample.finish == "error" and message in sample.error for sample in samples)
-    assert good.finish == "length"
-
-
 async def test_deterministic_refuses_to_go_on_with_what_another_engine_began(folders: Folders) -> None:
     async with serving(folders["qwen2"], deterministic=True) as served:
         sample = await served.answer(request(begun=(Array.of([5]),)))
 
     assert "repeats an answer from its seed" in sample.error
-
-
-# --------------------------------------------------------------------------------------- streaming
-
-
-async def test_first_tokens_come_early_and_messages_are_few(folders: Folders) -> None:
-    async with serving(folders["slow"]) as served:
-        started = monotonic()
-        served.engine.generate(request("long", n=8, max_tokens=480))
-        await served.until(("long", 0), tokens=1)
-        first = monotonic() - started
-        early = [len(served.results[("long", i)].tokens) for i in range(8)]
-        await served.until(*(("long", i) for i in range(8)))
-        took = monotonic() - started
-
-    assert first < took / 10
-    assert all(0 < tokens < 240 for tokens in early)
-    assert served.messages <= took / 0.02 + 2
-
-
-async def test_a_request_repeated_while_it_runs_is_not_started_twice(folders: Folders) -> None:
-    asked = request("same", n=2, max_tokens=200)
-    async with serving(folders["slow"]) as served:
-        served.engine.generate(asked)
-        await served.until(("same", 0), tokens=1)
-        served.engine.generate(asked)
-        await served.answer(request("later", max_tokens=300))
-        assert served.engine.load().generated_tokens == 700
-
-    assert [len(served.results[("same", i)].tokens) for i in range(2)] == [200, 200]
-
-
-async def test_figures_add_up(folders: Folders) -> None:
-    async with serving(folders["slow"], slots=4) as served:
-        idle = served.engine.load()
-        served.engine.generate(request(n=6, max_tokens=100))
-        posted = served.engine.load()
-        await served.until(("r", 0), tokens=1)
-        busy = served.engine.load()
-        await served.until(*(("r", i) for i in range(6)))
-        done = served.engine.load()
-
-    assert (idle.version, idle.slots, idle.running, idle.waiting, idle.generated_tokens) == (0, 4, 0, 0, 0)
-    assert posted.running + posted.waiting == 6
-    assert (busy.running, busy.waiting) == (4, 2)
-    assert (done.running, done.waiting, done.generated_tokens) == (0, 0, 600)
-    assert 0 < busy.busy_s < done.busy_s
 
 
 # -------------------------------------------------------------------------------- when things fail
@@ -410,21 +252,6 @@ async def test_start_fails_with_the_reason(
         await engine.stop()
 
 
-async def test_stop_ends_the_stream_and_the_thread(folders: Folders) -> None:
-    async with serving(folders["slow"]) as served:
-        served.engine.generate(request("endless", n=8, max_tokens=480))
-        await served.until(("endless", 0), tokens=1)
-        with anyio.fail_after(10):
-            await served.engine.stop()
-        messages = served.messages
-        with pytest.raises(EngineError, match="was stopped"):
-            await served.engine.swap(Update(weights_of(load(folders["slow"])), 1))
-        await served.engine.stop()
-
-        assert served.messages == messages
-        assert not served.results[("endless", 0)].finish
-
-
 async def test_a_start_that_is_cancelled_leaves_no_thread_behind(folders: Folders) -> None:
     engine = make_engine(folders["slow"])
     async with anyio.create_task_group() as tasks:
@@ -434,8 +261,3 @@ async def test_a_start_that_is_cancelled_leaves_no_thread_behind(folders: Folder
         await engine.stop()
 
     assert "torch-inference" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_importing_the_plugin_imports_no_torch() -> None:
-    code = "import stretto_torch, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

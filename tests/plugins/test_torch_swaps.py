@@ -191,23 +191,6 @@ async def test_of_several_swaps_the_last_counts_and_all_are_answered(folders: Fo
     assert all(report.version >= version for version, report in reports.items())
 
 
-async def test_requests_wait_for_the_version_they_need_and_hold_up_nobody(folders: Folders) -> None:
-    async with serving(folders["qwen2"], version=None, slots=2) as served:
-        for i in range(4):
-            served.engine.generate(request(f"new {i}", min_version=1))
-        served.engine.generate(request("old", n=3))
-        await served.engine.swap(Update(weights_of(load(folders["qwen2"])), 0))
-        old = await served.until(*(("old", i) for i in range(3)))
-        figures = served.engine.load()
-        early = [key for key in served.results if key[0] != "old"]
-        await served.engine.swap(Update(weights_of(load(folders["qwen2"])), 1))
-        new = await served.until(*((f"new {i}", 0) for i in range(4)))
-
-    assert {version for sample in old for version in sample.versions} == {0}
-    assert (figures.waiting, figures.running, early) == (4, 0, [])
-    assert {version for sample in new for version in sample.versions} == {1}
-
-
 async def test_nothing_goes_on_under_older_weights_than_it_needs(folders: Folders) -> None:
     weights = weights_of(load(folders["slow"]))
     async with serving(folders["slow"], version=7) as served:

@@ -20,6 +20,7 @@ import pytest
 
 from stretto import Context
 from stretto.agents.conversation import Conversation
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start.checks import problems
 from stretto.engine import Sampling
@@ -249,7 +250,7 @@ def test_a_run_trains_on_an_environment(start: Any, library: Path) -> None:
 def test_the_workflow_plays_rows_of_its_own_dataset_only(start: Any, tmp_path: Path) -> None:
     del start  # it has written the file
     overrides = ["workflow=verifiers", "reward=verifiers", "sandbox=unsafe", f"out={tmp_path}/out"]
-    found = problems(compose(tmp_path / "run.yaml", overrides))
+    found = problems(Assembly(compose(tmp_path / "run.yaml", overrides)))
     assert [(each.path, each.message) for each in found if each.severity == "error"] == [
         ("dataset.use", "is 'jsonl'; the workflow 'verifiers' needs the dataset 'verifiers'")
     ]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from stretto import Context
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start.checks import problems
 from stretto.environment import feedback_of
@@ -379,7 +380,7 @@ def told(tmp_path: Path, workflow: Mapping[str, Any], *overrides: str) -> list[s
     composed = compose(tmp_path / "run.yaml", overrides)
     return [
         f"{problem.severity} {problem.path}: {problem.message}"
-        for problem in problems(composed)
+        for problem in problems(Assembly(composed))
         if problem.path.startswith(("workflow", "sandbox", "model"))
     ]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import Start, write_run_file
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start.checks import faults_and_warnings
 from stretto.errors import ConfigError
@@ -55,5 +56,5 @@ def test_urls_that_cannot_be_used_are_refused(refusals: Callable[..., list[str]]
 
 def test_a_url_is_not_the_folder_of_a_run(tmp_path: Path) -> None:
     composed = compose(write_run_file(tmp_path), ["out=s3://bucket/runs"])
-    [fault] = faults_and_warnings(composed, starting=True)[0]
+    [fault] = faults_and_warnings(Assembly(composed), starting=True)[0]
     assert "write it as `checkpoint.store`" in fault

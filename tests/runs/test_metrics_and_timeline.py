@@ -21,8 +21,8 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TracePacket
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from stretto.records.story import Story
 from stretto.records.timeline import CAUSES, StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
+from stretto_trace.story import Story
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "stretto.json"
 STEPS, BATCH, SAMPLES = 6, 4, 4

@@ -54,7 +54,7 @@ def test_a_run_that_is_elsewhere_is_seen_and_stopped_here(start: Start, tmp_path
     try:
         run.until(lambda: lines_in(copy / "metrics.jsonl") >= 3)
         mirror.send_signal(signal.SIGINT)
-        assert "the run goes on" in mirror.communicate(timeout=60)[0]
+        assert "the run continues" in mirror.communicate(timeout=60)[0]
         held = lines_in(copy / "metrics.jsonl")
         mirror = begin(invitation, copy)  # it continues with the copy
         run.until(lambda: lines_in(copy / "metrics.jsonl") > held)

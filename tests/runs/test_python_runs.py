@@ -102,7 +102,7 @@ def test_a_run_that_is_stopped_at_once_writes_no_checkpoint(config: Mapping[str,
     with stretto.run(config, training={"seconds_per_step": 30}) as run:
         log = run.folder / "logs" / "trainer-0.jsonl"
         until(lambda: log.exists() and '"event": "call"' in log.read_text())  # in its first step
-        with pytest.raises(TimeoutError, match="goes on"):
+        with pytest.raises(TimeoutError, match="is still running"):
             run.wait(timeout_s=0.1)
         run.stop()
         run.stop(now=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import pty
@@ -205,56 +203,9 @@ def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
     assert summary["problems"] == [
         "tracker 'notes': it ended with status 1: OSError: no network; it was started again"
     ]
-
-
-@pytest.mark.slow
-def test_trackers_follow_a_run_through_kills(start: Start, tmp_path: Path) -> None:
-    """A tracker's process is killed, then the kernel. Each step and evaluation arrives once."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = start(
-        *("trackers=[csv,tensorboard]", "steps=1000", "checkpoint.every=5", "evaluation.every=4"),
-        *(f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}", "evaluation.rows=10"),
-    )
-    steps_of_csv = run.folder / "trackers" / "csv" / "steps.csv"
-
-    def tracked() -> list[int]:
-        return [int(row["step"]) for row in _rows(steps_of_csv)]
-
-    run.until(lambda: len(tracked()) >= 3)
-    run.process_with("csv").kill()
-    run.until(lambda: len(tracked()) >= 8)
-    run.process.kill()
-    run.process.wait()
-    first = _rows(steps_of_csv)
-    last = run.metrics()[-1]["step"] + 3  # a tracker may be many steps behind
-    resumed = start(f"steps={last}", resume=run)
-    summary = resumed.assert_completed(last)
-    evaluated = sorted({*range(0, last, 4), last})
-    assert [point["version"] for point in summary["evaluation"]] == evaluated
-    assert tracked() == list(range(1, last + 1))
-    assert _rows(steps_of_csv)[: len(first)] == first
-    evaluations = [int(row["step"]) for row in _rows(steps_of_csv.with_name("evaluations.csv"))]
-    assert evaluations == evaluated
-    for part, tag, expected in (
-        ("train", "reward", tracked()),
-        ("evaluation", "evaluation/accuracy", evaluations),
-    ):
-        events = EventAccumulator(str(run.folder / "trackers" / "tensorboard" / part))
-        events.Reload()
-        assert [event.step for event in events.Scalars(tag)] == expected
-    sent = subprocess.run(
-        [sys.executable, "-m", "stretto", "track", str(run.folder)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert sent.stderr.count("there is nothing new to send") == 2
-
-
-def _rows(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") if file.exists() else io.StringIO() as stream:
-        return list(csv.DictReader(stream))
+    command = [sys.executable, "-m", "stretto", "track", str(run.folder)]
+    sent = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "there is nothing new to send" in sent.stderr
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ from stretto import Context, Sampling
 from stretto.algorithm import Loss
 from stretto.array import Array
 from stretto.engine import Chunk, GenerateRequest
-from stretto.kernel.schedule.scheduler import Issue, Scheduler, SchedulerSettings
+from stretto.kernel.schedule.commands import Issue, SchedulerSettings
+from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.version_files import FolderPublisher
 from stretto.rl.batch import Batch

@@ -14,6 +14,7 @@ from pyarrow import parquet
 from kept_samples import Kept
 from sample_messages import failed, record, retired, trained, trajectories
 from stretto.errors import ConfigError
+from stretto.records.kept.answers import read_answers
 from stretto.records.kept.kept_sample import digest_of, kept_samples
 from stretto.records.kept.sample_files import segments_in
 from stretto.records.kept.samples import SampleFilter, SampleStore
@@ -150,6 +151,32 @@ def test_a_merge_that_was_interrupted_doubles_no_row(kept: Kept) -> None:
     assert SampleStore(kept.folder).count() == 16
     SegmentWriter(folder)
     assert [path.name for path in folder.iterdir()] == ["samples-00000001-00000008.parquet"]
+
+
+def test_pruning_can_leave_the_answers_of_evaluations(kept: Kept) -> None:
+    for step in range(1, 12):
+        kept.trained_group(step)
+        kept.group(step, purpose="eval", version=step - 1, row=step)
+        kept.flush()
+    assert kept.segments.prune(9, "samples", "newest", but_answers=True)
+    assert not kept.segments.prune(9, "samples", "newest", but_answers=True)
+    assert kept.segments.merge(last=4), "old answers keep no segments apart"
+    store = SampleStore(kept.folder)
+    assert ids(store.find(SampleFilter(purpose="train"))) == ["10/1/0", "10/1/1", "11/1/0", "11/1/1"]
+    assert store.count(SampleFilter(purpose="eval")) == 22
+
+
+def test_of_several_attempts_at_a_held_out_row_the_last_one_counts(kept: Kept) -> None:
+    kept.group(3, purpose="eval", version=4, row=1, reward=0.25)
+    kept.group(2, purpose="eval", version=4, row=0, reward=0.0)
+    kept.group(2, attempt=2, purpose="eval", version=4, row=0, reward=1.0)
+    kept.group(4, purpose="eval", version=6, row=0)
+    kept.flush()
+    answers = read_answers(SampleStore(kept.folder), 4, texts=True)
+    assert [(each.row, each.sample, each.score) for each in answers] == [
+        *((0, 0, 1.0), (0, 1, 1.0), (1, 0, 0.25), (1, 1, 0.25))
+    ]
+    assert (answers[1].columns, answers[1].completion) == ({"answer": "2"}, "answer 1 of 2")
 
 
 def test_segments_of_an_older_version_lack_a_column(kept: Kept) -> None:

@@ -74,7 +74,7 @@ async def log_of(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[Log]:
 @asynccontextmanager
 async def writer(folder: Path, last: int = 0) -> AsyncGenerator[subprocess.Popen[bytes]]:
     (folder / "logs").mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "stretto.samples", str(folder), str(last), "2"]
+    command = [sys.executable, "-m", "stretto.samples", str(folder), str(last), "2", "0"]
     process = subprocess.Popen(command)
     try:
         yield process

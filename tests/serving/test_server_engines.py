@@ -23,6 +23,7 @@ import pytest
 from bus_testing import until
 from stand_in_engine import STAND_IN, StandInEngine
 from stretto.array import Array
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start.checks import problems
 from stretto.component import Context
@@ -31,7 +32,7 @@ from stretto.errors import ConfigError, EngineError, WeightsError, leaves
 from stretto.models.digest import bytes_hash, digest_of
 from stretto.serving.config import ServerEngineConfig, flags
 from stretto.serving.engine import ServerEngine
-from stretto.serving.server import Server
+from stretto.serving.server import Server, ServerCommand
 from stretto.weights import WeightsNote
 from stretto_sglang import SglangConfig
 from stretto_sglang.checksums import Checksums
@@ -92,7 +93,7 @@ def test_check_refuses_a_section_that_cannot_work(
     run_file: Path, overrides: list[str], path: str, message: str
 ) -> None:
     given = [override.replace("{this}", sys.executable) for override in overrides]
-    found = problems(compose(run_file, ["inference=vllm", *given]))
+    found = problems(Assembly(compose(run_file, ["inference=vllm", *given])))
     assert any(problem.path == path and message in problem.message for problem in found), found
 
 
@@ -432,6 +433,18 @@ def test_no_process_of_a_server_outlives_a_killed_worker(tmp_path: Path) -> None
     gone, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
     assert len(gone) == 3
+
+
+async def test_no_process_of_a_server_outlives_its_stop_when_its_guard_was_killed(tmp_path: Path) -> None:
+    command = ServerCommand(("sh", "-c", "sleep 1000 & echo up; exec sleep 1000"), {})
+    server = await Server.start(command, 1, "", tmp_path / "log")
+    await until(lambda: "up" in server.tail())
+    [guard] = [each for each in psutil.Process().children() if "sleep 1000" in " ".join(each.cmdline())]
+    family = guard.children(recursive=True)
+    assert len(family) == 2
+    guard.kill()
+    await server.stop()
+    assert not psutil.wait_procs(family, timeout=10)[1]
 
 
 # ------------------------------------------------------------------------------ SGLang's checksums

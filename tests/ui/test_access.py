@@ -21,8 +21,8 @@ from yarl import URL
 
 from made_run import make_run
 from stretto.cli.make.certs import write_certificates
-from stretto.ui.access import Access
-from stretto.ui.server import application
+from stretto_ui.access import Access
+from stretto_ui.server import application
 
 Client = TestClient[web.Request, web.Application]
 
@@ -180,7 +180,7 @@ def test_the_command_listens_on_loopback_alone_and_ends_with_an_interrupt(runs: 
 
 def test_the_server_ends_while_a_reader_waits_for_ever(runs: Path) -> None:
     program = (
-        "import threading; from stretto.cli.main import app; from stretto.ui.runs import Runs\n"
+        "import threading; from stretto.cli.main import app; from stretto_ui.runs import Runs\n"
         "Runs.get = lambda *_: (print('reading', flush=True), threading.Event().wait())\n"
         f"app(['ui', {str(runs)!r}])"
     )

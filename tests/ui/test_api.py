@@ -22,10 +22,10 @@ from made_run import make_run
 from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
 from stretto.records.kept.sample_images import SampleImages
-from stretto.records.run import RunRecord
-from stretto.ui import runs as ui_runs
-from stretto.ui.access import Access
-from stretto.ui.server import application
+from stretto.run_folder import RunFolder
+from stretto_ui import runs as ui_runs
+from stretto_ui.access import Access
+from stretto_ui.server import application
 
 Ask = Callable[..., Awaitable[Any]]
 
@@ -104,7 +104,7 @@ async def test_the_overview_has_the_newest_figures(ask: Ask, folder: Path) -> No
 
 
 async def test_a_comparison_is_that_of_the_command(tmp_path: Path) -> None:
-    runs = [RunRecord(keep_run(tmp_path / name, shift=shift)) for name, shift in (("one", 0.0), ("two", 0.5))]
+    runs = [RunFolder(keep_run(tmp_path / name, shift=shift)) for name, shift in (("one", 0.0), ("two", 0.5))]
     async for ask in _asking(tmp_path):
         ids = {run["path"]: run["id"] for run in (await ask(""))["runs"]}
         answer = await ask("/../compare", runs=f"{ids['one']},{ids['two']}")

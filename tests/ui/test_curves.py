@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stretto.records.curves import thin
-from stretto.ui.curves import curve, smooth
+from stretto.charts import thin
+from stretto_ui.curves import curve, smooth
 
 
 def test_smoothing_is_a_mean_that_forgets() -> None:

@@ -20,7 +20,8 @@ from stretto.records.timeline import (
     TicketRetired,
     TicketTaken,
 )
-from stretto.ui.lanes import Lane, Lanes, lanes
+from stretto.run_folder import RunFolder
+from stretto_ui.lanes import Lane, Lanes, lanes
 
 GROUPS_5_S = Cause("groups"), 5.0
 
@@ -34,8 +35,13 @@ def _done(time: float, ticket: int, seconds: float, score_s: float = 0.0) -> Tic
     return TicketDone(time, "train", ticket, 1, "rollout-0", seconds, generate_s, score_s, 8, 0.5, 80, 3)
 
 
+def _run(folder: Path) -> RunFolder:
+    (folder / "config.yaml").touch()
+    return RunFolder(folder)
+
+
 def _lanes(folder: Path, start: float | None = None, end: float | None = None, width: int = 1000) -> Lanes:
-    found = lanes(folder, start, end, width)
+    found = lanes(_run(folder), start, end, width)
     assert found is not None
     return found
 
@@ -45,7 +51,7 @@ def _lane(found: Lanes, name: str) -> Lane:
 
 
 def test_a_run_without_a_timeline_has_no_lanes(tmp_path: Path) -> None:
-    assert lanes(tmp_path, None, None, 1000) is None
+    assert lanes(_run(tmp_path), None, None, 1000) is None
 
 
 def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:

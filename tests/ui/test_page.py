@@ -22,7 +22,7 @@ from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
 from stretto.records.figures import FIGURES, duration_text, figure
 from stretto.records.kept.sample_images import SampleImages
-from stretto.records.run import RunRecord
+from stretto.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -171,7 +171,7 @@ def test_runs_are_sorted_selected_and_compared(page: Page) -> None:
     page.one("#compare").click()
 
     figures = {row[0]: row for row in page.until(lambda: page.cells("#figures"))}
-    for run in compare_runs([RunRecord(page.folder / name) for name in ("one", "two")]).runs:
+    for run in compare_runs([RunFolder(page.folder / name) for name in ("one", "two")]).runs:
         duration, reward, last = figures[run.label][3:6]
         assert (duration, reward) == (duration_text(run.wall_s), f"{run.reward:.3f}")
         assert run.last is not None

@@ -14,15 +14,11 @@ from typing import Any
 import anyio
 import pytest
 from selenium.webdriver import ActionChains
-from selenium.webdriver.common.by import By
-from typer.testing import CliRunner
 
-from browser import complaints, open_browser, requested
+from browser import complaints, open_browser
 from pages import Page, curve_of, served
 from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
 from stretto.cli.audit.audit_store import open_store
-from stretto.cli.main import app
-from stretto.errors import printable
 from stretto.records.kept.samples import SampleStore
 
 pytestmark = pytest.mark.slow
@@ -177,59 +173,3 @@ def test_the_page_shows_the_samples_of_the_log(run: Ended, page: Page) -> None:
         [logprob] = re.findall(r"logprob (\S+)", shown)
         assert float(logprob) == pytest.approx(float(logprobs[at]), rel=1e-3)
     page.one("[data-value=text]").click()
-
-
-def test_the_report_shows_the_figures_and_samples(run: Ended, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    assert CliRunner().invoke(app, ["report", str(run.folder), "-o", str(file)]).exit_code == 0
-    with open_browser(tmp_path / "profile") as browser:
-        requested(browser)
-        browser.get(file.as_uri())
-        assert requested(browser) == [file.as_uri()]
-        assert complaints(browser) == []
-
-        points = "return document.querySelector(arguments[0]).points.numberOfItems"
-        for key in ("reward", "loss", "length", "staleness"):
-            assert browser.execute_script(points, f"#curve-{key} polyline") == STEPS
-        circles = browser.find_elements(By.CSS_SELECTOR, "#curve-reward circle title")
-        assert [each.get_attribute("textContent") for each in circles] == [
-            f"test: {line['evaluation/accuracy']:.3f} at version {line['step']}" for line in run.evaluations
-        ]
-        text = browser.find_element(By.TAG_NAME, "body").text
-        newest = [line["reward"] for line in run.steps[-10:]]
-        assert f"{sum(newest) / len(newest):.3f}" in text
-        assert f"issued {run.summary['ledger']['issued']} = trained {STEPS * 4} + " in text
-
-        cards = browser.find_elements(By.CSS_SELECTOR, "[data-sample]")
-        assert len(cards) == 2 * 4 + 4 * 3
-        for card in cards:
-            row = run.rows[str(card.get_attribute("data-sample"))]
-            facts = card.find_element(By.CSS_SELECTOR, "p").text
-            assert facts.startswith(f"reward {row['reward']:g} · even {row['metrics']['even']:g} · ")
-            assert f"{row['sampled']} of {row['length']} tokens sampled · ended by {row['finish']}" in facts
-            answer = card.find_element(By.CSS_SELECTOR, "[data-part=answer]").get_attribute("textContent")
-            assert answer == "\n".join(map(printable, row["text"].split("\n")))
-            if row["outcome"] == "trained":
-                assert facts.endswith(f"trained in step {row['step']} at staleness {row['staleness']}")
-            else:
-                assert facts.endswith(f"evaluation of version {STEPS}")
-        trained = [
-            row for row in run.rows.values() if row["outcome"] == "trained" and row["step"] > STEPS - 10
-        ]
-        rewards = sorted({row["reward"] for row in trained})
-        best, worst = cards[8:11], cards[11:14]
-        assert run.rows[str(best[0].get_attribute("data-sample"))]["reward"] == rewards[-1]
-        assert run.rows[str(worst[0].get_attribute("data-sample"))]["reward"] == rewards[0]
-
-
-def test_stretto_samples_prints_what_the_log_has(run: Ended) -> None:
-    listed = CliRunner().invoke(
-        app, ["samples", str(run.folder), "--step", str(STEPS), "--format", "jsonl", "--tokens"]
-    )
-    rows = [json.loads(line) for line in listed.output.splitlines()]
-    trained = {row["id"]: row for row in rows if row["outcome"] == "trained"}
-    assert len(trained) == 16
-    for id, row in trained.items():
-        assert row["tokens"] == run.log[id].tokens.numpy().tolist()
-        assert row["logprobs"] == run.log[id].logprobs.numpy().tolist()
-        assert row["reward"] == run.log[id].reward

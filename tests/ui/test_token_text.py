@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stretto.ui.token_text import pieces
+from stretto_ui.token_text import pieces
 
 
 def test_without_a_model_tokens_are_bytes() -> None:

@@ -394,8 +394,8 @@ class _AnswerReader:
         self._tokenizer = tokenizer
         self._special = special
         self._context_tokens = self._tokens = np.empty(0, np.int32)
-        """The latest tokens that ended with a complete character, and the tokens after them. Decoding both
-        together gives the text that the later ones have in context."""
+        """The latest tokens that ended with a complete character, and the tokens after them. Both are decoded
+        together, because the text of a token depends on the tokens before it."""
         self._num_returned = 0
         """Characters of `_tokens` that `add` has returned."""
 
@@ -513,7 +513,7 @@ async def _format_errors(request: web.Request, handler: _Handler) -> web.StreamR
     body = (
         anthropic_error(refusal) if request.path.startswith(_MESSAGES) else {"error": openai_error(refusal)}
     )
-    # Waiting does not help against any of these errors, so tell clients not to retry.
+    # Waiting does not help against any of these errors, so ask clients not to retry.
     return _json(body, status=refusal.status, headers={"x-should-retry": "false"})
 
 

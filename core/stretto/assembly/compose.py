@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,14 +36,6 @@ from stretto.assembly.sections import (
 from stretto.component import Component, ComponentParts, Context, Kind
 from stretto.config import EvaluationConfig, Groups, RunConfig, VariantConfig, Variants
 from stretto.errors import PluginError, StrettoError, foreign_frames, nearest, offer, place_of
-
-__all__ = [
-    "Composed",
-    "compose",
-    "compose_mapping",
-    "find_path",
-    "marks_of",
-]
 
 _PARTS = "parts"
 """The key of a section whose type may be `ComponentParts`."""
@@ -77,12 +70,16 @@ class Composed:
             node = node[int(part)] if part.isdigit() else getattr(node, part)
         return node
 
-    def with_numbers(self, numbers: Mapping[str, int]) -> Composed:
-        """Return the run with these numbers, by dotted key, in place of those of the run file."""
+    def with_numbers(self, numbers: Mapping[str, tuple[int, str]]) -> Composed:
+        """Return the run with these numbers by dotted key, each with the place that set it."""
         config = self.config
-        for path, number in numbers.items():
+        for path, (number, _) in numbers.items():
             config = _replaced(config, path.split("."), number)
-        return replace(self, config=config)
+
+        def place(path: str) -> str:
+            return numbers[path][1] if path in numbers else self.place(path)
+
+        return replace(self, config=config, place=place)
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
         """Make the object of the component that the section at `path` chose.
@@ -274,7 +271,7 @@ class _Composer:
         self, data: dict[str, Any], path: str, kind: Kind, struct: type[msgspec.Struct], notices: list[str]
     ) -> type[msgspec.Struct]:
         """Return the struct of a section with its `parts` narrowed to the structs of their components."""
-        fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
+        fields = {field.name: field.type for field in _fields(struct)}
         if fields.get(_PARTS) is not ComponentParts:
             return struct
         parts = _at(data, f"{path}.{_PARTS}") or {}
@@ -397,7 +394,7 @@ class _Composer:
         """If an override replaces a section's component, remove keys that only the previous one has."""
         if not self.source.is_overridden(f"{path}.use"):
             return
-        known = {field.encode_name for field in msgspec.structs.fields(component.config)}
+        known = {field.encode_name for field in _fields(component.config)}
         stale = [
             key for key in section if key not in known and not self.source.is_overridden(f"{path}.{key}")
         ]
@@ -416,7 +413,7 @@ class _Composer:
             former = self.plugins.get(kind, self.source.component_in_file(path))
         except PluginError:
             return None
-        return {field.encode_name for field in msgspec.structs.fields(former.config)}
+        return {field.encode_name for field in _fields(former.config)}
 
     def _lists(self, data: dict[str, Any]) -> dict[str, list[type[msgspec.Struct]]]:
         structs: dict[str, list[type[msgspec.Struct]]] = {}
@@ -479,7 +476,7 @@ class _Composer:
         """
         if not isinstance(data, dict):
             return
-        known = {field.encode_name: field for field in msgspec.structs.fields(struct)}
+        known = {field.encode_name: field for field in _fields(struct)}
         for key, value in cast("dict[str, Any]", data).items():
             key_path = f"{path}.{key}" if path else str(key)
             if key not in known:
@@ -538,7 +535,7 @@ class _Composer:
     def _resolve_paths(self, struct: msgspec.Struct, path: str) -> msgspec.Struct:
         """Return the struct with every path to a local file made absolute, also in nested structs."""
         changes: dict[str, Any] = {}
-        for field in msgspec.structs.fields(type(struct)):
+        for field in _fields(type(struct)):
             value = getattr(struct, field.name)
             key_path = f"{path}.{field.name}" if path else field.name
             if isinstance(value, msgspec.Struct):
@@ -603,7 +600,7 @@ def _variants_struct(
 
 def _default_use(kind: Kind) -> str | None:
     """Return the component of a section that names none; None if the kind has no default."""
-    use = next(field for field in msgspec.structs.fields(BASES[kind]) if field.name == "use")
+    use = next(field for field in _fields(BASES[kind]) if field.name == "use")
     return None if use.required else use.default
 
 
@@ -621,7 +618,7 @@ def _structs_in(
     annotation: Any, value: Any, path: str
 ) -> Iterator[tuple[type[msgspec.Struct], tuple[str, Any]]]:
     """Yield the struct types that a field's value has to match, each with the path and the value."""
-    info = msgspec.inspect.type_info(annotation)
+    info = _type_info(annotation)
     for part in getattr(info, "types", (info,)):
         if isinstance(part, msgspec.inspect.StructType):
             yield part.cls, (path, value)
@@ -636,6 +633,19 @@ def _structs_in(
                 yield item_type.cls, (f"{path}.{index}", item)
 
 
+_fields = cache(msgspec.structs.fields)
+"""The fields of a struct. msgspec evaluates their annotations in each call."""
+_known_type_info = cache(msgspec.inspect.type_info)
+
+
+def _type_info(annotation: Any) -> msgspec.inspect.Type:
+    """Return what msgspec knows of a type. It is kept, because a run asks for each type several times."""
+    try:
+        return _known_type_info(annotation)
+    except TypeError:  # metadata without a hash
+        return msgspec.inspect.type_info(annotation)
+
+
 def _replaced(struct: Any, path: Sequence[str], value: Any) -> Any:
     """Return a struct with another value at a path of fields."""
     key, *rest = path
@@ -645,7 +655,7 @@ def _replaced(struct: Any, path: Sequence[str], value: Any) -> Any:
 
 def marks_of(annotation: Any) -> set[str]:
     """Return the marks of `stretto.component` that a field's type carries, such as `local_path`."""
-    info = msgspec.inspect.type_info(annotation)
+    info = _type_info(annotation)
     return {
         (part.extra or {}).get("stretto", "")
         for part in (info, *getattr(info, "types", ()))
@@ -655,7 +665,7 @@ def marks_of(annotation: Any) -> set[str]:
 
 def _marks_of_items(annotation: Any) -> set[str]:
     """Return the marks of the items of a list of any length; empty for another type."""
-    info = msgspec.inspect.type_info(annotation)
+    info = _type_info(annotation)
     item = info.item_type if isinstance(info, msgspec.inspect.VarTupleType) else None
     return {(item.extra or {}).get("stretto", "")} if isinstance(item, msgspec.inspect.Metadata) else set()
 
@@ -676,7 +686,7 @@ def _other_place(key: str, known: Collection[str], run: type[msgspec.Struct]) ->
 
 def _keys_in(struct: type[msgspec.Struct], path: str = "") -> Iterator[str]:
     """Yield the dotted keys of a struct and of the structs in it."""
-    for field in msgspec.structs.fields(struct):
+    for field in _fields(struct):
         key = f"{path}.{field.encode_name}" if path else field.encode_name
         yield key
         for part, _ in _structs_in(field.type, None, ""):
@@ -688,7 +698,7 @@ def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
     whose struct has the key `use`."""
     if not isinstance(data, dict):
         return
-    section, known = cast("dict[str, Any]", data), msgspec.structs.fields(struct)
+    section, known = cast("dict[str, Any]", data), _fields(struct)
     for field in known:
         structs = [part for part, _ in _structs_in(field.type, None, "")]
         if isinstance(section.get(field.name), str) and any(
@@ -701,7 +711,7 @@ def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
 
 def _message_and_path(error: msgspec.ValidationError) -> tuple[str, str]:
     """Split msgspec's error into its message and the dotted path of the value. The path ends at a mapping
-    with keys of any names: msgspec does not tell them."""
+    with keys of any names: msgspec does not name them."""
     message, _, place = str(error).partition(" - at ")
     if place.startswith("`key` in "):
         message, place = f"a key: {message[0].lower()}{message[1:]}", place.removeprefix("`key` in ")
@@ -716,7 +726,7 @@ def _hint(path: str, message: str, value: Any, annotation: Any) -> str:
         return f"; write the text in quotes{read}"
     if message.startswith("Expected `object") and not isinstance(value, dict):
         for struct, _ in _structs_in(annotation, None, ""):
-            for field in msgspec.structs.fields(struct):
+            for field in _fields(struct):
                 with suppress(msgspec.ValidationError):
                     msgspec.convert(value, field.type)
                     return f"; did you mean {path}.{field.encode_name}={value}?"
@@ -727,7 +737,7 @@ def _plain_message(message: str, value: Any, annotation: Any) -> str:
     """Return msgspec's message in the words of YAML."""
     if "matching regex" in message:
         return f"expected {_description(annotation) or 'text of another form'}"
-    info = msgspec.inspect.type_info(annotation)
+    info = _type_info(annotation)
     parts = getattr(info, "types", (info,))
     literals = [part for part in parts if isinstance(part, msgspec.inspect.LiteralType)]
     if literals and not isinstance(value, (dict, list)):
@@ -739,7 +749,7 @@ def _plain_message(message: str, value: Any, annotation: Any) -> str:
 
 def _description(annotation: Any) -> str:
     """Return the description in `msgspec.Meta` of a field, or of the items of a list; empty if none."""
-    info = msgspec.inspect.type_info(annotation)
+    info = _type_info(annotation)
     parts = (info, *getattr(info, "types", ()), getattr(info, "item_type", None))
     metadata = [part for part in parts if isinstance(part, msgspec.inspect.Metadata)]
     return next((str((part.extra_json_schema or {}).get("description", "")) for part in metadata), "")
@@ -753,9 +763,7 @@ def _annotation_at(struct: Any, path: str) -> Any:
         if part.isdigit():
             continue
         structs = [nested for nested, _ in _structs_in(annotation, None, "")]
-        fields = {
-            field.encode_name: field.type for nested in structs for field in msgspec.structs.fields(nested)
-        }
+        fields = {field.encode_name: field.type for nested in structs for field in _fields(nested)}
         if part not in fields:
             return Any
         annotation = fields[part]

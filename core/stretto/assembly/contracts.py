@@ -23,8 +23,6 @@ from stretto.tracker import Tracker
 from stretto.weights import WeightsTransport
 from stretto.workflow import Workflow
 
-__all__ = ["CONTRACTS", "expect_contract"]
-
 CONTRACTS: dict[Kind, type] = {
     "algorithm": Algorithm,
     "training": TrainingEngine,

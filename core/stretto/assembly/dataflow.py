@@ -10,8 +10,6 @@ from typing import get_args
 from stretto.algorithm import Call, Model, Reduction
 from stretto.errors import ConfigError, nearest, offer
 
-__all__ = ["Graph", "graph_of"]
-
 # Keys that a call may read although no call writes them.
 INPUT_KEYS = ("prompt",)
 # Calls of these kinds are complete before a batch is formed: the rollout worker runs them for a ticket, or

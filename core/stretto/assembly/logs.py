@@ -17,8 +17,6 @@ import structlog
 
 from stretto.errors import printable
 
-__all__ = ["bound", "log_nothing", "log_to", "printable_fields"]
-
 _HIDDEN = ("run", "role")
 """Fields that are the same in every line of a process."""
 

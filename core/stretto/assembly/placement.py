@@ -18,17 +18,6 @@ from stretto.engine import TrainingConfig
 from stretto.errors import ConfigError, offer
 from stretto.launcher import worker_group
 
-__all__ = [
-    "DEFAULT_GROUP",
-    "Placement",
-    "WorkerGroup",
-    "group_of_worker",
-    "model_folder",
-    "sections",
-    "split_groups",
-    "split_rows",
-]
-
 DEFAULT_GROUP = "training"
 
 _UNEVEN = 1.25

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -32,8 +32,6 @@ from stretto.reward import RewardConfig
 from stretto.tracker import TrackerConfig
 from stretto.weights import WeightsConfig
 from stretto.workflow import WorkflowConfig
-
-__all__ = ["BASES", "KINDS", "Listing", "Origin", "Plugins"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -88,19 +86,18 @@ class _PluginSource:
 
     @property
     def distribution(self) -> str:
-        if self.path is not None:
-            return self.path.stem
-        return self._package.name if self._package else "?"
+        return self._package[0]
 
     @property
     def version(self) -> str:
-        if self.path is not None:
-            return "path"
-        return self._package.version if self._package else "?"
+        return self._package[1]
 
     @property
-    def _package(self) -> Distribution | None:
-        return None if isinstance(self.provider, ModuleType) else self.provider.dist
+    def _package(self) -> tuple[str, str]:
+        """Name and version of the installed package."""
+        if self.path is not None:
+            return self.path.stem, "path"
+        return _name_and_version(None if isinstance(self.provider, ModuleType) else self.provider.dist)
 
     @property
     def label(self) -> str:
@@ -118,11 +115,6 @@ class Plugins:
         self._paths: dict[Path, ModuleType] = {}
         self._offers: dict[tuple[Kind, str], list[Component[Any]]] = {}
         self._origins: dict[tuple[Kind, str], Origin] = {}
-
-    @property
-    def hook(self) -> pluggy.HookRelay:
-        """The hooks of all plugins loaded so far; call one by its name."""
-        return self._manager.hook
 
     def add_path(self, path: Path) -> None:
         """Load a plugin module by path. Its components are available from now on.
@@ -162,7 +154,7 @@ class Plugins:
         sources = [
             source
             for source in self._sources(kind)
-            if source.name == bare and distribution in ("", source.distribution)
+            if source.name == bare and (not distribution or distribution == source.distribution)
         ]
         if not sources:
             raise PluginError(self._unknown(kind, name), kind=kind, name=name)
@@ -206,13 +198,8 @@ class Plugins:
 
     # ------------------------------------------------------------------------------------ private
 
-    @cached_property
-    def _entry_points(self) -> EntryPoints:
-        """The entry points of all installed packages. Reading them takes a few milliseconds."""
-        return cast("EntryPoints", entry_points())  # Python 3.11 returns another class with the same `select`
-
     def _sources(self, kind: Kind) -> Iterator[_PluginSource]:
-        for entry in self._entry_points.select(group=f"stretto.{kind}"):
+        for entry in _installed(tuple(sys.path)).select(group=f"stretto.{kind}"):
             yield _PluginSource(kind, entry.name, entry)
         for path, module in self._paths.items():
             for component in self._components(kind, module):
@@ -270,6 +257,19 @@ class Plugins:
         installed = self.names(kind)
         guess = nearest(name, installed)
         return f"no {kind} {name!r}{guess or ';'} installed: {', '.join(installed) or 'none'}"
+
+
+@cache
+def _installed(search_path: tuple[str, ...]) -> EntryPoints:
+    """Return the entry points of all packages that are installed on this path. A process reads them once."""
+    del search_path  # `entry_points` reads `sys.path`
+    return cast("EntryPoints", entry_points())  # Python 3.11 returns another class with the same `select`
+
+
+@cache
+def _name_and_version(package: Distribution | None) -> tuple[str, str]:
+    """Return the name and the version of a package. Each of them needs the package's whole metadata file."""
+    return ("?", "?") if package is None else (package.name, package.version)
 
 
 def missing_extra(component: Component[Any]) -> str:

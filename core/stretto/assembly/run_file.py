@@ -19,9 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 from stretto.assembly.sections import NAMED_SECTIONS, SECTIONS, KeySource, instead_of_list, names_component
 from stretto.errors import ConfigError
 
-__all__ = ["RunFile", "nested_too_deeply", "overlay", "read", "references"]
-
-
 _LONG_VALUE = 6
 """`RunFile.redact` replaces values of this many characters also inside longer words."""
 

@@ -10,20 +10,6 @@ from typing import Any
 from stretto.component import Kind
 from stretto.errors import ConfigError
 
-__all__ = [
-    "FOREIGN_KEYS",
-    "GROUP_NAME",
-    "LIST_SECTIONS",
-    "NAMED_SECTIONS",
-    "SECTIONS",
-    "VARIANT_NAME",
-    "VARIANT_SECTIONS",
-    "KeySource",
-    "instead_of_list",
-    "kind_of",
-    "names_component",
-]
-
 # Sections that choose a component: dotted key -> kind.
 SECTIONS: dict[str, Kind] = {
     "algorithm": "algorithm",
@@ -114,7 +100,7 @@ _PARTS = ".parts."
 
 
 def names_component(path: str) -> bool:
-    """Whether the section at a dotted key chooses a component."""
+    """Return whether the section at a dotted key chooses a component."""
     owner, part, name = path.rpartition(_PARTS)
     if part:
         return names_component(owner) and re.fullmatch(GROUP_NAME, name) is not None
@@ -144,7 +130,7 @@ class KeySource:
         """The run file with the overrides merged in, before interpolations are resolved."""
 
     def is_overridden(self, path: str) -> bool:
-        """Whether an override set this key, or a section around it."""
+        """Return whether an override set this key, or a section around it."""
         del path
         return False
 

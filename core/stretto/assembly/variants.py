@@ -12,8 +12,6 @@ from stretto.assembly.compose import Composed
 from stretto.assembly.sections import VARIANT_SECTIONS
 from stretto.config import RunConfig, VariantConfig, Variants
 
-__all__ = ["BASE", "own_sections", "run_of_variant", "runs_of", "variants_of"]
-
 BASE = ""
 """Stands for the run's own sections where the name of a variant is expected. Evaluations have them."""
 

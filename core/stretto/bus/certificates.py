@@ -20,8 +20,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from stretto.base.private_file import write_private
 from stretto.errors import ConfigError
 
-__all__ = ["Authority", "Certificate"]
-
 _EARLIER = datetime.timedelta(hours=1)
 """Certificates are valid from so much before they are made, because the clocks of machines differ."""
 _AUTHORITY_DAYS = 3650

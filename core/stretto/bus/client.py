@@ -55,8 +55,6 @@ from stretto.bus.server import Bootstrap
 from stretto.bus.store import Store
 from stretto.errors import NoAnswer, Refused, StrettoError
 
-__all__ = ["Bus", "connect"]
-
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
 Handler = Callable[[M], Awaitable[None] | None]
@@ -145,7 +143,7 @@ class Bus:
 
     @property
     def server(self) -> str:
-        """Address of the server that the client is connected to, or was at last."""
+        """Address of the current server, or of the last one without a connection."""
         url = self._nats.connected_url
         return without_logins(url.geturl()) if url is not None else ""
 
@@ -173,7 +171,7 @@ class Bus:
     # ---------------------------------------------------------------------- publish and subscribe
 
     async def publish(self, subject: str, message: Message, *, reply: str = "") -> None:
-        """Send a message to the present subscribers of a subject."""
+        """Send a message to the current subscribers of a subject."""
         await self._send(subject, encode(message), reply)
 
     async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:

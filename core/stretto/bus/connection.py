@@ -18,18 +18,6 @@ from stretto.bus.server import Bootstrap
 from stretto.bus.tls import client_context
 from stretto.errors import BusError, NoAnswer
 
-__all__ = [
-    "NatsClient",
-    "close_client",
-    "inbox_of",
-    "login_of",
-    "open_client",
-    "open_once",
-    "payload_limit",
-    "seconds_to_reconnect",
-    "without_logins",
-]
-
 _CONNECT_S = 20.0
 _RECONNECT_S = 0.2
 """Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""

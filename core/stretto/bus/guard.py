@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_locked(lock: Path) -> bool:
-    """Whether some kernel holds the lock. The caller takes the lock for an instant; kernels retry."""
+    """Return whether some kernel holds the lock. The caller takes the lock for an instant; kernels retry."""
     try:
         file = os.fdopen(os.open(lock, os.O_RDONLY | os.O_NONBLOCK))  # no pipe stops the reader
     except FileNotFoundError:  # the run's folder was removed

@@ -13,8 +13,6 @@ import structlog
 
 from stretto.bus.messages.membership import Wait
 
-__all__ = ["Refusals", "Unanswered", "sleep_and_measure_delay"]
-
 log = structlog.get_logger()
 
 _LOGGED_REFUSALS = 100

@@ -23,16 +23,6 @@ from stretto.bus.server import OPERATOR, Bootstrap
 from stretto.errors import ConfigError
 from stretto.launcher import Role
 
-__all__ = [
-    "check_operator",
-    "invite_operator",
-    "is_token_of",
-    "operator_bootstrap",
-    "own_version",
-    "reserve_worker",
-    "write_bootstrap",
-]
-
 _KEY_BYTES = 32
 
 
@@ -115,7 +105,7 @@ def check_operator(folder: Path, token: str) -> None:
 
 
 def is_token_of(folder: Path, role: Role, worker: str, token: str) -> bool:
-    """Whether a process with this token may join as this worker, and the worker has this role."""
+    """Return whether a process with this token may join as this worker, and the worker has this role."""
     return worker.startswith(f"{role}-") and _is_token(folder, worker, token)
 
 

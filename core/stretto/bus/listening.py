@@ -10,8 +10,6 @@ from stretto.base.interfaces import address_towards
 from stretto.config import BusConfig
 from stretto.errors import ConfigError
 
-__all__ = ["Listening", "is_loopback", "listening", "own_hosts", "url_host"]
-
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"
 """An address of documentation networks: no machine has it."""
@@ -57,7 +55,7 @@ def listening(config: BusConfig) -> Listening:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means this machine's loopback, and nothing else."""
+    """Return whether a host's name or address means this machine's loopback, and nothing else."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""The run's lock as other processes see it. The lock tells a dead kernel from a dead or silent bus.
+"""The run's lock as other processes see it. The lock distinguishes a dead kernel from a dead or silent bus.
 
 `server.lock_run` takes the lock for the kernel's whole life. The system releases it however the kernel ends,
 and a kernel that stands still keeps it.
@@ -12,8 +12,6 @@ from pathlib import Path
 import msgspec
 
 from stretto.bus.guard import is_locked
-
-__all__ = ["KernelLock"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -50,7 +48,7 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
             return False
 
     def is_held(self) -> bool:
-        """Whether this kernel still holds the lock. A lock that is not visible counts as free."""
+        """Return whether this kernel still holds the lock. A lock that is not visible counts as free."""
         path = Path(self.path)
         try:
             return path.read_text() == self.owner and is_locked(path)

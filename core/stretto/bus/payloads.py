@@ -5,32 +5,21 @@ from __future__ import annotations
 import secrets
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from stretto.errors import BusError
 
-__all__ = [
-    "MAX_PARTS",
-    "MAX_PAYLOAD",
-    "PART",
-    "Parts",
-    "content_of",
-    "decoder",
-    "encode",
-    "is_split",
-    "split",
-]
-
-PART = 0xC1
-"""First byte of a part of a larger payload. msgpack never uses this byte."""
-MAX_PAYLOAD = 48 * 2**20
-"""Largest payload, in bytes, that is sent in parts."""
-MAX_PARTS = 4096
+_PART = 0xC1
+"""First byte of a part of a larger payload, and of a list of its parts. msgpack never uses this byte."""
+_MAX_PAYLOAD = 48 * 2**20
+"""Largest payload, in bytes, that is sent or stored."""
+_MAX_PARTS = 4096
+_PartNumbers = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(max_length=_MAX_PARTS)]
 _HEAD = struct.Struct(">B16sII")  # mark, id of the whole payload, index, count
 _UNFINISHED_BYTES = 64 * 2**20
 """Memory for the parts of payloads that are not complete yet."""
@@ -57,13 +46,8 @@ def decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
 
 
 def is_split(data: bytes) -> bool:
-    """Whether the data is a part, or stands for a payload that is stored in parts."""
+    """Return whether the data is a part, or stands for a payload that is stored in parts."""
     return data[:1] == b"\xc1"
-
-
-def content_of(part: bytes) -> bytes:
-    """Return what a part contains."""
-    return part[_HEAD.size :]
 
 
 def split(data: bytes, limit: int) -> list[bytes]:
@@ -72,17 +56,17 @@ def split(data: bytes, limit: int) -> list[bytes]:
     Raises:
         BusError: if the payload is larger than any process accepts.
     """
-    if len(data) <= limit:
-        return [data]
-    if len(data) > MAX_PAYLOAD:
+    if len(data) > _MAX_PAYLOAD:
         raise BusError(
             f"a message of {len(data):,} bytes cannot be sent: the largest that is accepted has "
-            f"{MAX_PAYLOAD:,} bytes"
+            f"{_MAX_PAYLOAD:,} bytes"
         )
+    if len(data) <= limit:
+        return [data]
     key = secrets.token_bytes(16)
     room = limit - _HEAD.size
     pieces = [data[start : start + room] for start in range(0, len(data), room)]
-    return [_HEAD.pack(PART, key, index, len(pieces)) + piece for index, piece in enumerate(pieces)]
+    return [_HEAD.pack(_PART, key, index, len(pieces)) + piece for index, piece in enumerate(pieces)]
 
 
 class Parts:
@@ -97,20 +81,23 @@ class Parts:
         """Add one part. Return the payload if it is complete now, or None.
 
         Raises:
-            ValueError: if the part has no head, or does not fit the other parts of its payload, or if its
+            ValueError: if the data is no part, or does not fit the other parts of its payload, or if its
                 payload would be too large.
         """
-        if len(data) < _HEAD.size:
+        if len(data) < _HEAD.size or not is_split(data):
             raise ValueError("a part without a head")
         _, key, index, count = _HEAD.unpack_from(data)
-        if not index < count <= MAX_PARTS:
-            raise ValueError(f"part {index} of {count}; a payload has at most {MAX_PARTS} parts")
+        if not index < count <= _MAX_PARTS:
+            raise ValueError(f"part {index} of {count}; a payload has at most {_MAX_PARTS} parts")
         payload = self._unfinished.setdefault(key, _Unfinished(count))
         if payload.count != count or index in payload.pieces:
             raise ValueError(f"part {index} of {count} does not fit the parts that have arrived")
-        payload.pieces[index] = content_of(data)
+        payload.pieces[index] = data[_HEAD.size :]
         payload.bytes += len(data) + _PIECE_OVERHEAD
         self._bytes += len(data) + _PIECE_OVERHEAD
+        if payload.bytes > _MAX_PAYLOAD + count * (_HEAD.size + _PIECE_OVERHEAD):
+            self._drop(key)
+            raise ValueError(f"the parts have more than {_MAX_PAYLOAD:,} bytes together")
         if len(payload.pieces) == count:
             self._drop(key)
             return b"".join(payload.pieces[each] for each in range(count))
@@ -132,3 +119,35 @@ class _Unfinished:
     """Index -> content, of the parts that have arrived."""
     bytes: int = 0
     """Memory of the pieces."""
+
+
+# A stream keeps the parts of a payload under a subject of their own, and then a message that lists them.
+
+
+def with_parts(*subjects: str) -> list[str]:
+    """Return these subjects of a stream, each with the subject of its parts."""
+    return [each for subject in subjects for each in (subject, f"{subject}.part")]
+
+
+def list_parts(sequences: Sequence[int]) -> bytes:
+    """Return the message that stands for a payload of which the parts are stored at these numbers."""
+    return bytes([_PART]) + encode(sequences)
+
+
+async def join_stored(data: bytes, read: Callable[[int], Awaitable[bytes]]) -> bytes:
+    """Return a stored payload. If it is stored in parts, join them.
+
+    Args:
+        read: returns the stored message with a sequence number.
+
+    Raises:
+        msgspec.DecodeError, ValueError: if the message lists no parts, or not those of one payload.
+    """
+    if not is_split(data):
+        return data
+    parts, payload = Parts(), None
+    for sequence in msgspec.msgpack.decode(data[1:], type=_PartNumbers):
+        payload = parts.add(await read(sequence))
+    if payload is None:
+        raise ValueError("some parts of a message are missing")
+    return payload

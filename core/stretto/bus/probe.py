@@ -1,10 +1,10 @@
-"""Try the servers of `bus.url` before a run starts: each address, the login, the store and its replicas."""
+"""Check the bus before a run starts: the servers of `bus.url`, or the nats-server that the run will start."""
 
 from __future__ import annotations
 
 import secrets
 import socket
-from dataclasses import dataclass
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import anyio
@@ -15,13 +15,16 @@ from nats.js.api import StorageType
 from nats.js.errors import APIError, ServiceUnavailableError
 
 from stretto.bus.connection import open_once, without_logins
+from stretto.bus.listening import is_loopback, listening
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.server import Bootstrap, login_of
+from stretto.bus.server import Bootstrap, binary, login_of
 from stretto.bus.tls import TlsIdentity
+from stretto.component import Problem
 from stretto.config import BusConfig
-from stretto.errors import BusError
+from stretto.errors import BusError, ConfigError
 
-__all__ = ["BusFault", "faults_of_bus"]
+_CONNECT_S = 3.0
+"""Time limit of the connection to a nats-server at `bus.url`."""
 
 _ANSWER_S = 4.0
 """Time limit of one question to the store. A server of a cluster without a leader answers nothing."""
@@ -33,18 +36,60 @@ _PASSING = {_NO_LEADER: _SILENT_S, _TOO_FEW_SERVERS: 5.0}
 """Error code -> seconds after which it is a fault. The servers of a new cluster have to find each other."""
 
 
-@dataclass(frozen=True)
-class BusFault:
-    """Something that is wrong with the servers of `bus.url`."""
+def bus_problems(bus: BusConfig) -> Iterator[Problem]:
+    """Check that the run's nats-servers answer and can store what the run needs, or that there is one to
+    start. Warn of connections that others can read."""
+    if bus.servers:
+        try:
+            yield from anyio.run(faults_of_bus, bus, _CONNECT_S)
+        except ConfigError as error:
+            yield Problem(error.path, str(error))
+            return
+        if (open_servers := _open_servers(bus)) and not bus.insecure:
+            yield Problem(
+                "bus.url",
+                f"no TLS to {', '.join(open_servers)}: whoever can read the network reads the run's "
+                "credentials and samples; use tls:// (see docs/nats.md), or set `bus.insecure: true` if you "
+                "trust the network",
+                "warning",
+            )
+        if bus.replicas > len(bus.servers):
+            yield Problem(
+                "bus.url",
+                f"names {len(bus.servers)} of at least {bus.replicas} servers: while these are down, no new "
+                "process can connect; name all of them",
+                "warning",
+            )
+        return
+    try:
+        binary()
+    except BusError as error:
+        yield Problem("bus", str(error), "environment")
+    try:
+        public = listening(bus).public
+    except ConfigError as error:
+        yield Problem(error.path, str(error), "environment")
+        return
+    if public and bus.insecure:
+        yield Problem(
+            "bus.insecure",
+            f"nats-server will listen at {bus.listen} without TLS: whoever can read the network reads the "
+            "run's credentials and samples, and with them can do all that its workers can",
+            "warning",
+        )
 
-    key: str
-    """The key of the run file, such as `bus.url`."""
-    message: str
-    fatal: bool = True
-    """Whether the run cannot work. A cluster can with some of its servers."""
+
+def _open_servers(bus: BusConfig) -> list[str]:
+    """Return the servers on other machines to which connections have no TLS, without logins."""
+    places = [urlsplit(server) for server in bus.servers]
+    return [
+        f"{place.hostname}:{place.port or 4222}"
+        for place in places
+        if place.scheme == "nats" and not is_loopback(place.hostname or "")
+    ]
 
 
-async def faults_of_bus(config: BusConfig, timeout_s: float) -> list[BusFault]:
+async def faults_of_bus(config: BusConfig, timeout_s: float) -> list[Problem]:
     """Connect to each server of `bus.url`, and try the store on one of them.
 
     Args:
@@ -69,8 +114,8 @@ async def faults_of_bus(config: BusConfig, timeout_s: float) -> list[BusFault]:
             tasks.start_soon(look, address)
     texts = [faults[address] for address in config.servers if address in faults]
     if not with_login:
-        return [BusFault("bus.url", "; ".join(texts))]
-    missing = [BusFault("bus.url", f"{text}; the run starts with the others", fatal=False) for text in texts]
+        return [Problem("bus.url", "; ".join(texts), "environment")]
+    missing = [Problem("bus.url", f"{text}; the run starts with the others", "warning") for text in texts]
     fault = await _fault_of_store(bootstrap, with_login[0], config, timeout_s)
     return [*missing, *([fault] if fault else [])]
 
@@ -106,7 +151,7 @@ async def _fault_of_server(bootstrap: Bootstrap, address: str, timeout_s: float)
 
 async def _fault_of_store(
     bootstrap: Bootstrap, address: str, config: BusConfig, timeout_s: float
-) -> BusFault | None:
+) -> Problem | None:
     """Make a stream as the run will, store a message in it, and remove it. Return what does not work."""
     names, complaints = Subjects(bootstrap.run), list[str]()
 
@@ -132,20 +177,22 @@ async def _fault_of_store(
                     return _refusal(error, config, place)
             except (TimeoutError, nats.errors.Error) as error:
                 if waited_s > _SILENT_S:
-                    text = f"the store of nats-server at {place} does not answer: {_text(error)}"
-                    return BusFault("bus.url", text)
+                    silence = f"the store of nats-server at {place} does not answer: {_text(error)}"
+                    return Problem("bus.url", silence, "environment")
             await anyio.sleep(0.2)
     finally:
         await client.close()
     key = "bus.credentials" if config.credentials else "bus.url"
-    return BusFault(key, f"nats-server at {place} forbids what the run does: {complaints[0]}")
+    refusal = f"nats-server at {place} forbids what the run does: {complaints[0]}"
+    return Problem(key, refusal, "environment")
 
 
-def _refusal(error: APIError, config: BusConfig, place: str) -> BusFault:
+def _refusal(error: APIError, config: BusConfig, place: str) -> Problem:
     if error.err_code in (_TOO_FEW_SERVERS, _NO_CLUSTER):
-        text = f"is {config.replicas}, but the cluster has fewer servers with JetStream now"
-        return BusFault("bus.replicas", f"{text}: {error.description}")
-    return BusFault("bus.url", f"the store of nats-server at {place} cannot be used: {_text(error)}")
+        few = f"is {config.replicas}, but the cluster has fewer servers with JetStream now"
+        return Problem("bus.replicas", f"{few}: {error.description}", "environment")
+    text = f"the store of nats-server at {place} cannot be used: {_text(error)}"
+    return Problem("bus.url", text, "environment")
 
 
 async def _try_store(store: JetStreamContext, names: Subjects, replicas: int) -> None:

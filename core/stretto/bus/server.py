@@ -34,25 +34,11 @@ from stretto.bus.listening import Listening, listening, url_host
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.base import Party
 from stretto.bus.messages.subjects import WORKER_VERBS, Subjects
+from stretto.bus.payloads import with_parts
 from stretto.bus.tls import TlsIdentity
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
 from stretto.launcher import ROLES
-
-__all__ = [
-    "OPERATOR",
-    "STORE",
-    "VIEWER",
-    "Bootstrap",
-    "NatsServer",
-    "binary",
-    "foreign_bootstrap",
-    "free_port",
-    "lock_run",
-    "login_of",
-    "restart_server",
-    "run_id",
-]
 
 log = structlog.get_logger()
 
@@ -152,9 +138,9 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(changed, user=user, password=password, credentials_file=creds)
 
 
-def run_id(folder: Path) -> str | None:
+def run_id(folder: Path) -> str:
     """Return the id of the run whose bus folder is `folder`, from its bootstrap files or the names in its
-    store; None if none of them has it."""
+    store; empty if none of them has it."""
     for file in (folder / f"{role}.json" for role in _PARTIES):
         if file.exists():
             try:
@@ -162,7 +148,7 @@ def run_id(folder: Path) -> str | None:
             except ConfigError as error:
                 log.warning("file is damaged", damage=str(error))
     stream = next(folder.glob("store/jetstream/*/streams/LOG_*"), None)
-    return stream.name.removeprefix("LOG_") if stream else None
+    return stream.name.removeprefix("LOG_") if stream else ""
 
 
 def lock_run(folder: Path) -> IO[str]:
@@ -420,7 +406,7 @@ async def _end_former(pid_file: Path) -> None:
             while pid_file.exists():
                 await anyio.sleep(0.02)
         if waiting.cancelled_caught:
-            log.warning("the former guard hangs and is killed", pid=pid)
+            log.warning("the previous guard hangs and is killed", pid=pid)
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)  # the next guard ends its server, if that is left
     pid_file.unlink(missing_ok=True)  # a killed guard leaves its file
@@ -555,12 +541,12 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
             for asker in askers:
                 permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.*.{verb}")
                 permissions[role]["publish"].append(f"{names.answers(asker, role)}.>")
-    permissions["trainer"]["publish"] += [*_read_log(names), *_append(names.trained)]
+    permissions["trainer"]["publish"] += [*_read_log(names), *with_parts(names.trained)]
     finished = (
         *(names.trajectories, names.image("*"), names.groups),
-        *(names.kept_answers, names.kept_trajectories, names.records),
+        *(names.kept_trajectories, names.records),
     )
-    permissions["rollout"]["publish"] += [*_append(*finished), *_take_tickets(names)]
+    permissions["rollout"]["publish"] += [*with_parts(*finished), *_take_tickets(names)]
     permissions["samples"] = {
         "publish": [f"{names.root}.kernel.samples.>", *_follow_log(names), *_read_log(names)],
         "subscribe": [f"{names.inbox('samples')}.>"],
@@ -576,11 +562,6 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
         party: {key: list(dict.fromkeys(subjects)) for key, subjects in each.items()}
         for party, each in permissions.items()
     }
-
-
-def _append(*subjects: str) -> list[str]:
-    """Return the subjects with which messages are appended to the log, whole or in parts."""
-    return [each for subject in subjects for each in (subject, f"{subject}.part")]
 
 
 def _follow_log(names: Subjects) -> list[str]:

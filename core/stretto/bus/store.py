@@ -15,7 +15,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 import msgspec
@@ -34,17 +34,14 @@ from nats.js.api import (
     StreamConfig,
 )
 from nats.js.errors import APIError, KeyNotFoundError, NotFoundError
-from nats.js.kv import KeyValue
 
 from stretto.bus.connection import payload_limit
 from stretto.bus.health import Refusals, Unanswered
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.membership import SERVER
-from stretto.bus.payloads import MAX_PARTS, MAX_PAYLOAD, PART, content_of, decoder, encode, is_split, split
+from stretto.bus.payloads import decoder, encode, join_stored, list_parts, split, with_parts
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, MessageGone, NoAnswer
-
-__all__ = ["Delivery", "Extent", "Store"]
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -59,9 +56,6 @@ _HEARTBEAT_S = 2
 """Seconds between two signs of life from the server of a stream that this process follows."""
 _SILENT_S = 7.0
 """After this many seconds without one, the process creates another consumer."""
-_PART_SUFFIX = ".part"
-"""Ends the subject under which a stream stores the parts of its messages."""
-_PartNumbers = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(max_length=MAX_PARTS)]
 
 _NO_MESSAGE = (10037, 10043, 10057)
 """Error codes of the server for a message that does not exist, or no longer exists."""
@@ -141,7 +135,7 @@ class Store:
         self._up.clear()
 
     async def on_reconnected(self) -> None:
-        """Go on, and restart the streams that this process follows. The client calls it."""
+        """Continue, and restart the streams that this process follows. The client calls it."""
         self._up.set()
         for queue in self._pulling:
             queue.put_nowait(None)
@@ -150,8 +144,8 @@ class Store:
 
     async def make_log(self, stream: str, subjects: list[str]) -> None:
         """Create a stream that processes read by sequence number and purge from its beginning. Idempotent."""
-        subjects = [*subjects, *(f"{subject}{_PART_SUFFIX}" for subject in subjects)]
-        await self._make_stream(StreamConfig(name=stream, subjects=subjects, allow_direct=True))
+        config = StreamConfig(name=stream, subjects=with_parts(*subjects), allow_direct=True)
+        await self._make_stream(config)
 
     async def make_queue(self, stream: str, subjects: list[str], *, redeliver_s: float) -> None:
         """Create a work queue with one consumer for each subject. The consumer's name is made from the
@@ -180,16 +174,12 @@ class Store:
             NoAnswer: if the server does not confirm in time.
             BusError: if the server cannot store the message, for example because the disk is full.
         """
-        data = encode(message)
-        if len(data) > payload_limit(self._client):
-            # The parts go to a subject of their own, and the message holds their sequence numbers.
-            parts = split(data, payload_limit(self._client))
-            sequences = [
-                await self._store(f"{subject}{_PART_SUFFIX}", part, f"{id}.{index}")
-                for index, part in enumerate(parts)
-            ]
-            data = bytes([PART]) + msgspec.msgpack.encode(sequences)
-        return await self._store(subject, data, id)
+        whole, *more = parts = split(encode(message), payload_limit(self._client))
+        if not more:
+            return await self._store(subject, whole, id)
+        _, of_parts = with_parts(subject)
+        numbers = [await self._store(of_parts, part, f"{id}.{index}") for index, part in enumerate(parts)]
+        return await self._store(subject, list_parts(numbers), id)
 
     async def read(self, stream: str, sequence: int, kind: type[M]) -> M:
         """Return the message at a sequence number.
@@ -312,7 +302,7 @@ class Store:
         return Extent(state["first_seq"], state["last_seq"], frozenset(state.get("deleted") or ()))
 
     async def holds(self, stream: str, sequence: int) -> bool:
-        """Whether a stream holds a message with all its parts. It reads the message."""
+        """Return whether a stream holds a message with all its parts. It reads the message."""
         try:
             message = await self._read_message(stream, sequence)
             await self._join_stored_parts(stream, message.data or b"")
@@ -383,7 +373,7 @@ class Store:
 
     async def put_state(self, bucket: str, key: str, message: Message) -> int:
         """Store a value and return its revision. Revisions only rise within a bucket."""
-        values = await self._bucket(bucket)
+        values = await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
         return await self._storing(lambda: values.put(key, encode(message)), bucket)
 
     # ---------------------------------------------------------------------------------- private
@@ -403,9 +393,6 @@ class Store:
                 await self._jetstream.update_stream(config)
 
         await self._storing(make, config.name or "")
-
-    async def _bucket(self, bucket: str) -> KeyValue:
-        return await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
 
     async def _storing(
         self, operation: Callable[[], Awaitable[T]], action: str, passing: Collection[int] = ()
@@ -475,22 +462,14 @@ class Store:
 
         Raises:
             MessageGone: if a part is not there.
-            ValueError: if the parts are no parts, or are too large together.
+            msgspec.DecodeError, ValueError: if the parts are not those of one payload.
             NoAnswer: if the server does not answer in time.
         """
-        if not is_split(data):
-            return data
-        pieces: list[bytes] = []
-        room = MAX_PAYLOAD
-        for sequence in msgspec.msgpack.decode(data[1:], type=_PartNumbers):
-            part = await self._read_message(stream, sequence)
-            if not (part.subject or "").endswith(_PART_SUFFIX):
-                raise ValueError(f"message {sequence} is not a part of another message")
-            pieces.append(content_of(part.data or b""))
-            room -= len(pieces[-1])
-            if room < 0:
-                raise ValueError(f"the parts have more than {MAX_PAYLOAD:,} bytes together")
-        return b"".join(pieces)
+
+        async def read(sequence: int) -> bytes:
+            return (await self._read_message(stream, sequence)).data or b""
+
+        return await join_stored(data, read)
 
     async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, str, bytes]]:
         """Yield (sequence, subject, payload) of a consumer's messages as they arrive, in order.

@@ -15,8 +15,6 @@ from stretto.base.private_file import write_private
 from stretto.config import TlsConfig
 from stretto.errors import ConfigError
 
-__all__ = ["TlsIdentity", "client_context"]
-
 
 class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The authority that a client believes, and the certificate that it shows, as PEM text."""

@@ -21,8 +21,6 @@ from stretto.models.images import ImageError, files_of
 from stretto.user_code.importable import load_importable
 from stretto.user_code.scoring import accepted, required
 
-__all__ = ["COMMAND", "Question", "Reaction", "setup_frame", "with_files"]
-
 COMMAND = (sys.executable, "-m", "stretto.children.environment")
 
 

@@ -23,8 +23,6 @@ import msgspec
 from stretto.children.protocol import HEAD, die_with_parent, encodable, framed
 from stretto.errors import RewardError, place_of
 
-__all__ = ["LIMIT_METRICS", "AnswerLimits", "LimitedScore", "score_within"]
-
 Value = tuple[float, dict[str, float]]
 
 LIMIT_METRICS = ("over_time", "over_memory", "crashed")

@@ -8,7 +8,6 @@ random: code that runs in the child cannot write a frame that answers a later qu
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import struct
@@ -22,19 +21,7 @@ import msgspec
 
 from stretto.errors import RewardError, StrettoError, place_of
 from stretto.user_code.child_process import last_line, run_child
-
-__all__ = [
-    "HEAD",
-    "MAX_FRAME",
-    "Pipes",
-    "Started",
-    "die_with_parent",
-    "encodable",
-    "framed",
-    "serve",
-    "try_to_ask",
-    "try_to_start",
-]
+from stretto.user_code.guard import end_with_parent
 
 T = TypeVar("T")
 
@@ -43,7 +30,6 @@ HEAD = struct.Struct(">IQ")
 MAX_FRAME = 64 * 2**20
 """Largest content of a frame in bytes, in both directions. The largest contents are the scores of a group
 with their metrics, and conversations with the state of their environment: a few MiB at most."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
@@ -154,10 +140,9 @@ def encodable(text: str) -> str:
 
 def die_with_parent() -> None:
     """End this process when its parent ends: hung code must not outlive a killed verifier. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:
-            sys.exit()
+    end_with_parent(signal.SIGKILL)
+    if sys.platform == "linux" and os.getppid() == 1:
+        sys.exit()
 
 
 def try_to_start(

@@ -19,8 +19,6 @@ from stretto.component import Context
 from stretto.errors import ConfigError
 from stretto.user_code.scoring import score_group, scores_groups
 
-__all__ = ["COMMAND", "ScoringResult", "Task", "setup_frame", "try_to_score"]
-
 COMMAND = (sys.executable, "-m", "stretto.children.reward")
 
 

@@ -1,7 +1,8 @@
-"""A process that checks rows of a dataset with `Component.check_row`. `stretto check` starts it.
+"""A process that checks rows of a dataset. `stretto check` starts it.
 
-It reads the run from its standard input and writes a `RowFaults` to its standard output; output of plugins
-goes to stderr.
+It calls `Component.check_row` for many rows, or reads the first row with the model's processor, which the
+kernel does not load. It reads the run from its standard input and writes a `RowFaults` to its standard
+output; output of plugins goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 
 import msgspec
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose_mapping
 from stretto.component import Context
+from stretto.dataset import Dataset
+from stretto.errors import ConfigError
+from stretto.models.vision import Vision, keep_torch_out
 from stretto.user_code.child_process import last_line, run_child
-
-__all__ = ["RowFaults", "drawn_rows", "faults_of_rows", "row_checks"]
 
 _MAX_ROWS = 10_000
 _MAX_S = 4.0
@@ -39,6 +42,23 @@ class RowFaults(msgspec.Struct, frozen=True):
     """Number of checked rows with a fault."""
     first: tuple[tuple[int, str], ...]
     """Index and fault of the checked rows with a fault, in the order of the dataset, at most `_MAX_SHOWN`."""
+
+    @classmethod
+    def of(cls, rows: int, read: int, faults: Mapping[int, str]) -> RowFaults:
+        """Return the faults of rows, which are by index."""
+        return cls(rows, read, len(faults), tuple(sorted(faults.items())[:_MAX_SHOWN]))
+
+    @property
+    def shown(self) -> str:
+        """How many rows were checked, and the first faults, for messages."""
+        faults = "".join(f"\n  row {index + 1}: {fault}" for index, fault in self.first)
+        more = "\n  …" if self.faulty > len(self.first) else ""
+        return f"(checked: {checked_rows(self.read, self.rows)}):{faults}{more}"
+
+
+def checked_rows(read: int, rows: int) -> str:
+    """Return how many rows were read, for messages."""
+    return "all rows" if read == rows else f"{read:,} of {rows:,} rows, drawn at random"
 
 
 def row_checks(composed: Composed, section: str) -> list[Callable[[Mapping[str, Any]], str]]:
@@ -68,7 +88,8 @@ def faults_of_rows(
     Args:
         document: the composed run.
         path: dotted key of the dataset's section in the run.
-        section: the section of the component that checks.
+        section: the section of the component that checks; `model` for the processor of a vision-language
+            model.
 
     Raises:
         TimeoutError: if the child does not end within `timeout_s`.
@@ -82,9 +103,14 @@ def faults_of_rows(
 
 
 def _faults(document: Mapping[str, Any], path: str, section: str, context: Context) -> RowFaults:
-    composed = compose_mapping(document)
-    checks = row_checks(composed, section)
-    dataset = composed.make(path, context)
+    if section == "model":
+        keep_torch_out()
+    assembly = Assembly(compose_mapping(document))
+    dataset: Dataset = assembly.composed.make(path, context)
+    if section == "model":
+        fault = _fault_of_first_row(assembly, path, dataset)
+        return RowFaults.of(1, 1, {0: fault} if fault else {})
+    checks = row_checks(assembly.composed, section)
     rows = len(dataset)
     read, faults = 0, dict[int, str]()
     for index in drawn_rows(rows, _MAX_S):
@@ -92,7 +118,23 @@ def _faults(document: Mapping[str, Any], path: str, section: str, context: Conte
         if fault := next(filter(None, (check(columns) for check in checks)), ""):
             faults[index] = fault
         read += 1
-    return RowFaults(rows, read, len(faults), tuple(sorted(faults.items())[:_MAX_SHOWN]))
+    return RowFaults.of(rows, read, faults)
+
+
+def _fault_of_first_row(assembly: Assembly, path: str, dataset: Dataset) -> str:
+    """Return why the run's vision-language model cannot read the first row; empty if it can."""
+    assert assembly.config.model is not None, "only runs of vision-language models ask this"
+    try:
+        row, source = dataset[0], assembly.graph.source
+        tokenizer = Vision(assembly.config.model).of(row)
+        if source.encode is None or path != "dataset":
+            tokenizer.encode_prompt(row["prompt"])
+        else:
+            for index in range(source.samples):
+                source.encode(row, index, tokenizer)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _main() -> None:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from stretto.config import RunConfig
 
-__all__ = ["Invocation", "command", "max_answer", "setup_frame", "try_to_make"]
-
 _TRY_S = 60.0
 """Time limit for making the tools in a trial."""
 _MAX_CHARACTER = 4
@@ -214,7 +212,7 @@ async def _answer(tools: Mapping[str, Tool], invocation: Invocation, max_chars: 
         return failed(f"wrong arguments: {error}")
     except _ServerError as error:
         return failed(str(error))
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; the answer tells the policy
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; the answer shows it to the policy
         print(f"tool {tool.name!r} raised {place_of(error)}", file=sys.stderr, flush=True)
         return failed(f"{type(error).__name__}: {error}")
     return ToolAnswer(_without_surrogates(text), images=images)

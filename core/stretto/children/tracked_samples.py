@@ -1,6 +1,6 @@
 """The samples that a tracker gets: a few of each due step and of each evaluation, from the run's folder.
 
-The run's sample writer is some seconds behind `metrics.jsonl`, and trainers tell of a step during the next
+The run's sample writer is some seconds behind `metrics.jsonl`, and trainers report a step during the next
 one. So a step is settled when enough of its samples are there, or when those of a later step have come.
 """
 
@@ -14,8 +14,6 @@ from stretto.bus.messages.tickets import Purpose
 from stretto.errors import printable
 from stretto.records.kept.samples import SampleFilter, SampleStore
 from stretto.tracker import SAMPLE_FIELDS
-
-__all__ = ["settled_samples"]
 
 _LONGEST_TEXT = 20_000
 """Characters of a prompt or an answer that a tracker gets: its beginning and its end."""

@@ -29,19 +29,17 @@ from typing import Any, Literal, cast
 import msgspec
 import structlog
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.logs import log_to
-from stretto.assembly.plan import context_of
 from stretto.base.private_file import write_private
 from stretto.bus.messages.tickets import Purpose
 from stretto.bus.server import run_id
 from stretto.children.tracked_samples import settled_samples
 from stretto.errors import ConfigError, StrettoError, offer
 from stretto.records.metrics import is_evaluation
-from stretto.records.run import RunRecord
+from stretto.run_folder import RunFolder
 from stretto.tracker import Sent, Tracker, TrackerConfig
-
-__all__ = ["Mode", "command", "cursor_file"]
 
 log = structlog.get_logger()
 
@@ -88,7 +86,7 @@ class _LineSender:
         samples_every: samples are due of every step whose number is a multiple of this.
     """
 
-    def __init__(self, run: RunRecord, file: Path, *, samples: int, samples_every: int) -> None:
+    def __init__(self, run: RunFolder, file: Path, *, samples: int, samples_every: int) -> None:
         self._run = run
         self._file = file
         self._samples = samples
@@ -113,7 +111,7 @@ class _LineSender:
     def start(self, tracker: Tracker) -> None:
         """Start the tracker, and continue after what it has."""
         resumed_at = Sent(step=self._cursor.step, evaluation=self._cursor.evaluation)
-        has = tracker.start(self._run.document, resumed_at if self._began else None)
+        has = tracker.start(self._run.config, resumed_at if self._began else None)
         if has is not None:
             self._move(**msgspec.structs.asdict(has))
 
@@ -262,7 +260,7 @@ def _send(folder: Path, name: str, composed: Composed, watch: _ParentWatch | Non
     with _sole_sender(file.with_name("lock"), wait=watch is not None):
         keeps_samples = composed.config.samples.keep != "none"
         sender = _LineSender(
-            RunRecord(folder),
+            RunFolder(folder),
             file,
             samples=section.samples if keeps_samples else 0,
             samples_every=section.samples_every,
@@ -270,8 +268,8 @@ def _send(folder: Path, name: str, composed: Composed, watch: _ParentWatch | Non
         if watch is None and not sender.has_news:
             log.info("there is nothing new to send")
             return
-        context = context_of(composed.config, run=run_id(folder / "bus") or "", folder=str(folder))
-        tracker: Tracker = composed.make(path, context)
+        assembly = Assembly(composed, folder=folder, run=run_id(folder / "bus"))
+        tracker: Tracker = assembly.make(path)
         sender.start(tracker)
         while True:
             last = watch is None or watch.gone.is_set()

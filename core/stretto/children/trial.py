@@ -18,8 +18,6 @@ from stretto.children.protocol import Pipes, Started, try_to_start
 from stretto.component import Context, Problem
 from stretto.errors import ContractError, StrettoError
 
-__all__ = ["try_to_make"]
-
 _COMMAND = (sys.executable, "-m", __name__)
 
 

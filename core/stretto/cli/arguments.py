@@ -11,25 +11,10 @@ from typer.core import TyperCommand
 
 from stretto.errors import ConfigError
 
-__all__ = [
-    "Detach",
-    "DryRun",
-    "ElsewhereCertificate",
-    "ElsewhereLogin",
-    "ElsewhereUrl",
-    "EvaluationOverrides",
-    "Overrides",
-    "RunFile",
-    "RunOrViewer",
-    "Runs",
-    "TrustPlugins",
-    "WithOverrides",
-]
-
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (YAML).")]
 Detach = Annotated[
     bool,
-    typer.Option("--detach", help="Return when the run trains; it goes on in the background."),
+    typer.Option("--detach", help="Return when the run trains; it continues in the background."),
 ]
 TrustPlugins = Annotated[
     bool,
@@ -77,10 +62,6 @@ ElsewhereCertificate = Annotated[
         help="Without the run's folder: certificate for a server of your own, beside its key NAME.key.",
         metavar="NAME.pem",
     ),
-]
-
-Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs.")
 ]
 
 

@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Annotated, Any
 
@@ -36,10 +37,8 @@ from stretto.cli.start import commands as start
 from stretto.cli.sweep import commands as sweep
 from stretto.errors import ConfigError, PluginError, StrettoError
 
-__all__ = ["main"]
-
-GROUP = "stretto.command"
-"""The entry points of commands that other packages add."""
+_GROUP = "stretto.command"
+"""The entry points of commands that packages add: those of plugins/commands, and other ones."""
 
 
 class _Commands(TyperGroup):
@@ -49,15 +48,21 @@ class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, stretto's own first."""
         own = super().list_commands(ctx)
-        return [*own, *sorted({each.name for each in entry_points(group=GROUP)} - {*own})]
+        return [*own, *sorted(_added().keys() - {*own})]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command with a name; None if there is none."""
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        found = entry_points(group=GROUP, name=cmd_name)
-        return _added_command(next(iter(found))) if found else None
+        found = _added().get(cmd_name)
+        return _added_command(found) if found else None
+
+
+@cache
+def _added() -> dict[str, EntryPoint]:
+    """Return the commands that installed packages add, by their names."""
+    return {each.name: each for each in entry_points(group=_GROUP)}
 
 
 def _added_command(entry: EntryPoint) -> Any:

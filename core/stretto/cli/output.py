@@ -12,8 +12,6 @@ from stretto.errors import printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["fail", "print_table"]
-
 
 def print_table(table: Table) -> None:
     """Print a table. Text in its cells is no markup: a model or a plugin may have written it."""

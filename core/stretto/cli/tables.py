@@ -6,8 +6,6 @@ from rich.table import Table
 
 from stretto.errors import printable
 
-__all__ = ["add_row", "figure_table"]
-
 
 def figure_table(*columns: str) -> Table:
     """Return a table without rows: the first column has names, and the others have figures."""

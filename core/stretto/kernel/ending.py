@@ -14,8 +14,6 @@ import structlog
 
 from stretto.records.status import State
 
-__all__ = ["Ending", "Interruptions"]
-
 log = structlog.get_logger()
 
 
@@ -84,7 +82,7 @@ class Interruptions:
         self._former: dict[signal.Signals, Any] = {}
         """The handlers that the signals had."""
         self._obey: Callable[[], object] | None = None
-        """Has the present kernel obey."""
+        """Has the current kernel obey."""
 
     def __enter__(self) -> Interruptions:
         return self

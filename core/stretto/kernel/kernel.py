@@ -7,6 +7,7 @@ checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -32,7 +33,6 @@ from stretto.bus.messages.journal import (
     KernelLease,
 )
 from stretto.bus.messages.membership import (
-    SERVER,
     AskRanks,
     Beacon,
     Heartbeat,
@@ -43,11 +43,11 @@ from stretto.bus.messages.membership import (
     WorkerProcess,
 )
 from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
-from stretto.bus.messages.tickets import Answers, GroupDone, Progress, TicketStarted
+from stretto.bus.messages.tickets import GroupDone, Progress, TicketStarted
 from stretto.bus.messages.training import RowRef
-from stretto.bus.server import restart_server
 from stretto.config import MetricsConfig
-from stretto.errors import BusError, ConfigError, RunError, one_error
+from stretto.errors import ConfigError, RunError, one_error
+from stretto.kernel.bus_watch import watch_bus, watch_store
 from stretto.kernel.calls.canary import EngineErrors
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import StepResult, Trainers
@@ -64,9 +64,7 @@ from stretto.kernel.observe.record_server import RecordServer
 from stretto.kernel.observe.sample_keeper import SampleKeeper
 from stretto.kernel.observe.timeline import Timeline
 from stretto.kernel.observe.traces import RunTraces, StepTrace
-from stretto.kernel.schedule.lending import Wish
-from stretto.kernel.schedule.outcomes import Outcome
-from stretto.kernel.schedule.scheduler import (
+from stretto.kernel.schedule.commands import (
     Command,
     EvaluationDone,
     Fail,
@@ -78,13 +76,13 @@ from stretto.kernel.schedule.scheduler import (
     StartBatch,
     Withdraw,
 )
+from stretto.kernel.schedule.lending import Wish
+from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES, ClusterLauncher, Role
 from stretto.records.timeline import Cause
 from stretto.weights import WeightsNote
-
-__all__ = ["own_run"]
 
 log = structlog.get_logger()
 
@@ -96,8 +94,6 @@ _START_S = 900.0
 """Deadline for all workers to be ready, models loaded."""
 _LEAVE_S = 8.0
 """At the end of the run, workers have this many seconds to leave before the kernel stops them."""
-_STORE_S = 30.0
-"""A server that answers pings, but nothing that asks its store, is started again after this many seconds."""
 _TURN_S = 30.0
 """Maximum length of an evaluation's first turn at a single engine, in seconds."""
 _TURNS_PER_WORKFLOW = 10
@@ -211,8 +207,8 @@ class Kernel:
         self._tasks.start_soon(self._routes.send_changes)
         self._tasks.start_soon(self._routes.refresh)
         self._tasks.start_soon(self._fleet.watch)
-        self._tasks.start_soon(self._watch_bus)
-        self._tasks.start_soon(self._watch_store)
+        self._tasks.start_soon(watch_bus, self._setup, self._bus, self._ending)
+        self._tasks.start_soon(watch_store, self._setup, self._bus, self._ending)
         self._tasks.start_soon(self._board.publish, self._bus, self._names)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
@@ -284,10 +280,7 @@ class Kernel:
 
     async def _begin(self, stored: Stored | None) -> None:
         """Wait for the workers, load the weights or repeat the journal, and issue the first tickets."""
-        with anyio.move_on_after(_START_S) as starting:
-            await self._until_trainers_ready()
-        if starting.cancelled_caught:
-            raise self._start_timeout()
+        await self._in_time(self._until_trainers_ready)
         resumed = self._setup.resumed
         notes = await (self._trainers.load(None, 0) if stored is None else self._repeat(stored))
         if self._ending.over.is_set():
@@ -299,10 +292,7 @@ class Kernel:
             # Without this checkpoint, another crash would begin the same incarnation a second time.
             await self._checkpointer.save()
         self._board.note = "waiting for all workers"
-        with anyio.move_on_after(_START_S) as starting:
-            await self._until_all_callable()
-        if starting.cancelled_caught:
-            raise self._start_timeout()
+        await self._in_time(self._until_all_callable)
         await self._samples.until_followed()
         self._board.note = ""
         self._started = self._board.started = True
@@ -375,7 +365,7 @@ class Kernel:
         """Change to this kernel's values: record the change in the journal and write a checkpoint.
 
         Args:
-            notes: notes of older versions that evaluations need, and last the note of the present weights.
+            notes: notes of older versions that evaluations need, and last the note of the current weights.
             log_sequence: sequence number of the last log message that the ledger has taken in.
             record: the journal's entry of this change, if a previous kernel wrote it.
 
@@ -437,8 +427,11 @@ class Kernel:
         member = self._fleet.members.get(worker)
         return member is not None and member.callable
 
-    def _start_timeout(self) -> RunError:
-        return RunError(f"workers not ready after {_START_S:.0f} s: {self._fleet.starting}")
+    async def _in_time(self, until_ready: Callable[[], Awaitable[None]]) -> None:
+        """Wait for workers, at most for `_START_S`."""
+        with anyio.move_on_after(_START_S):
+            return await until_ready()
+        raise RunError(f"workers not ready after {_START_S:.0f} s: {self._fleet.starting}")
 
     # -------------------------------------------------------------------------------------- the end
 
@@ -474,48 +467,6 @@ class Kernel:
         at_once = self._ending.hurried or not self._bus.connected
         await self._fleet.stop(0 if at_once else _LEAVE_S)
         await self._samples.stop(at_once=at_once)
-
-    async def _watch_bus(self) -> None:
-        """End the run when the bus has been out for `bus.outage_s`.
-
-        It counts the seconds in which this process ran, so a machine that slept has not missed anything.
-        """
-        outage_s = self._config.bus.outage_s
-        out_s, poll_s = 0.0, min(1.0, outage_s / 4)
-        while out_s <= outage_s:
-            await anyio.sleep(poll_s)
-            out_s = 0.0 if self._bus.connected else out_s + poll_s
-        self._ending.end(
-            "failed",
-            f"no connection to nats-server at {self._bus.url} for {outage_s:g} s (bus.outage_s); "
-            f"`stretto resume {self._setup.folder}` continues the run",
-        )
-
-    async def _watch_store(self) -> None:
-        """Start the bundled nats-server again when it answers pings, but not what asks its store.
-
-        After a write that failed, the server writes to that stream no more, even if its disk has room again.
-        The run ends a little before workers give up by themselves.
-        """
-        folder, config = self._setup.folder, self._config.bus
-        next_restart_s = _STORE_S
-        while (waited_s := self._waited_for_store_s()) < 0.9 * config.outage_s:
-            if waited_s < _STORE_S:
-                next_restart_s = _STORE_S
-            elif waited_s >= next_restart_s and config.url is None:
-                next_restart_s = waited_s + _STORE_S
-                log.warning("the store does not answer; starting nats-server again", seconds=waited_s)
-                restart_server(folder / "bus")
-            await anyio.sleep(1)
-        self._ending.end(
-            "failed",
-            f"no answer from the store of nats-server at {self._bus.url} for {waited_s:.0f} s (bus.outage_s "
-            f"is {config.outage_s:g}); see {folder / 'bus' / 'nats.log'}; `stretto resume {folder}` goes on",
-        )
-
-    def _waited_for_store_s(self) -> float:
-        waits = [self._bus.unanswered.longest(), *(member.wait for member in self._fleet.members.values())]
-        return max((wait.seconds for wait in waits if wait is not None and wait.who == SERVER), default=0.0)
 
     # ----------------------------------------------------------------------------------- operation
 
@@ -680,10 +631,10 @@ class Kernel:
                 else:
                     for command in commands:
                         await self._do(command)
-            scheduler = self._scheduler
-            resting = scheduler.resting or not self._setup.graph.samples
-            untrained = scheduler.version == 0
-            self._engines.lend(Wish(scheduler.evaluating, scheduler.needed_versions, resting, untrained))
+            scheduler, rounds = self._scheduler, self._scheduler.evaluation
+            resting = scheduler.tickets.resting or not self._setup.graph.samples
+            wish = Wish(rounds.under_way, rounds.needed_versions, resting, scheduler.version == 0)
+            self._engines.lend(wish)
 
     async def _do(self, command: Command) -> None:
         match command:
@@ -726,7 +677,7 @@ class Kernel:
         version, config = result.version, self._config
         divergence = self._engine_errors.divergence(result.divergence)
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
-        due |= config.checkpoint.keep_best and self._scheduler.is_due(version)
+        due |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
         beside = self._scheduler.settings.max_staleness > 0 and not due
         note = None if beside else await self._publish(version, divergence)
         # No await up to `announce`: no task may see the new ledger without the step's figures.
@@ -758,7 +709,7 @@ class Kernel:
         """
         rows = _rows(start.groups)
         ahead = _rows(tuple(self._scheduler.done_groups))
-        needed = self._scheduler.needed_versions
+        needed = self._scheduler.evaluation.needed_versions
         recorded, results, figures = anyio.Event(), list[StepResult](), list[float]()
 
         async def record() -> None:
@@ -809,11 +760,9 @@ class Kernel:
             self._ending.drain("failed", f"reward collapse (on_collapse: stop): {collapse}")
 
     async def _end_evaluation(self, done: EvaluationDone) -> None:
-        """Record a complete evaluation: its answers if the run keeps them, its journal entry, its report."""
+        """Record a complete evaluation: its journal entry, its report."""
         self._tickets.evaluation_ended()
         version = done.evaluation.version
-        if self._config.evaluation is not None and self._config.evaluation.keep_answers:
-            await self._write_answers(version, done.groups)
         entry = JournalEvaluation(self._journal.incarnation, done.evaluation)
         await self._journal.append(entry, "evaluation", version)
         self._report.evaluation(done.evaluation)
@@ -821,22 +770,6 @@ class Kernel:
         self._traces.evaluation_ended(done.evaluation)
         if self._config.checkpoint.keep_best:
             await self._checkpointer.prune()
-
-    async def _write_answers(self, version: int, groups: tuple[GroupDone, ...]) -> None:
-        """Copy an evaluation's answers from the log to a file, in the order of their rows. If this fails,
-        report the problem and let the run continue."""
-        final = self._setup.folder / "answers" / f"step-{version:06d}.jsonl"
-        aside = final.with_name(f".{final.name}")
-        try:
-            final.parent.mkdir(exist_ok=True)
-            with aside.open("wb") as file:
-                for group in groups:
-                    sequence = group.members[0].sequence
-                    file.write((await self._bus.store.read(self._names.log_stream, sequence, Answers)).lines)
-            aside.rename(final)
-        except (OSError, BusError) as error:
-            log.error("answers not written", version=version, error=str(error))
-            self._report.problems.append(f"answers of version {version} not written: {error}")
 
 
 def _rows(groups: tuple[GroupDone, ...]) -> tuple[RowRef, ...]:

@@ -21,12 +21,19 @@ import anyio
 import structlog
 
 from stretto import tracing
-from stretto.assembly.compose import Composed, compose
+from stretto.assembly.assembly import Assembly
+from stretto.assembly.compose import compose
 from stretto.assembly.logs import log_to
 from stretto.bus.client import connect
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
 from stretto.errors import ConfigError, RunError, StrettoError, leaves
-from stretto.kernel.durable.changes import is_complete, newest_values, values_file, write_values
+from stretto.kernel.durable.changes import (
+    assemble_existing,
+    is_complete,
+    newest_values,
+    values_file,
+    write_values,
+)
 from stretto.kernel.durable.checkpoint import KernelState, newest_intact
 from stretto.kernel.durable.clean import cleaner_of
 from stretto.kernel.ending import Ending, Interruptions
@@ -34,9 +41,7 @@ from stretto.kernel.fleet.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
 from stretto.kernel.observe.view import View, final_lines, terminal
 from stretto.kernel.setup import RunSetup
-from stretto.records.run import MIRROR, REPLAY
-
-__all__ = ["exit_status", "live", "owned", "resume_to_end", "run", "run_to_end", "served"]
+from stretto.records.files import MIRROR, REPLAY
 
 log = structlog.get_logger()
 
@@ -46,21 +51,21 @@ _LITTLE_ROOM = 2**20
 """Bytes. With less room, workers fail or fall silent for reasons that do not name the disk."""
 
 
-def run_to_end(composed: Composed, folder: Path, forks: ForkServer | None) -> int:
+def run_to_end(assembly: Assembly, forks: ForkServer | None) -> int:
     """Train a run, print its final lines, and return the exit status. See `run`."""
-    return _print_end(run(composed, folder, forks), folder)
+    return _print_end(run(assembly, forks), assembly.folder)
 
 
-def run(composed: Composed, folder: Path, forks: ForkServer | None) -> dict[str, Any]:
-    """Train a run, and return its summary.
+def run(assembly: Assembly, forks: ForkServer | None) -> dict[str, Any]:
+    """Train a run, and return its summary. Its folder is made.
 
     Args:
-        folder: the run's folder, which is made.
         forks: a fork server for the run, from `stretto.kernel.fleet.forks.fork_server`.
 
     Raises:
         ConfigError: if the run's folder cannot be written, or if another process has begun a run in it.
     """
+    folder, composed = assembly.folder, assembly.composed
     with lock_run(folder / "bus"):
         if (folder / "config.yaml").exists():
             raise ConfigError(f"{composed.place('out')}: {folder} already holds a run", path="out")
@@ -69,7 +74,7 @@ def run(composed: Composed, folder: Path, forks: ForkServer | None) -> dict[str,
         except OSError as error:
             raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
         with Interruptions() as interruptions:
-            return _live_to_the_end(composed, folder, None, forks, interruptions)
+            return _live_to_the_end(assembly, None, forks, interruptions)
 
 
 @contextmanager
@@ -104,7 +109,7 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
     records with them. Later values follow in the same way, and the newest values come last.
 
     Args:
-        accept_dataset: continue with the present rows if a dataset has changed since the run's start.
+        accept_dataset: continue with the current rows if a dataset has changed since the run's start.
 
     Raises:
         ConfigError: if the run is complete, if a dataset has changed, or if too much of the run is lost.
@@ -118,19 +123,17 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
     number = min(checkpoint[1].values, newest)
     with Interruptions() as interruptions:
         while number < newest:
-            former = compose(values_file(folder, number))
-            with fork_server(former, folder) as forks:
-                setup = RunSetup(
-                    former, folder, resumed=checkpoint, forks=forks, values=number, goes_on=False
-                )
+            former = assemble_existing(compose(values_file(folder, number)), folder)
+            with fork_server(former) as forks:
+                setup = RunSetup(former, resumed=checkpoint, forks=forks, values=number, goes_on=False)
                 summary, next_values = live(setup, interruptions, accept_dataset)
             if summary["status"] != "repeated":
                 return _print_end(summary, folder)
             number, checkpoint = next_values or newest, _newest_checkpoint(folder)
-        with fork_server(composed, folder) as forks:
+        assembly = assemble_existing(composed, folder)
+        with fork_server(assembly) as forks:
             summary = _live_to_the_end(
-                composed,
-                folder,
+                assembly,
                 checkpoint,
                 forks,
                 interruptions,
@@ -164,8 +167,7 @@ def _print_end(summary: Mapping[str, Any], folder: Path) -> int:
 
 
 def _live_to_the_end(
-    composed: Composed,
-    folder: Path,
+    assembly: Assembly,
     checkpoint: tuple[Path | None, KernelState] | None,
     forks: ForkServer | None,
     interruptions: Interruptions,
@@ -179,11 +181,11 @@ def _live_to_the_end(
     from there with that number (`stretto.kernel.fleet.crew`).
     """
     while True:
-        setup = RunSetup(composed, folder, resumed=checkpoint, forks=forks, values=values)
+        setup = RunSetup(assembly, resumed=checkpoint, forks=forks, values=values)
         summary, _ = live(setup, interruptions, accept_dataset)
         if summary["status"] != "repeated":
             return summary
-        checkpoint = _newest_checkpoint(folder)
+        assembly, checkpoint = assembly.renewed(), _newest_checkpoint(assembly.folder)
 
 
 def live(

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import secrets
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from stretto.algorithm import Algorithm
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed
 from stretto.assembly.contracts import expect_contract
-from stretto.assembly.dataflow import Graph, graph_of
-from stretto.assembly.placement import Placement
-from stretto.assembly.plan import context_of, imports_of, workers
+from stretto.assembly.dataflow import Graph
 from stretto.assembly.variants import variants_of
 from stretto.bus.listening import url_host
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.server import run_id
 from stretto.config import BusConfig
 from stretto.dataset import Curriculum, CurriculumDataset, Dataset
 from stretto.errors import ConfigError, PluginError
@@ -27,16 +21,14 @@ from stretto.kernel.durable.changes import fingerprint_changes
 from stretto.kernel.durable.checkpoint import KernelState
 from stretto.kernel.fleet.fleet import Fleet
 from stretto.kernel.fleet.forks import ForkServer
-from stretto.kernel.fleet.worker_numbers import WorkerNumbers
 from stretto.kernel.observe.advice import Adviser
 from stretto.kernel.observe.report import Report
 from stretto.kernel.observe.status import StatusBoard
 from stretto.kernel.observe.trackers import Trackers
-from stretto.kernel.schedule.scheduler import Scheduler, SchedulerSettings
+from stretto.kernel.schedule.commands import SchedulerSettings
+from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher, ServiceLauncher
 from stretto.weights import WeightsTransport
-
-__all__ = ["RunSetup"]
 
 log = structlog.get_logger()
 
@@ -46,8 +38,7 @@ class RunSetup:
 
     def __init__(
         self,
-        composed: Composed,
-        folder: Path,
+        assembly: Assembly,
         resumed: tuple[Path | None, KernelState] | None,
         *,
         forks: ForkServer | None = None,
@@ -61,7 +52,7 @@ class RunSetup:
             resumed: the checkpoint's folder, or None for the beginning of the run, and its state. None for a
                 new run.
             forks: the fork server of this kernel, if it has one.
-            values: number of the run's values in `composed`.
+            values: number of the run's values in `assembly`.
             goes_on: whether the kernel continues to train after it has repeated the journal. If not, it
                 writes a checkpoint and ends, because other values come next.
             replays: whether the run is a replay, which is complete when the journal is repeated.
@@ -69,45 +60,40 @@ class RunSetup:
         Raises:
             StrettoError: if a component cannot be made.
         """
-        self.numbers = WorkerNumbers(composed, folder)
-        composed = composed.with_numbers(self.numbers.in_force())
-        config = composed.config
-        self.composed = composed
-        self.config = config
-        self.folder = folder
+        self.assembly = assembly
+        self.composed = composed = assembly.composed
+        self.config = config = assembly.config
+        self.folder = folder = assembly.folder
         self.resumed = resumed
         self.values = values
         self.goes_on = goes_on
         self.replays = replays
-        self.run = _run_id(folder)
+        self.run = assembly.context.run
         self.names = Subjects(self.run)
-        self.context = context_of(config, run=self.run, folder=str(folder))
         self.logs = folder / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         self.forks: ForkServer | None = None
         self.datasets: dict[str, Dataset] = {
-            path: composed.make(path, self.context)
+            path: assembly.make(path)
             for path in ("dataset", "evaluation.dataset")
             if path in composed.components
         }
-        algorithm: Algorithm = composed.make("algorithm", self.context)
-        self.graph = graph_of(algorithm.calls(), algorithm.models)
-        self.placement = Placement(config, self.graph)
-        every = workers(config, self.placement)
-        self.workers = every if goes_on else [each for each in every if each.role == "trainer"]
-        self.launcher: Launcher = composed.make("launcher", self.context)
+        self.graph = assembly.graph
+        self.placement = assembly.placement
+        self.workers = [each for each in assembly.workers if goes_on or each.role == "trainer"]
+        self.launcher: Launcher = assembly.make("launcher")
         if forks is not None and isinstance(self.launcher, ForkingLauncher):
             forks.keep_output(self.logs / "forks.out")
             self.launcher.use_forks(forks)
             self.forks = forks
-        self.transport: WeightsTransport = composed.make("weights", self.context)
+        self.transport: WeightsTransport = assembly.make("weights")
         self.sources = {
             path: dataset.source_of if isinstance(dataset, CurriculumDataset) else _no_source
             for path, dataset in self.datasets.items()
         }
         self.scheduler = Scheduler(
             _settings(composed, self.datasets, self.graph),
-            algorithm.keep,
+            assembly.algorithm.keep,
             curriculum=curriculum_of(composed, self.datasets["dataset"]),
             evaluation_source=self.sources.get("evaluation.dataset", _no_source),
         )
@@ -115,7 +101,7 @@ class RunSetup:
             self.launcher,
             folder / "bus",
             self.logs,
-            partial(imports_of, composed, self.placement),
+            assembly.imports_of,
             max_restarts=config.launcher.max_restarts,
         )
         self.report = Report(
@@ -159,7 +145,7 @@ class RunSetup:
         A kernel that only repeats steps evaluates nothing, so it needs only the rows to train on.
 
         Args:
-            accept: continue with the present rows. The change is logged, and noted in the summary.
+            accept: continue with the current rows. The change is logged, and noted in the summary.
 
         Raises:
             ConfigError: if the rows have changed and are not accepted.
@@ -170,8 +156,8 @@ class RunSetup:
             if not accept:
                 raise ConfigError(
                     f"{path}: the rows have changed since the run began (fingerprint {former}, now {present})"
-                    ", and its tickets name rows by number; put the former rows back, or continue with the "
-                    f"present ones: stretto resume {self.folder} --accept-dataset",
+                    ", and its tickets name rows by number; put the previous rows back, or continue with the "
+                    f"current ones: stretto resume {self.folder} --accept-dataset",
                     path=path,
                 )
             log.warning("dataset changed", dataset=path, former=former, present=present)
@@ -223,8 +209,3 @@ def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) ->
         evaluation_samples=evaluation.samples if evaluation else 1,
         variants={name: variant.weight for name, variant in variants_of(config).items()},
     )
-
-
-def _run_id(folder: Path) -> str:
-    """Return the run's id. It is unique on a bus that several runs share, and the same after a resume."""
-    return run_id(folder / "bus") or f"{re.sub(r'[^A-Za-z0-9_-]', '-', folder.name)}-{secrets.token_hex(3)}"

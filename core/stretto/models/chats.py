@@ -209,7 +209,7 @@ def _as_text(arguments: Any) -> str:
 
 
 def _is_shown(call: Mapping[str, Any], packed: str) -> bool:
-    """Whether a text without white space has the name and the arguments of a tool call."""
+    """Return whether a text without white space has the name and the arguments of a tool call."""
     function = call.get("function", call)
     name, arguments = function["name"], function["arguments"]
     if isinstance(arguments, str):
@@ -222,7 +222,7 @@ def _is_shown(call: Mapping[str, Any], packed: str) -> bool:
 
 
 def _has(packed: str, value: Any) -> bool:
-    """Whether a text without white space has all keys and values of plain data."""
+    """Return whether a text without white space has all keys and values of plain data."""
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
         return all(_has(packed, key) and _has(packed, each) for key, each in items)

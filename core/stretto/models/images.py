@@ -75,7 +75,7 @@ class OpenImage(ImageFile):
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
-    """Whether a row has an image column that is not empty."""
+    """Return whether a row has an image column that is not empty."""
     return any(row.get(column) for column in IMAGE_COLUMNS)
 
 

@@ -41,7 +41,7 @@ _TYPES: Mapping[str, np.dtype[Any]] = {
 
 
 def is_adapter(names: Iterable[str]) -> bool:
-    """Whether a version whose tensors have these names contains only an adapter."""
+    """Return whether a version whose tensors have these names contains only an adapter."""
     return any(name.endswith(FACTOR_A) for name in names)
 
 

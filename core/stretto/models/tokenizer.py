@@ -155,7 +155,7 @@ def apply_chat_template(
 
 
 def shows_tools(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template of a model puts the given tools into the prompt.
+    """Return whether the chat template of a model puts the given tools into the prompt.
 
     Raises:
         ConfigError: if the model has no chat template, or the template refuses a plain question.
@@ -175,7 +175,7 @@ def fault_of(prompt: Any) -> str:
 
 
 def _is_message(turn: Message) -> bool:
-    """Whether a mapping has a role, and a content or tool calls."""
+    """Return whether a mapping has a role, and a content or tool calls."""
     return "role" in turn and (turn.get("content") is not None or bool(turn.get("tool_calls")))
 
 

@@ -76,8 +76,8 @@ class RunFolders:
         processes of this worker left here are removed.
 
         Args:
-            purpose: tells several folders of a worker apart. Call without a purpose first: that call removes
-                all folders of the worker's earlier processes.
+            purpose: name of one of several folders of a worker. Call without a purpose first: that call
+                removes all folders of the worker's earlier processes.
 
         Raises:
             WeightsError: if the folder cannot be made.
@@ -352,7 +352,7 @@ class FrozenFiles:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """Return numbers that tell the file from every other, and change when it is written."""
+    """Return numbers that distinguish the file from every other, and change when it is written."""
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

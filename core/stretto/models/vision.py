@@ -61,7 +61,7 @@ _OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_tok
 
 
 def is_vision_language(config: Mapping[str, Any]) -> bool:
-    """Whether this `config.json` belongs to a model that reads images."""
+    """Return whether this `config.json` belongs to a model that reads images."""
     return "vision_config" in config
 
 

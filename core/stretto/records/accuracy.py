@@ -12,9 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from stretto.records.intervals import Estimate, Z
-from stretto.records.kept.answers import AnswerLine
-
-__all__ = ["estimate", "estimate_difference", "estimate_share", "row_scores"]
+from stretto.records.kept.answers import KeptAnswer, by_sample
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -31,10 +29,10 @@ def estimate_share(share: float, count: int) -> Estimate:
     return Estimate(share, Z * math.sqrt(share * (1 - share) / count))
 
 
-def row_scores(answers: Iterable[AnswerLine]) -> dict[int, float]:
-    """Return row -> mean score of its answers."""
+def row_scores(answers: Iterable[KeptAnswer]) -> dict[int, float]:
+    """Return row -> mean score of its samples."""
     rows: defaultdict[int, list[float]] = defaultdict(list)
-    for answer in answers:
+    for answer in by_sample(answers).values():
         rows[answer.row].append(answer.score)
     return {row: fmean(scores) for row, scores in rows.items()}
 

@@ -1,9 +1,9 @@
 """Several runs compared: their figures side by side, differences of their values, and intervals.
 
 Runs that differ only in their seed are a group, with mean and spread over the seeds. The interval of an
-accuracy is over rows if the run keeps the answers of its evaluations (`evaluation.keep_answers`), and
-otherwise that of independent answers. Where two runs have kept the answers to the same rows, the difference
-of their last common evaluation is paired by row.
+accuracy is over rows if the run has kept all answers of the evaluation as samples, and otherwise that of
+independent answers. Where two runs have kept the answers to the same rows, the difference of their last
+common evaluation is paired by row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,12 +21,12 @@ from stretto.records.accuracy import estimate, estimate_difference, estimate_sha
 from stretto.records.figures import RECENT_STEPS, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
-from stretto.records.kept.answers import read_answers
+from stretto.records.kept.answers import by_sample, read_answers
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
-from stretto.records.run import RunRecord
 from stretto.records.values import dotted_values
 
-__all__ = ["Comparison", "RunFigures", "compare_runs", "labels_of", "run_figures"]
+if TYPE_CHECKING:
+    from stretto.run_folder import RunFolder
 
 _MOST_STEPS = 10
 """Number of equal steps at which curves are compared."""
@@ -62,7 +62,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None
     """Trained tokens per second."""
     wall_s: float | None
-    """The run's duration (see `RunRecord.wall_s`)."""
+    """The run's duration (see `RunFolder.wall_s`)."""
     last: Evaluated | None
     """The last evaluation."""
     best: Evaluated | None
@@ -109,7 +109,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Groups of several runs; empty if no two runs differ only in their seed."""
 
 
-def labels_of(runs: Sequence[RunRecord]) -> list[str]:
+def labels_of(runs: Sequence[RunFolder]) -> list[str]:
     """Return a label for each run: its name, or its folder where several runs have the same name."""
     names = [run.name for run in runs]
     return [
@@ -118,13 +118,13 @@ def labels_of(runs: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def _common(runs: Sequence[RunRecord]) -> Path:
+def _common(runs: Sequence[RunFolder]) -> Path:
     """Return the innermost folder that has all runs, each below it."""
     first, *others = (run.folder for run in runs)
     return next(path for path in first.parents if all(path in other.parents for other in others))
 
 
-def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
+def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     """Compare runs.
 
     Raises:
@@ -133,7 +133,7 @@ def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
     figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
     return Comparison(
         runs=figures,
-        differences=_differences([run.document for run in runs]),
+        differences=_differences([run.config for run in runs]),
         curves={key: curve for key in MAIN_FIGURES if (curve := _curve(runs, key))},
         accuracies=_accuracies(runs),
         paired=list(_paired(runs, figures)),
@@ -141,7 +141,7 @@ def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
     )
 
 
-def run_figures(run: RunRecord, label: str) -> RunFigures:
+def run_figures(run: RunFolder, label: str) -> RunFigures:
     """Return the figures of one run.
 
     Args:
@@ -158,7 +158,7 @@ def run_figures(run: RunRecord, label: str) -> RunFigures:
         label=label,
         folder=str(run.folder),
         state=run.state,
-        seed=run.document.get("seed"),
+        seed=run.config.get("seed"),
         steps=last.get("step", 0),
         reward=_recent(run, "reward"),
         length=_recent(run, "length"),
@@ -173,15 +173,18 @@ def run_figures(run: RunRecord, label: str) -> RunFigures:
     )
 
 
-def _recent(run: RunRecord, key: str) -> float | None:
+def _recent(run: RunFolder, key: str) -> float | None:
     return recent([value for _, value in run.series(key)])
 
 
-def _evaluated(run: RunRecord, line: Mapping[str, Any]) -> Evaluated:
-    rows = row_scores(read_answers(run.folder, line["step"]))
-    accuracy = estimate(list(rows.values())) if rows else None
-    independent = estimate_share(line[ACCURACY], line["evaluation/samples"])
-    return Evaluated(version=line["step"], accuracy=accuracy or independent, by_row=accuracy is not None)
+def _evaluated(run: RunFolder, line: Mapping[str, Any]) -> Evaluated:
+    answers = read_answers(run.samples, line["step"])
+    all_kept = len(by_sample(answers)) == line["evaluation/samples"] > 0
+    if all_kept:
+        accuracy = estimate(list(row_scores(answers).values()))
+    else:
+        accuracy = estimate_share(line[ACCURACY], line["evaluation/samples"])
+    return Evaluated(version=line["step"], accuracy=accuracy, by_row=all_kept)
 
 
 def _differences(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
@@ -194,7 +197,7 @@ def _differences(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str |
     }
 
 
-def _curve(runs: Sequence[RunRecord], key: str) -> list[tuple[int, list[float]]]:
+def _curve(runs: Sequence[RunFolder], key: str) -> list[tuple[int, list[float]]]:
     """Return a few steps that all runs have, spread over the shortest run, with the means that end there."""
     series = [dict(run.series(key)) for run in runs]
     common = sorted(set.intersection(*(set(each) for each in series)))
@@ -209,13 +212,13 @@ def _mean_until(series: Mapping[int, float], step: int) -> float:
     return fmean(series[each] for each in range(step - RECENT_STEPS + 1, step + 1) if each in series)
 
 
-def _accuracies(runs: Sequence[RunRecord]) -> list[tuple[int, list[float | None]]]:
+def _accuracies(runs: Sequence[RunFolder]) -> list[tuple[int, list[float | None]]]:
     series = [dict(run.series(ACCURACY)) for run in runs]
     versions = sorted({version for each in series for version in each})
     return [(version, [each.get(version) for each in series]) for version in versions]
 
 
-def _paired(runs: Sequence[RunRecord], figures: Sequence[RunFigures]) -> Iterable[Paired]:
+def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterable[Paired]:
     """Yield the paired difference of each run to the first one, in their last common evaluation."""
     first, *others = runs
     for number, run in enumerate(others, 1):
@@ -223,7 +226,7 @@ def _paired(runs: Sequence[RunRecord], figures: Sequence[RunFigures]) -> Iterabl
         common = [version for version, _ in run.series(ACCURACY) if version in versions]
         if not common or not _same_rows(first, run):
             continue
-        one, other = (row_scores(read_answers(each.folder, common[-1])) for each in (first, run))
+        one, other = (row_scores(read_answers(each.samples, common[-1])) for each in (first, run))
         difference = estimate_difference(one, other)
         if difference is not None:
             yield Paired(
@@ -235,13 +238,13 @@ def _paired(runs: Sequence[RunRecord], figures: Sequence[RunFigures]) -> Iterabl
             )
 
 
-def _same_rows(one: RunRecord, other: RunRecord) -> bool:
-    """Whether both runs evaluate the same rows: the datasets have the same fingerprint."""
+def _same_rows(one: RunFolder, other: RunFolder) -> bool:
+    """Return whether both runs evaluate the same rows: the datasets have the same fingerprint."""
     fingerprints = [_fingerprint(run) for run in (one, other)]
     return fingerprints[0] == fingerprints[1] is not None
 
 
-def _fingerprint(run: RunRecord) -> str | None:
+def _fingerprint(run: RunFolder) -> str | None:
     file = run.folder / "fingerprints.json"
     try:
         return msgspec.json.decode(read_record(file), type=dict[str, str]).get("evaluation.dataset")
@@ -251,11 +254,11 @@ def _fingerprint(run: RunRecord) -> str | None:
         raise ConfigError(f"{file} does not hold the fingerprints of datasets: {error}") from error
 
 
-def _groups(runs: Sequence[RunRecord], figures: Sequence[RunFigures]) -> list[SeedGroup]:
+def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> list[SeedGroup]:
     groups: dict[str, list[RunFigures]] = {}
     for run, each in zip(runs, figures, strict=True):
         apart = {"seed", *_NO_DIFFERENCE}
-        values = sorted((key, value) for key, value in dotted_values(run.document) if key not in apart)
+        values = sorted((key, value) for key, value in dotted_values(run.config) if key not in apart)
         groups.setdefault(json.dumps(values), []).append(each)
     return [_group(members) for members in groups.values() if len(members) > 1]
 

@@ -11,8 +11,6 @@ import yaml
 from stretto.errors import ConfigError
 from stretto.records.files import read_record
 
-__all__ = ["read_document"]
-
 _MOST_VALUES = 100_000
 _DEEPEST = 100
 """Kernels write files of some hundred values, nested less than ten deep."""

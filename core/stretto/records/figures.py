@@ -10,17 +10,6 @@ import msgspec
 from stretto.records.metrics import ACCURACY, is_figure
 from stretto.records.timeline import CAUSES
 
-__all__ = [
-    "FIGURES",
-    "RECENT_STEPS",
-    "Figure",
-    "change",
-    "describe_waits",
-    "duration_text",
-    "figure",
-    "recent",
-]
-
 RECENT_STEPS = 10
 """A figure of a run, such as its reward, is the mean over this many newest steps: one step is noise."""
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-__all__ = ["Estimate", "Moments", "Z", "difference_of", "mean_of", "t_quantile"]
-
 Z = 1.959964
 """97.5 % quantile of the normal distribution."""
 _FEW_DEGREES = {1: 12.7062, 2: 4.3027}

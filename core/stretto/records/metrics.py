@@ -13,16 +13,6 @@ import msgspec
 from stretto.errors import ConfigError
 from stretto.records.files import open_record
 
-__all__ = [
-    "ACCURACY",
-    "MAIN_FIGURES",
-    "METRICS",
-    "MetricsReader",
-    "is_evaluation",
-    "is_figure",
-    "parse_line",
-]
-
 METRICS = "metrics.jsonl"
 ACCURACY = "evaluation/accuracy"
 """Key of the accuracy in the line of an evaluation; null if no row had a result."""
@@ -63,12 +53,12 @@ def parse_line(text: bytes) -> dict[str, Any] | str:
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Whether a line belongs to an evaluation, and not to a step."""
+    """Return whether a line belongs to an evaluation, and not to a step."""
     return "evaluation/samples" in line
 
 
 def is_figure(value: Any) -> TypeGuard[float]:
-    """Whether a value of a line is a finite number."""
+    """Return whether a value of a line is a finite number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # JSON has integers that no float can hold; `math.isfinite` raises for them.
     return is_number and abs(value) <= sys.float_info.max

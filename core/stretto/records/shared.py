@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["is_record", "record_file", "record_sizes"]
-
 _FOLDERS = ("answers", "logs", "samples", "traces")
 _NAME = re.compile(
     rf"(?:(?:{'|'.join(_FOLDERS)})/)?[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}\.(?:json|jsonl|out|parquet|txt|yaml)"
@@ -18,7 +16,7 @@ _NAME = re.compile(
 
 
 def is_record(name: str) -> bool:
-    """Whether a file's path, relative to the run's folder, is that of a record."""
+    """Return whether a file's path, relative to the run's folder, is that of a record."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -15,22 +15,6 @@ import msgspec
 from stretto.errors import ConfigError
 from stretto.records.files import read_record
 
-__all__ = [
-    "LATE_S",
-    "STATUS",
-    "AdviceStatus",
-    "EvaluationProgress",
-    "EvaluationStatus",
-    "Stall",
-    "State",
-    "Status",
-    "WorkerStatus",
-    "decode_status",
-    "is_of_former_kernel",
-    "read_status",
-    "standstill",
-]
-
 STATUS = "status.json"
 LATE_S = 15.0
 """A living kernel writes and sends its status every 2 s. After this many seconds without one, it hangs, is
@@ -182,7 +166,7 @@ def read_status(folder: Path) -> Status | None:
 
 
 def is_of_former_kernel(folder: Path, status: Status) -> bool:
-    """Whether the kernel that owns the run in `folder` is another one than wrote this status."""
+    """Return whether the kernel that owns the run in `folder` is another one than wrote this status."""
     owner = read_record(folder / "bus" / "kernel.lock").decode(errors="replace")
     return bool(owner) and not owner.startswith(f"pid {status.pid},")
 
@@ -197,7 +181,7 @@ def standstill(folder: Path, status: Status) -> str:
     """
     age_s = time.time() - status.written
     if is_of_former_kernel(folder, status):
-        return f"this was the state of a former kernel, {age_s:.0f} s ago; another one is starting"
+        return f"this was the state of a previous kernel, {age_s:.0f} s ago; another one is starting"
     if age_s <= LATE_S:
         return ""
     return f"the kernel (pid {status.pid}) stands still: it wrote its status {age_s:.0f} s ago"

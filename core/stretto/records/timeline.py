@@ -2,7 +2,7 @@
 
 One event a line, as a JSON array: its tag, then its fields in order. All times are Unix seconds with 4
 decimals. The `time` of an event is the moment at which the kernel recorded it, so the lines are in the order
-of `time`. A span is recorded when it is over. A resumed run appends: `KernelStarted.version` tells from where
+of `time`. A span is recorded when it is over. A resumed run appends: `KernelStarted.version` says from where
 it repeats steps, and the later spans of a step replace the earlier ones.
 """
 
@@ -16,28 +16,6 @@ import msgspec
 
 from stretto.errors import ConfigError
 from stretto.records.files import open_record
-
-__all__ = [
-    "CAUSES",
-    "FILE",
-    "CallSpan",
-    "Cause",
-    "CauseKind",
-    "EvaluationSpan",
-    "Event",
-    "KernelEnded",
-    "KernelStarted",
-    "Purpose",
-    "StepSpan",
-    "SwapSpan",
-    "TicketDone",
-    "TicketIssued",
-    "TicketRetired",
-    "TicketTaken",
-    "WorkerChanged",
-    "newest_event",
-    "read_timeline",
-]
 
 FILE = "timeline.jsonl"
 _BLOCK = 4096
@@ -266,6 +244,15 @@ def read_timeline(folder: Path, since: float | None = None, until: float | None 
                 return
             if since is None or event.time >= since:
                 yield event
+
+
+def time_range(folder: Path) -> tuple[float, float] | None:
+    """Return the times of the first and the newest event of the run in a folder; None without an event."""
+    first = next(read_timeline(folder), None)
+    if first is None:
+        return None
+    with open_record(folder / FILE) as file:
+        return first.time, newest_event(file)[0]
 
 
 def newest_event(file: BinaryIO) -> tuple[float, int]:

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-__all__ = ["dotted_values"]
-
 
 def dotted_values(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted keys, such as `training.lr`, and their values as JSON. A list is one value."""

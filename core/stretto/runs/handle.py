@@ -33,8 +33,8 @@ from stretto.errors import ConfigError, PluginError, RunError, StrettoError
 if TYPE_CHECKING:
     from stretto.cli.start.child import RunRefused, RunRequest
     from stretto.records.kept.samples import SampleStore
-    from stretto.records.run import RunRecord, State
     from stretto.records.status import Status
+    from stretto.run_folder import RunFolder, State
 
 __all__ = ["RunHandle", "run"]
 
@@ -98,7 +98,7 @@ class RunHandle:
 
     def __init__(self, kernel: _KernelProcess, folder: Path) -> None:
         self._kernel = kernel
-        self._kept_record: RunRecord | None = None
+        self._kept_record: RunFolder | None = None
         weakref.finalize(self, kernel.stop)
         self.folder = folder
         """The run's folder. The commands of stretto, such as `stretto ui`, read it too."""
@@ -179,7 +179,7 @@ class RunHandle:
         interrupt: KeyboardInterrupt | None = None
         while self._kernel.poll() is None:
             if timeout_s is not None and time.monotonic() - begun > timeout_s:
-                raise TimeoutError(f"the run in {self.folder} goes on after {timeout_s:g} s")
+                raise TimeoutError(f"the run in {self.folder} is still running after {timeout_s:g} s")
             try:
                 time.sleep(_LOOK_S)
             except KeyboardInterrupt as error:
@@ -251,20 +251,20 @@ class RunHandle:
 
     def _repr_html_(self) -> str:
         """Return the run as it is now, for a notebook."""
-        from stretto.cli.show.notebook import run_html
+        from stretto.runs.notebook import run_html
 
         return run_html(self.folder, running=self._kernel.poll() is None)
 
     # ------------------------------------------------------------------------------------- private
 
-    def _record(self) -> RunRecord | None:
+    def _record(self) -> RunFolder | None:
         """Return the run's files as they are now; None while there are none."""
-        from stretto.records.run import RunRecord, is_run
+        from stretto.run_folder import RunFolder, is_run
 
         if self._kept_record is not None:
             self._kept_record.refresh()
         elif is_run(self.folder):
-            self._kept_record = RunRecord(self.folder)
+            self._kept_record = RunFolder(self.folder)
         return self._kept_record
 
     async def _until_the_end(self) -> dict[str, Any]:

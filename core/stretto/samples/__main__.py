@@ -1,11 +1,12 @@
-"""`python -m stretto.samples RUN LAST STALENESS`: the command of a run's sample writer."""
+"""`python -m stretto.samples RUN LAST STALENESS ANSWERS`: the command of a run's sample writer."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from stretto.samples.writer import main
+from stretto.samples.writer import Keeping, main
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), last=int(sys.argv[2]), staleness=int(sys.argv[3])))
+    last, staleness, answers = map(int, sys.argv[2:])
+    sys.exit(main(Path(sys.argv[1]), Keeping(last, staleness, bool(answers))))

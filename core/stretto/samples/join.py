@@ -31,8 +31,6 @@ from stretto.errors import printable
 from stretto.records.kept.kept_sample import KeptSample, digest_of, kept_samples
 from stretto.records.kept.sample_files import SegmentKind, Table, schema_of
 
-__all__ = ["Attempt", "Joiner"]
-
 log = structlog.get_logger()
 
 Attempt = tuple[Purpose, int, int]
@@ -63,7 +61,7 @@ class Joiner:
         self._waiting: dict[Attempt, _Waiting] = {}
         self._rows = _Rows()
         self.newest_step = 0
-        """Number of the newest step of which the trainers have told."""
+        """Number of the newest step that the trainers have reported."""
 
     @property
     def position(self) -> int:

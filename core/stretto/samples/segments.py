@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
+from pyarrow import compute
 from pyarrow import parquet as pq
 
 from stretto.records.kept.sample_files import (
@@ -23,8 +24,6 @@ from stretto.records.kept.sample_files import (
     segments_in,
     with_columns,
 )
-
-__all__ = ["SegmentWriter"]
 
 _KINDS: tuple[SegmentKind, ...] = ("samples", "trained", "retired")
 _FAN = 8
@@ -50,7 +49,7 @@ _REPEATED = (
 """Columns in which values repeat: they are written with a dictionary."""
 _FLOATS = ("logprobs.list.element",)
 """Columns that compress better with their bytes split by significance."""
-_STATISTICS = ("ticket", "sequence", "step", "newest", "length", "reward")
+_STATISTICS = ("purpose", "ticket", "sequence", "step", "newest", "length", "reward")
 
 
 class SegmentWriter:
@@ -99,14 +98,24 @@ class SegmentWriter:
             if len(names) > 1 and sum(map(self._size, names)) <= _TIDY:
                 self._replace(names)
 
-    def prune(self, below: int, kind: SegmentKind, column: str) -> bool:
+    def prune(self, below: int, kind: SegmentKind, column: str, *, but_answers: bool = False) -> bool:
         """Remove the oldest segments of a kind in which no value of a column is `below` or higher. Return
-        whether there were any."""
+        whether there were any.
+
+        Args:
+            but_answers: keep their rows of evaluations.
+        """
         removed = False
         for name in segments_in(self._folder, kind):
             if self._most(name, column) >= below:
                 break
-            (self._folder / name.file).unlink()
+            if but_answers and not self._has_training(name):
+                continue
+            answers = self._answers_in(name) if but_answers else []
+            if answers:
+                self._put(name, answers)
+            else:
+                (self._folder / name.file).unlink()
             removed = True
         return removed
 
@@ -154,12 +163,13 @@ class SegmentWriter:
         return False
 
     def _spans(self, names: list[SegmentName], last: int) -> bool:
-        """Whether segments span more steps than may be in one, if only the last ones are kept."""
+        """Return whether segments span more steps than may be in one, if only the last ones are kept."""
         columns: dict[SegmentKind, str] = {"samples": "newest", "trained": "step"}
         if not last or names[0].kind not in columns:
             return False
         column = columns[names[0].kind]
-        return self._most(names[-1], column) - self._most(names[0], column) > last // _PARTS
+        trained = [self._most(name, column) for name in names if self._has_training(name)]
+        return bool(trained) and trained[-1] - trained[0] > last // _PARTS
 
     def _replace(self, names: list[SegmentName]) -> None:
         """Write the rows of some segments that follow each other as one, and remove these."""
@@ -199,17 +209,34 @@ class SegmentWriter:
             table = file.read_row_group(group)
             yield with_columns(name.kind, table, schema_of(name.kind).names)
 
+    def _answers_in(self, name: SegmentName) -> list[Table]:
+        """Return the rows of evaluations in a segment."""
+        of_columns: Any = compute  # pyarrow defines its functions when it is imported
+        groups = self._row_groups(name)
+        tables = (table.filter(of_columns.equal(table["purpose"], "eval")) for table in groups)
+        return [table for table in tables if len(table)]
+
     def _size(self, name: SegmentName) -> int:
         return (self._folder / name.file).stat().st_size
 
     def _most(self, name: SegmentName, column: str) -> int:
         """Return the highest value of a column in a segment; -1 if it has none."""
+        return max((each.max for each in self._statistics(name, column) if each is not None), default=-1)
+
+    def _has_training(self, name: SegmentName) -> bool:
+        """Whether a segment has, or may have, rows that are not of evaluations."""
+        if name.kind != "samples":
+            return True
+        return any(each is None or each.max != "eval" for each in self._statistics(name, "purpose"))
+
+    def _statistics(self, name: SegmentName, column: str) -> list[Any]:
+        """Return the statistics of a column in each row group; None where there are none."""
         metadata = pq.read_metadata(self._folder / name.file)
         place = metadata.schema.names.index(column)
         found = [
             metadata.row_group(group).column(place).statistics for group in range(metadata.num_row_groups)
         ]
-        return max((each.max for each in found if each is not None and each.has_min_max), default=-1)
+        return [each if each is not None and each.has_min_max else None for each in found]
 
 
 def _leaves(schema: Schema) -> list[str]:

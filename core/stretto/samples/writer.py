@@ -2,8 +2,8 @@
 
 It follows the log from its cursor, joins messages to rows, and writes the rows as segments every few seconds.
 The images that workflows added to a row are on disk before the row is. When the rows are on disk, it moves
-the cursor and tells the kernel, which keeps the log up to there. After a crash it reads again from the cursor
-on, and leaves out the rows that it had written.
+the cursor and reports it to the kernel, which keeps the log up to there. After a crash it reads again from
+the cursor on, and leaves out the rows that it had written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,6 @@ from stretto.records.kept.sample_images import SampleImages
 from stretto.samples.join import Joiner
 from stretto.samples.segments import SegmentWriter
 
-__all__ = ["CURSOR", "main"]
-
 log = structlog.get_logger()
 
 CURSOR = "cursor.json"
@@ -68,20 +67,27 @@ _DRAIN_S = 15.0
 _NICE = 5
 
 
-def main(folder: Path, *, last: int, staleness: int) -> int:
-    """Run the writer of the run in `folder`, and return the exit status of the process.
+@dataclass(frozen=True)
+class Keeping:
+    """Which samples stay on disk."""
 
-    Args:
-        last: keep the samples of this many steps; 0 for all.
-        staleness: the run's `queue.max_staleness`.
-    """
+    last: int
+    """Those of this many steps; 0 for all."""
+    staleness: int
+    """The run's `queue.max_staleness`."""
+    answers: bool
+    """Those of all evaluations stay."""
+
+
+def main(folder: Path, keeping: Keeping) -> int:
+    """Run the writer of the run in `folder`, and return the exit status of the process."""
     os.umask(0o077)
     os.nice(_NICE)
     bootstrap = Bootstrap.read(folder / "bus" / "samples.json")
     log_to(folder / "logs" / "samples.jsonl", run=bootstrap.run, role="samples")
     try:
         with _owned(folder / FOLDER):
-            anyio.run(_write, folder, bootstrap, last, staleness)
+            anyio.run(_write, folder, bootstrap, keeping)
     except Exception as error:
         first = leaves(error)[0]
         log.error("sample writer failed", error=f"{type(first).__name__}: {first}", exc_info=first)
@@ -109,21 +115,20 @@ def _owned(folder: Path) -> Generator[None]:
         yield
 
 
-async def _write(folder: Path, bootstrap: Bootstrap, last: int, staleness: int) -> None:
+async def _write(folder: Path, bootstrap: Bootstrap, keeping: Keeping) -> None:
     async with connect(bootstrap) as bus:
-        await _SampleWriter(folder, bus, Subjects(bootstrap.run), last, staleness).run()
+        await _SampleWriter(folder, bus, Subjects(bootstrap.run), keeping).run()
 
 
 class _SampleWriter:
     """The writer of one run."""
 
-    def __init__(self, folder: Path, bus: Bus, names: Subjects, last: int, staleness: int) -> None:
+    def __init__(self, folder: Path, bus: Bus, names: Subjects, keeping: Keeping) -> None:
         self._folder = folder / FOLDER
         self._lock = KernelLock.of(folder / "bus")
         self._bus = bus
         self._names = names
-        self._last = last
-        self._staleness = staleness
+        self._keeping = keeping
         self._segments = SegmentWriter(self._folder)
         self._images = SampleImages(folder)
         self._images_move = anyio.Lock()
@@ -242,7 +247,7 @@ class _SampleWriter:
         return await self._bus.request(subject, Follow(start), Following, who="kernel", deadline_s=_ANSWER_S)
 
     async def _read_the_rest(self) -> None:
-        """Wait until the log is read to its present end."""
+        """Wait until the log is read to its current end."""
         with anyio.move_on_after(_DRAIN_S):
             last = (await self._ask(self._joiner.following)).last
             while self._joiner.following <= last:
@@ -278,10 +283,10 @@ class _SampleWriter:
                     return
                 await anyio.sleep(_RETRY_S)
         await self._confirm(self._position)
-        if self._last:
+        if self._keeping.last:
             async with self._images_move:
                 await self._change_files(self._prune)
-        await self._change_files(lambda: self._segments.merge(self._last))
+        await self._change_files(lambda: self._segments.merge(self._keeping.last))
 
     async def _write_one(self) -> None:
         """Write the rows of one kind.
@@ -294,7 +299,7 @@ class _SampleWriter:
         del self._unwritten[kind]
 
     async def _confirm(self, position: int) -> None:
-        """Move the cursor, and tell the kernel. If the cursor cannot be written, the next flush does it."""
+        """Move the cursor and report it to the kernel. If that cannot be written, the next flush does it."""
         if position == self._confirmed:
             return
         cursor = msgspec.json.encode({"position": position})
@@ -322,11 +327,12 @@ class _SampleWriter:
             log.warning("samples cannot be merged", error=str(error))
 
     def _prune(self) -> None:
-        oldest = self._joiner.newest_step - self._last
+        keeping, segments = self._keeping, self._segments
+        oldest = self._joiner.newest_step - keeping.last
         # A trajectory whose newest token has version v is trained at step v + staleness + 1 or before.
-        if self._segments.prune(oldest - self._staleness, "samples", "newest"):
-            self._images.keep_only(self._segments.images() | self._joiner.images)
-        self._segments.prune(oldest + 1, "trained", "step")
+        if segments.prune(oldest - keeping.staleness, "samples", "newest", but_answers=keeping.answers):
+            self._images.keep_only(segments.images() | self._joiner.images)
+        segments.prune(oldest + 1, "trained", "step")
 
     # ------------------------------------------------------------------------------------- the end
 

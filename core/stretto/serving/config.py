@@ -86,7 +86,7 @@ def check_server_engine(
         )
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1: answers are sampled one after another", "warning")
-    yield from context_problems(config.context_length, run)
+    yield from context_problems(config.context_length, run, extends=True)
     if config.gpus and config.tensor_parallel > config.gpus:
         yield Problem(
             "inference.tensor_parallel",
@@ -177,8 +177,16 @@ def _flag(name: str) -> str:
     return "--" + name.lstrip("-").replace("_", "-")
 
 
-def context_problems(length: int | None, run: RunConfig) -> Iterator[Problem]:
-    """Yield the problem that an engine's `context_length` has no room for an answer."""
+def context_problems(length: int | None, run: RunConfig, *, extends: bool) -> Iterator[Problem]:
+    """Yield what is wrong with an engine's `context_length`: the model has less, or an answer needs more.
+
+    Args:
+        extends: whether the engine may extend the model's positions.
+    """
+    positions = text_config(run.model).get("max_position_embeddings")
+    if length is not None and positions is not None and length > positions:
+        text = f"is {length}, but {run.model!r} has {positions} positions"
+        yield Problem("inference.context_length", text, "warning" if extends else "error")
     longest = run.sampling.max_tokens
     if longest >= (length or _MOST_CONTEXT):
         yield Problem(

@@ -187,7 +187,7 @@ class Intake(Generic[Sample]):
         `OpenRequest.late`.
 
         Args:
-            now: time on the clock of `time.monotonic`; by default the present one.
+            now: time on the clock of `time.monotonic`; by default the current one.
         """
         now = time.monotonic() if now is None else now
         if now < self._next_deadline:

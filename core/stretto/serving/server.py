@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
@@ -23,10 +22,12 @@ from typing import Any, TypeVar
 import aiohttp
 import anyio
 import msgspec
+import psutil
 from anyio.abc import Process
 
 from stretto.errors import EngineError
-from stretto.serving import guard
+from stretto.user_code.guard import guarded
+from stretto.user_code.sandbox import kill
 
 __all__ = ["Server", "ServerCommand", "ServerLost", "ServerRefused"]
 
@@ -35,7 +36,7 @@ T = TypeVar("T")
 _GRACE_S = 1.5  # shorter than a worker's own time to leave
 _KEEPALIVE_S = 2.0
 _TAIL_LINES = 15
-# Variables that the server does not inherit: they tell the worker's interpreter where its packages are.
+# Variables that the server does not inherit: from them the worker's interpreter knows where its packages are.
 _PRIVATE = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
@@ -103,12 +104,11 @@ class Server:
         env = {name: value for name, value in os.environ.items() if name not in _PRIVATE}
         with log.open("ab") as file:
             process = await anyio.open_process(
-                [sys.executable, guard.__file__, str(_GRACE_S), *command.arguments],
-                stdin=subprocess.PIPE,  # closed when this process ends, however it ends
+                guarded(command.arguments, _GRACE_S),
+                stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**env, **command.env},
-                start_new_session=True,
             )
         return cls(f"http://127.0.0.1:{port}", key, process, log)
 
@@ -119,7 +119,7 @@ class Server:
 
     @property
     def status(self) -> int | None:
-        """Exit status of a server that this worker started; None while it runs."""
+        """Exit status of a server that this worker started, negative for a signal; None while it runs."""
         return self._process.returncode if self._process is not None else None
 
     def tail(self) -> str:
@@ -135,12 +135,9 @@ class Server:
         await self._session.close()
         if self._process is None:
             return
-        assert self._process.stdin is not None
-        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
-            await self._process.stdin.aclose()
-        await self._process.wait()
-        with suppress(ProcessLookupError):  # if the guard was killed, the server's session is still there
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill(self._process)
+        if await self._process.wait() == -signal.SIGKILL:
+            _kill_session(self._process.pid)
 
     # ---------------------------------------------------------------------------------------- HTTP
 
@@ -233,6 +230,14 @@ class Server:
     def _check_open(self) -> None:
         if self._session.closed:
             raise ServerLost(f"the server at {self.url} was stopped")
+
+
+def _kill_session(leader: int) -> None:
+    """Kill what is left of a session: if a guard was killed, the server's processes are still there."""
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == leader:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _json(body: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class StopStrings:
         self._window = max(len(string.encode()) for string in strings) + 8
 
     def end(self, answer: Sequence[int] | NDArray[np.int32]) -> bool:
-        """Whether the end of the answer contains one of the strings; call it after each token."""
+        """Return whether the end of the answer contains one of the strings; call it after each token."""
         tail = [int(token) for token in answer[-self._window :]]
         text: str = self._tokenizer.decode(tail, clean_up_tokenization_spaces=False)
         return any(string in text for string in self._strings)

@@ -257,7 +257,7 @@ class StreamQueue:
                 self._end_and_cancel(sample, "error", request.late)
 
     def send_to(self, server: Server, version: int) -> None:
-        """Send samples to this server, which serves this version."""
+        """Send the next samples to a server, which serves this version."""
         self._server, self._version = server, version
         self._intake.serve(version)
         self._admit()
@@ -346,7 +346,7 @@ class StreamQueue:
         self._admit()
 
     async def _abort_at(self, server: Server, id: str) -> None:
-        """Tell the server to free the slot of a stream that is no longer wanted."""
+        """Ask the server to free the slot of a stream that is no longer wanted."""
         with anyio.CancelScope(shield=True):
             try:
                 await self._streams.abort_streams(server, [id])
@@ -395,7 +395,7 @@ class StreamQueue:
             if len(sample.answer) > sample.sent:
                 sample.logprobs.append(logprob)
                 sample.versions.append(sample.version)
-            # When SGLang is told to ignore the model's own end tokens, it ignores stop tokens too.
+            # When a request ignores the model's own end tokens, SGLang, it ignores stop tokens too.
             if token in sampling.stop_token_ids or (stops is not None and stops.end(sample.answer)):
                 self._end_and_cancel(sample, "stop")
                 return

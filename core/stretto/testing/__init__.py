@@ -15,18 +15,12 @@ With `pytest.register_assert_rewrite("stretto.testing")` in a conftest.py, failu
 from stretto.testing.algorithm import AlgorithmConformance
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
 from stretto.testing.dataset import DatasetConformance
-from stretto.testing.inference import (
-    EngineUnderTest,
-    InferenceConformance,
-    Reference,
-    RunConformance,
-    Sample,
-    ServedEngine,
-    TinyModel,
-    make_tiny_model,
-)
+from stretto.testing.inference import InferenceConformance
+from stretto.testing.inference_runs import RunConformance
 from stretto.testing.launcher import LauncherConformance
 from stretto.testing.reward import RewardConformance
+from stretto.testing.served_engine import EngineUnderTest, Sample, ServedEngine
+from stretto.testing.tiny_model import Reference, TinyModel, make_tiny_model
 from stretto.testing.tracker import TrackerConformance
 from stretto.testing.training import TrainingConformance
 from stretto.testing.weights import WeightsConformance

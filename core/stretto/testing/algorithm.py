@@ -36,7 +36,7 @@ _TARGET = 7
 _LONGEST = 6
 """Maximum length of an answer."""
 _FALL = 0.02
-"""Least share by which the loss falls of an algorithm that reads rows."""
+"""Minimum relative loss reduction of an algorithm that reads rows."""
 _GROUPS = 8
 """Number of groups in a batch."""
 

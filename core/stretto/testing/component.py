@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import context_of
 from stretto.component import Component, Context, Kind
 
 __all__ = ["ComponentConformance", "ComponentUnderTest", "composed_run"]
@@ -49,8 +49,8 @@ class ComponentUnderTest:
 
     def context(self, **facts: Any) -> Context:
         """Return the run's context, with other values for some facts."""
-        own = context_of(self.composed.config, run="conformance", folder=str(self.folder))
-        return msgspec.structs.replace(own, **facts)
+        own = Assembly(self.composed, folder=self.folder, run="conformance")
+        return msgspec.structs.replace(own.context, **facts)
 
     def make(self, **facts: Any) -> Any:
         """Make the object, as a worker of the run does. See `context`.

@@ -18,7 +18,7 @@ from stretto.testing.component import ComponentConformance, ComponentUnderTest
 
 __all__ = ["LauncherConformance"]
 
-# Both processes hold a lock on the file, until the system ends them, or as many seconds as they are told.
+# Both processes hold a lock on the file, until the system ends them, or for the given number of seconds.
 _WITH_CHILD = """
 import fcntl, os, signal, sys, time
 signal.signal(signal.SIGTERM, {handler})
@@ -64,7 +64,7 @@ class LauncherConformance(ComponentConformance):
     def test_a_lost_process_is_reported_with_its_status(
         self, under_test: ComponentUnderTest, tmp_path: Path
     ) -> None:
-        """Whether it ended by itself or by a signal, and as often as one asks. Nothing of it is left."""
+        """For an end by itself and by a signal, however often `wait` is called. Nothing is left."""
         kill = "os.kill(os.getpid(), signal.SIGKILL)"
         lock = tmp_path / "lock"
         jobs = [

@@ -14,7 +14,7 @@ from stretto.component import Kind
 from stretto.engine import TrainingEngine
 from stretto.errors import EngineError
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
-from stretto.testing.inference import VOCABULARY, make_tiny_model
+from stretto.testing.tiny_model import VOCABULARY, make_tiny_model
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import Link, SpanContext
@@ -43,7 +42,7 @@ class FileExporter(SpanExporter):
         line = {
             "resourceSpans": [
                 {
-                    "resource": {"attributes": _resource(spans[0].resource)},
+                    "resource": {"attributes": _attributes(spans[0].resource.attributes)},
                     "scopeSpans": [
                         {"scope": {"name": name}, "spans": found} for name, found in scopes.items()
                     ],
@@ -103,10 +102,6 @@ def _flags(other: SpanContext | None) -> int:
 
 def _ids(context: SpanContext) -> dict[str, Any]:
     return {"traceId": f"{context.trace_id:032x}", "spanId": f"{context.span_id:016x}"}
-
-
-def _resource(resource: Resource) -> list[dict[str, Any]]:
-    return _attributes(resource.attributes)
 
 
 def _attributes(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ def traced(
 
 
 def is_on() -> bool:
-    """Whether this process is traced."""
+    """Return whether this process is traced."""
     return _tracer is not None
 
 
@@ -184,7 +184,7 @@ def root_context(*scope: object) -> str:
 
 
 def is_sampled(root_context: str) -> bool:
-    """Whether the trace of this root is in the share of the tickets that is traced."""
+    """Return whether the trace that this root begins is recorded."""
     return _tracer is not None and _tracer.is_sampled(root_context)
 
 

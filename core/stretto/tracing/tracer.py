@@ -80,7 +80,7 @@ class Tracer:
             trace.set_tracer_provider(self._provider)
 
     def is_sampled(self, root_context: str) -> bool:
-        """Whether the trace of this root is in the traced share. It follows from the trace id."""
+        """Return whether the trace of this root is in the traced share. It follows from the trace id."""
         return self._ratio.should_sample(None, _parsed(root_context).trace_id, "").decision.is_sampled()
 
     def current(self) -> str:

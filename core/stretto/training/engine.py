@@ -116,7 +116,7 @@ class HFTraining:
         ranks = layout.parts * layout.width
 
         def in_turn(number: int) -> bool:
-            """Whether this rank writes a file; file 0 of the model is written by rank 0."""
+            """Return whether this rank writes a file; file 0 of the model is written by rank 0."""
             return number % ranks == layout.rank
 
         def after_model(number: int) -> bool:

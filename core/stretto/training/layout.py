@@ -95,7 +95,7 @@ class Layout:
         yield from ()
 
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Go on with the tensors that `carried` yielded when the checkpoint was written.
+        """Continue with the tensors that `carried` yielded when the checkpoint was written.
 
         Args:
             trained: the trained parameters.

@@ -130,7 +130,7 @@ def names_in_files(model: PreTrainedModel, source: str | None) -> dict[str, str]
 
 
 def reads_images(config: Any) -> bool:
-    """Whether this is the config of a vision-language model."""
+    """Return whether this is the config of a vision-language model."""
     return hasattr(config, "vision_config")
 
 

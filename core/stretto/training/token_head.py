@@ -33,8 +33,8 @@ log = structlog.get_logger()
 # N wanted tokens, H size of a hidden state, V size of the vocabulary, C tokens of a chunk.
 
 _CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
-"""Size of a chunk's float32 logits. With smaller chunks, adding up the gradient of the head would take most
-of the time."""
+"""Size of a chunk's float32 logits. With smaller chunks, accumulating the gradient of the head would take
+most of the time."""
 _KEPT_BYTES = 1 << 25
 """Logits up to this size are kept for the backward pass. With a small vocabulary, this is the whole batch."""
 

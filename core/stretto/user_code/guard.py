@@ -1,12 +1,14 @@
 """A small process between a worker and a child process: nothing that the child starts outlives the child.
 
 `guarded` returns the command that runs this file, which imports only the standard library: `guard.py PARENT
-COMMAND…`. The guard leads a session of its own, and starts the child. On Linux it is the subreaper of the
-child: it adopts every process that the child leaves behind, one with a session of its own too. It kills them
-all when the child has ended, when it gets SIGTERM, and when the worker has ended, in whatever way. The guard
-ends as the child ended: with the same exit status, or by the same signal.
+GRACE_S COMMAND…`. The guard leads a session of its own, and starts the child. On Linux it is the subreaper of
+the child: it adopts every process that the child leaves behind, one with a session of its own too. It kills
+all of them when the child has ended, when it gets SIGTERM, and when the worker has ended, in whatever way. It
+first sends SIGTERM to a child that still runs, and waits for GRACE_S seconds. The guard ends as the child
+ended: with the same exit status, or by the same signal.
 
-On other systems the guard kills the child's process group, which processes can leave.
+If the guard itself is killed, Linux kills the child; processes that the child has started are left. On other
+systems the guard kills the child's process group, which processes can leave.
 """
 
 from __future__ import annotations
@@ -23,39 +25,62 @@ from pathlib import Path
 
 __all__ = ["guarded"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_END_S = 10.0
+_TASKS = Path("/proc/self/task")
+_END_S = 30.0
 """Seconds after which the guard leaves processes that it cannot kill: those of another user, or those that
 hang in the kernel."""
+_TRACKER_S = 1.0
+"""Python's resource trackers have this many seconds to remove the shared memory that others left, unless the
+child is killed at once, with its process group."""
+_LOOK_S = 1.0
+"""How often the guard looks whether the worker is there, for systems that do not send a signal at its end."""
 _POLL_S = 0.005
 
 
-def guarded(argv: Sequence[str]) -> list[str]:
+def guarded(argv: Sequence[str], grace_s: float = 0.0) -> list[str]:
     """Return the command that runs `argv` under a guard. Start it from the main thread of this process: the
-    guard ends with the thread that started it."""
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *argv]
+    guard ends with the thread that started it.
+
+    Args:
+        grace_s: seconds that the child has to end after SIGTERM; 0 kills it at once.
+    """
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace_s), *argv]
+
+
+def end_with_parent(number: int) -> None:
+    """Have the system send this process a signal when its parent ends. Linux only."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans(is_on: bool) -> None:
+    """Have the system make orphans below this process its children (a "subreaper"), or not. Linux only."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, is_on)
 
 
 # ------------------------------------------------------------------------------------------- process
 
 
-def _main(parent: int, argv: list[str]) -> None:
+def _main(parent: int, grace_s: float, argv: list[str]) -> None:
     """Run the child until it ends or this process is asked to end. It does not return."""
     os.setsid()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the child
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    adopt_orphans(True)
+    end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit("the process that started this one has gone")
     child = os.fork()
     if not child:
         _become(argv)
     _close_standard_files()
-    code = _wait_for(child)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
+    code = _wait_for(child, parent, grace_s)
+    if not grace_s or not _TASKS.exists():
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
     _kill_children()
     _end_like(code)
 
@@ -63,7 +88,7 @@ def _main(parent: int, argv: list[str]) -> None:
 def _become(argv: list[str]) -> None:
     """Body of the fork: run the child's program, in a process group of its own."""
     os.setpgid(0, 0)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     try:
         os.execvp(argv[0], argv)  # noqa: S606
@@ -79,47 +104,70 @@ def _close_standard_files() -> None:
         os.dup2(nothing, standard)
 
 
-def _wait_for(child: int) -> int:
-    """Wait for the end of the child, or until this process is asked to end. Return the exit status; negative
-    for a signal."""
-    while signal.sigwait(_SIGNALS) == signal.SIGCHLD:
-        pid = -1
-        while pid:  # collect adopted processes that have ended, too
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == child:
-                return os.waitstatus_to_exitcode(status)
-    return -signal.SIGTERM
+def _wait_for(child: int, parent: int, grace_s: float) -> int:
+    """Wait for the end of the child, or until this process is asked to end or the parent has ended. Return
+    the exit status; negative for a signal."""
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    deadline = 0.0
+    while not deadline or time.monotonic() < deadline:
+        number = signal.sigwait(_SIGNALS)
+        if number == signal.SIGCHLD and (code := _collect(child)) is not None:
+            return code
+        if not deadline and (number == signal.SIGTERM or os.getppid() != parent):
+            if not grace_s:
+                return -signal.SIGTERM
+            deadline = time.monotonic() + grace_s
+            signal.setitimer(signal.ITIMER_REAL, _POLL_S, _POLL_S)
+            os.kill(child, signal.SIGTERM)
+    return -signal.SIGKILL
+
+
+def _collect(child: int) -> int | None:
+    """Collect the processes that have ended, adopted ones too. Return how the child ended, if it has."""
+    pid = -1
+    while pid:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+    return None
 
 
 def _kill_children() -> None:
     """Kill the children, and their children once they are adopted, until none is left."""
-    deadline = time.monotonic() + _END_S
-    while time.monotonic() < deadline:
+    start = time.monotonic()
+    while (after := time.monotonic() - start) < _END_S:
         try:
             collected, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
         if not collected:
             for pid in _children():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+                if after > _TRACKER_S or not _is_tracker(pid):
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL_S)
 
 
 def _children() -> list[int]:
-    tasks = Path("/proc/self/task")
-    if not tasks.exists():
+    if not _TASKS.exists():
         return []
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    return [int(pid) for task in _TASKS.iterdir() for pid in (task / "children").read_text().split()]
+
+
+def _is_tracker(pid: int) -> bool:
+    """Whether a process is one of Python's resource trackers, which end when nobody else is left."""
+    with suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _end_like(code: int) -> None:
     """End with an exit status, or by a signal if it is negative."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        os.kill(os.getpid(), -code)  # Python ignores a few signals, such as SIGPIPE
-    os._exit(128 - code if code < 0 else code)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])  # others may be pending
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -128,4 +176,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), sys.argv[2:])
+    _main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

@@ -163,7 +163,7 @@ def sandbox_command(
 
 
 def can_show(folder: Path) -> bool:
-    """Whether the sandbox can show a folder as a whole."""
+    """Return whether the sandbox can show a folder as a whole."""
     return folder not in _NEVER_WHOLE
 
 
@@ -252,7 +252,7 @@ def _filtered_bubblewrap() -> list[str]:
 
 @cache
 def systemd_works() -> bool:
-    """Whether systemd runs for this user and can limit memory and processes. Tried once."""
+    """Return whether systemd runs for this user and can limit memory and processes. Tried once."""
     if shutil.which("systemd-run") is None or _RUNTIME not in os.environ:
         return False
     try:

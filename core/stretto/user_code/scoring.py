@@ -22,7 +22,7 @@ by position."""
 
 
 def scores_groups(reward: Callable[..., Any]) -> bool:
-    """Whether a reward scores all answers of a group in one call."""
+    """Return whether a reward scores all answers of a group in one call."""
     return "completions" in inspect.signature(reward).parameters
 
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import anyio
 import msgspec
 
-from stretto.assembly.compose import Composed, compose_mapping
-from stretto.assembly.plan import context_of
+from stretto.assembly.assembly import Assembly
+from stretto.assembly.compose import compose_mapping
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import Beacon, Heartbeat, Routes, Welcome
 from stretto.bus.messages.subjects import Subjects
@@ -22,8 +22,6 @@ from stretto.component import Context
 from stretto.errors import Refused
 from stretto.launcher import Role
 from stretto.workers.kernel_watch import KernelWatch
-
-__all__ = ["ComputeThread", "RoleWorker", "WorkerContext"]
 
 T = TypeVar("T")
 
@@ -39,11 +37,11 @@ class WorkerContext:
         self.worker = worker
         self.role: Role = role
         self.nonce = nonce
-        self.composed: Composed = compose_mapping(msgspec.msgpack.decode(welcome.config))
+        composed = compose_mapping(msgspec.msgpack.decode(welcome.config))
         folder = welcome.folder if welcome.lock.shows_folder else ""
-        self.component_context: Context = context_of(
-            self.composed.config, run=welcome.run, folder=folder, worker=worker
-        )
+        self.assembly = Assembly(composed, folder=folder, run=welcome.run, worker=worker)
+        self.composed = self.assembly.composed
+        self.component_context: Context = self.assembly.context
         self.lease_epoch = welcome.lease_epoch
         self.kernel_epoch = welcome.lease_epoch
         """Lease epoch of the kernel that this worker joined. Another kernel starts workers of its own."""
@@ -65,7 +63,7 @@ class WorkerContext:
 
     def make(self, path: str) -> Any:
         """Make the component that a section of the run chose (see `Composed.make`)."""
-        return self.composed.make(path, self.component_context)
+        return self.assembly.make(path)
 
     def explain(self, error: BaseException) -> str:
         """Return an error as text for readers without its traceback (see `Composed.explain`)."""

@@ -24,8 +24,6 @@ from stretto.bus.server import Bootstrap
 from stretto.errors import BusError
 from stretto.launcher import Role
 
-__all__ = ["BEAT_S", "Heartbeats", "heartbeats"]
-
 log = structlog.get_logger()
 
 BEAT_S = 1.0

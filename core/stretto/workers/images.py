@@ -26,8 +26,6 @@ from stretto.models.vision import Vision
 from stretto.workers.context import WorkerContext
 from stretto.workflow import Trajectory
 
-__all__ = ["ImageFetcher", "ImageShelf", "RolloutImages", "TicketImages"]
-
 T = TypeVar("T")
 
 _ENVELOPE = 64
@@ -111,7 +109,7 @@ class TicketImages:
         return ids
 
     def __contains__(self, name: str) -> bool:
-        """Whether the ticket has an image of this name."""
+        """Return whether the ticket has an image of this name."""
         return name in self._files
 
     def files(self, names: Sequence[str]) -> list[bytes]:
@@ -182,7 +180,7 @@ class ImageShelf:
 
     @contextmanager
     def hold(self, images: Sequence[ImageFile]) -> Generator[None]:
-        """Have these images ready for the duration of the block."""
+        """Keep these images available until the end of the block."""
         for image in images:
             self._files[image.digest] = image.file
             self._holders[image.digest] += 1

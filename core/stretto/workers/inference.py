@@ -68,8 +68,6 @@ from stretto.workers.weights_wire import BusWire
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-__all__ = ["InferenceWorker"]
-
 log = structlog.get_logger()
 
 _FORGET_S = 600.0

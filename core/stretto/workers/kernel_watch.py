@@ -7,8 +7,6 @@ import time
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.lock import KernelLock
 
-__all__ = ["KernelWatch"]
-
 _SILENT_S = 2.0
 """Beacons come every second. After this many seconds without one, the watch looks at the lock."""
 

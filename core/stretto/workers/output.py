@@ -15,8 +15,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["MAX_OUTPUT", "ChildOutput", "limit_output", "rotate_output"]
-
 MAX_OUTPUT = 16 * 2**20
 """Bytes after which the file is rotated: its end is kept as `NAME.1`, and the file begins again."""
 _STDERR = 2
@@ -54,7 +52,7 @@ def rotate_output() -> None:
 
 
 def _keep_end(size: int) -> None:
-    """Write the end of the file beside it, as `NAME.1`. Linux only: other systems do not tell its name."""
+    """Write the end of the file beside it, as `NAME.1`. Linux only: other systems do not give its name."""
     if sys.platform != "linux":
         return
     file = Path(f"/proc/self/fd/{_STDERR}").resolve()

@@ -18,8 +18,6 @@ from stretto.errors import EngineError
 if TYPE_CHECKING:
     from stretto.rl.batch import Batch
 
-__all__ = ["choose_rows", "engine_kl", "score_rows"]
-
 _ROWS = 4
 _TRAINED_TOKENS = 64
 """Maximum number of trained tokens of each row. All rows together cost trainer and engine no more than a few

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable
 from stretto.bus.messages.inference import AskWeights, WeightsAnswer
 from stretto.workers.context import WorkerContext
 
-__all__ = ["BusWire"]
-
 _ENVELOPE = 64
 """Maximum number of bytes of a `WeightsAnswer` besides its data."""
 
@@ -42,7 +40,7 @@ class BusWire:
             )
 
     async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
-        """Send a question to a trainer, and return its answer."""
+        """Send a request to a trainer and return its reply."""
         worker, _, nonce = address.partition("/")
         answer = await self._context.bus.request(
             self._context.names.worker("trainer", worker, nonce, "weights"),

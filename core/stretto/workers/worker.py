@@ -29,7 +29,6 @@ import structlog
 
 from stretto import tracing
 from stretto.assembly.logs import log_to
-from stretto.assembly.plan import resources_of
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import own_version
@@ -46,8 +45,6 @@ from stretto.workers.output import limit_output
 from stretto.workers.sampling.rollout import RolloutWorker
 from stretto.workers.scoring.verifier import VerifierWorker
 from stretto.workers.training.trainer import TrainerWorker
-
-__all__ = ["main"]
 
 log = structlog.get_logger()
 
@@ -179,7 +176,7 @@ def _text_of(error: BaseException) -> str:
 
 
 async def _work_and_leave(context: WorkerContext, beats: Heartbeats, config: bytes) -> None:
-    """Work, and tell the kernel why the worker leaves.
+    """Work, and report to the kernel why the worker leaves.
 
     Args:
         config: of the run; paths in it that do not exist here may be the cause of an error.
@@ -202,7 +199,7 @@ async def _work_and_leave(context: WorkerContext, beats: Heartbeats, config: byt
 async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
     """Do the role's work until the worker leaves."""
     # Set these before any library reads them, so that they also hold for a worker started by hand.
-    os.environ |= thread_variables(resources_of(context.composed.config, context.worker))
+    os.environ |= thread_variables(context.assembly.resources_of(context.worker))
     await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
     work = _WORKERS[context.role](context)
     if context.role != "trainer":
@@ -293,7 +290,7 @@ async def _update_heartbeats(
 
 
 def _heartbeat(context: WorkerContext, work: RoleWorker, *, ready: bool) -> Heartbeat:
-    """Return the worker's present heartbeat."""
+    """Return the worker's current heartbeat."""
     plain = Heartbeat(
         context.worker,
         context.nonce,
@@ -308,7 +305,7 @@ def _heartbeat(context: WorkerContext, work: RoleWorker, *, ready: bool) -> Hear
 async def _send_heartbeat(
     context: WorkerContext, work: RoleWorker, beats: Heartbeats, *, ready: bool
 ) -> None:
-    """Send the present heartbeat at once, without waiting for the thread that sends it every second."""
+    """Send the current heartbeat at once, without waiting for the thread that sends it every second."""
     heartbeat = _heartbeat(context, work, ready=ready)
     beats.update(heartbeat)
     await context.bus.publish(context.names.kernel(context.role, "heartbeat"), heartbeat)

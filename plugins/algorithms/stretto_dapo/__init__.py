@@ -60,7 +60,7 @@ class DAPO(PolicyGradient[DAPOConfig]):
     """GRPO's advantages, computed from penalised rewards, with clip-higher."""
 
     def keep(self, group: Group) -> bool:
-        """Whether there is anything to learn from the group."""
+        """Return whether there is anything to learn from the group."""
         return not self.config.dynamic_sampling or len(set(group.rewards)) > 1
 
     def advantages(self, batch: Batch) -> Tensor:

@@ -86,7 +86,7 @@ class _Undecoded:
 
 
 def _has_images(feature: Any) -> bool:
-    """Whether a feature, or a mapping or list of features, contains images."""
+    """Return whether a feature, or a mapping or list of features, contains images."""
     import datasets
 
     if isinstance(feature, Mapping):

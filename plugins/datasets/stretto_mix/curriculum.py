@@ -20,8 +20,6 @@ import numpy as np
 
 from stretto.dataset import TicketEnd
 
-__all__ = ["UNSEEN", "Gate", "MixCurriculum", "Pool", "Weight", "weight_at"]
-
 Weight = float | Mapping[int, float]
 """A weight, or weights at steps."""
 UNSEEN = "unseen"
@@ -55,7 +53,7 @@ class Gate:
     reject_max: float
 
     def rejects(self, rewards: Sequence[float]) -> bool:
-        """Whether the gate rejects a group with these rewards."""
+        """Return whether the gate rejects a group with these rewards."""
         figure = _mean(rewards) if self.of == "mean" else max(rewards) - min(rewards)
         return self.reject_min <= figure <= self.reject_max
 

@@ -27,8 +27,6 @@ import msgspec
 
 from stretto.errors import ConfigError, offer
 
-__all__ = ["Entry", "Generator", "Order", "TaskOrder", "plain", "restore"]
-
 _HEAD = struct.Struct(">I")
 _START_S = 60.0
 """Time limit for importing the library and creating the tasks."""

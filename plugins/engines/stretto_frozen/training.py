@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from stretto.rl.batch import Batch
     from stretto_frozen import FrozenConfig
 
-__all__ = ["FrozenTraining"]
-
 
 class FrozenTraining:
     """Implements the part of `stretto.engine.TrainingEngine` that a run without steps needs."""

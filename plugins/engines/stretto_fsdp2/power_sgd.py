@@ -22,8 +22,6 @@ from stretto.errors import EngineError
 if TYPE_CHECKING:
     from stretto_fsdp2 import PowerSgdConfig
 
-__all__ = ["PowerSgd"]
-
 # PyTorch logs its hyperparameters and statistics as if there were something to do about them.
 logging.getLogger(pytorch.__name__).setLevel(logging.WARNING)
 
@@ -77,7 +75,7 @@ class PowerSgd:
             yield f"error.{rank}", error
 
     def restore(self, carried: Mapping[str, Tensor], gradients: int, device: torch.device) -> None:
-        """Go on with what `carried` returned. With another number of ranks, each gets the same part of the
+        """Continue with what `carried` returned. With another number of ranks, each gets the same part of the
         sum of all errors; with another rank of the matrices, these begin at random.
 
         Args:
@@ -140,5 +138,5 @@ class _Bucket:
         return _BUCKET
 
     def is_last(self) -> bool:
-        """Whether no bucket of the step follows."""
+        """Return whether no bucket of the step follows."""
         return True

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from stretto.training.packing import ModelInputs
     from stretto_fsdp2 import Fsdp2TrainingConfig
 
-__all__ = ["ShardedLayout"]
-
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
@@ -106,7 +104,7 @@ class ShardedLayout(RankLayout):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def counts(self, name: str, parameter: Tensor) -> bool:
-        """Whether this rank is the first of those that hold the same data."""
+        """Return whether this rank is the first of those that hold the same data."""
         del name
         sharded: set[str] = set()
         if isinstance(parameter, DTensor):
@@ -129,7 +127,7 @@ class ShardedLayout(RankLayout):
             yield from self._power_sgd.carried()
 
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Go on with what PowerSGD carried."""
+        """Continue with what PowerSGD carried."""
         if self._power_sgd is not None:
             gradients = sum(parameter.numel() for parameter in trained)
             self._power_sgd.restore(carried, gradients, self.device)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
-__all__ = ["check_splits", "split_by_tensor"]
-
 _BY_OUTPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _BY_INPUT = ("self_attn.o_proj", "mlp.down_proj")
 

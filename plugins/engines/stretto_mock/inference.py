@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
     from stretto_mock import MockInferenceConfig
 
-__all__ = ["MockInference"]
-
 _TICK_S = 0.01
 _NO_LIMIT = 2**31  # without a model, every token is in the vocabulary and every length is possible
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from stretto.rl.batch import Batch
     from stretto_mock import MockTrainingConfig
 
-__all__ = ["MockTraining"]
-
 
 class MockTraining:
     """Its one weight counts the optimizer steps, so versions differ and a checkpoint can be compared."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from stretto.training.packing import ModelInputs
     from stretto_pipeline import PipelineTrainingConfig
 
-__all__ = ["PipelineLayout"]
-
 
 class PipelineLayout(RankLayout):
     """`width` is the number of stages."""

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Neighbours", "run_backward", "run_forward"]
-
 # Earlier sends have been received, or will be without further action of this rank; see `_Channel`.
 _UNDER_WAY = 2
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from stretto.training.packing import ModelInputs
 
-__all__ = ["Stage"]
-
 
 class _Elsewhere(nn.Module):
     """A layer that another stage holds."""

@@ -1,4 +1,4 @@
-"""Compare an SGLang server's checksums with the weights that it was told to load.
+"""Compare an SGLang server's checksums with the weights that it should load.
 
 SGLang returns a checksum of each tensor that it holds, under its own names: query, key and value of a layer
 are one tensor there, as are gate and up, and a vocabulary is padded to a multiple of 64. The tensors of
@@ -15,8 +15,6 @@ from pathlib import Path
 
 from stretto.models.safetensors import Place, places_in
 from stretto.models.vision import newest_name
-
-__all__ = ["Checksums"]
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj", "qkv"), "gate_up_proj": ("gate_proj", "up_proj")}
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -49,7 +47,7 @@ class Checksums:
         that says so.
 
         Args:
-            published: tensor name -> hash, for the version in `folder`, which the server was told to load.
+            published: tensor name -> hash, for the version in `folder`, which the server should load.
             checksums: the server's checksums now, by its own names.
         """
         hashes = dict(published)
@@ -64,7 +62,7 @@ class Checksums:
     def _matches(
         self, name: str, checksum: str, places: Sequence[Place], published: Mapping[str, str]
     ) -> bool:
-        """Whether a checksum can belong to a tensor made of these tensors, in order."""
+        """Return whether a checksum can belong to a tensor made of these tensors, in order."""
         same_dtype = all(place.dtype == self._dtype for place in places)
         if self._exact and same_dtype:
             return checksum in _expected(places)

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
     from stretto_sglang import SglangConfig
 
-__all__ = ["SglangEngine"]
-
 _SERVE = Path(__file__).with_name("in_server") / "serve.py"
 _MODELS = "stretto_in_sglang"  # beside serve.py
 _CALL_S = 30.0
@@ -189,7 +187,7 @@ class SglangEngine(ServerEngine):
     async def load_weights(
         self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
     ) -> Mapping[str, str]:
-        """Tell the server to load the folder, and compare its checksums with the files."""
+        """Ask the server to load the folder, and compare its checksums with the files."""
         version = update.note.version
         body = {
             "model_path": str(folder),

@@ -77,7 +77,7 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
         yield Problem("inference.gpus", "is 0, but inference.device is 'cuda'; set it to 1")
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1, so answers are sampled one after another", "warning")
-    yield from context_problems(config.context_length, run)
+    yield from context_problems(config.context_length, run, extends=False)
     if config.cache_gb is not None and (needed := _bytes_of_a_sample(config, run)) > config.cache_gb * 2**30:
         yield Problem(
             "inference.cache_gb",
@@ -87,7 +87,7 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
 
 
 def _bytes_of_a_sample(config: TorchInferenceConfig, run: RunConfig) -> int:
-    """Return the size of the keys and values of the longest sample; 0 if the model's config does not tell."""
+    """Return the size of the keys and values of the longest sample; 0 if the model's config does not say."""
     text = text_config(run.model)
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads

@@ -1,4 +1,4 @@
-"""The images of a request: what the model reads of them, and the positions of the tokens around them."""
+"""The images of a request: the model's inputs, and the positions of the tokens around them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ImageReader:
         return PromptImages(tensors, places, _salt(digests, len(places)), positions, shift)
 
     def marks(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the arguments that tell the model which of the ids (N, P) are of images."""
+        """Return the arguments that show the model which of the ids (N, P) are of images."""
         return dict.fromkeys(self._marks, (ids == self.vision.image_token).long())
 
     def _media_of(

@@ -127,7 +127,7 @@ class Slots:
         return len(self._free_lanes)
 
     def fits(self, samples: Sequence[SlotSample]) -> bool:
-        """Whether the cache has room for these samples in addition to the running ones."""
+        """Return whether the cache has room for these samples in addition to the running ones."""
         lanes = self._lane[: len(self.running)]
         needs = self._limit[lanes]
         new_needs = [_limit(sample) for sample in samples]

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from stretto import Context
     from stretto_torch import TorchTrainingConfig
 
-__all__ = ["TorchTraining"]
-
 
 class TorchTraining(HFTraining):
     """`HFTraining` with the layout of one process."""

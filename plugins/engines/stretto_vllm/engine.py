@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
     from stretto_vllm import VllmConfig
 
-__all__ = ["VllmEngine"]
-
 _IN_SERVER = Path(__file__).with_name("in_server")
 _EXTENSION = "stretto_in_vllm.Weights"
 _CALL_S = 30.0
@@ -181,7 +179,7 @@ class VllmEngine(ServerEngine):
         await server.post("/abort_requests", {"request_ids": names}, deadline_s=_CALL_S)
 
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
-        """Tell the server to read the files, and keep the hashes that it returns.
+        """Ask the server to read the files, and keep the hashes that it returns.
 
         Raises:
             WeightsError: if the server cannot read the files.
@@ -200,7 +198,7 @@ class VllmEngine(ServerEngine):
     async def load_weights(
         self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
     ) -> Mapping[str, str]:
-        """Tell the server to load the tensors that it has read."""
+        """Ask the server to load the tensors that it has read."""
         await self._rpc(server, "stretto_load", deadline_s=_LOAD_S)
         try:
             version = {"new_version": str(update.note.version)}

@@ -15,8 +15,6 @@ from kubernetes import client, config, stream, watch
 from stretto.errors import LaunchError
 from stretto_kubernetes.manifests import WORKER, Manifest
 
-__all__ = ["Cluster", "Gone", "context_namespace"]
-
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
 _WATCH_S = 60

@@ -17,18 +17,6 @@ from stretto.errors import LaunchError
 from stretto.launcher import Job, Resources, Submission
 from stretto_kubernetes import ALL, KERNEL, KubernetesConfig
 
-__all__ = [
-    "WORKER",
-    "KernelPod",
-    "Manifest",
-    "bootstrap_of",
-    "job_name",
-    "objects_of",
-    "secret_of",
-    "worker_pod",
-    "workers_of",
-]
-
 Manifest = dict[str, Any]
 
 WORKER = "worker"

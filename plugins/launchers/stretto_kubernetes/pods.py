@@ -32,8 +32,6 @@ from stretto_kubernetes.manifests import (
 )
 from stretto_kubernetes.watching import PodOutput, PodView, PodWatch
 
-__all__ = ["KubernetesHandle", "KubernetesLauncher"]
-
 _LOST = 1
 """Exit status of a worker that has ended in good order because its pod was taken from it."""
 _OUTPUT_S = 10.0

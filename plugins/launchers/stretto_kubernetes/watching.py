@@ -18,8 +18,6 @@ from stretto.errors import LaunchError
 from stretto_kubernetes.cluster import Cluster, Gone
 from stretto_kubernetes.manifests import Manifest
 
-__all__ = ["PodOutput", "PodView", "PodWatch"]
-
 log = structlog.get_logger()
 
 _AGAIN_S = 2.0
@@ -155,7 +153,7 @@ class PodWatch:
                 self._follow()
             except LaunchError as error:
                 if not failed:
-                    log.warning("pods are not seen at present", error=str(error))
+                    log.warning("pods cannot be seen now", error=str(error))
                 failed = True
                 time.sleep(_AGAIN_S)
             except RuntimeError:  # the event loop is closed: the run is over
@@ -214,7 +212,7 @@ class PodOutput:
             except Gone:
                 break
             except LaunchError as error:
-                log.debug("output is not seen at present", pod=self._pod, error=str(error))
+                log.debug("output cannot be seen now", pod=self._pod, error=str(error))
             if last:
                 break
             self._ended.wait(_AGAIN_S)

@@ -12,8 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WorkerActor"]
-
 _BUFFER = 2**20
 """Bytes of output that wait for the launcher at most; the worker waits beyond that."""
 _CHUNK = 2**16

@@ -42,8 +42,6 @@ from stretto_ray.messages import (
 )
 from stretto_ray.placement import RayGroup, groups_of
 
-__all__ = ["main"]
-
 _LINE = 2**28
 """Maximum size of a request: a launch has the environments and bootstrap texts of all its workers."""
 _CPUS = 10_000

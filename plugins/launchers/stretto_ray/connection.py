@@ -29,8 +29,6 @@ from stretto_ray.messages import (
     WorkerStarted,
 )
 
-__all__ = ["Connection"]
-
 _CLOSE_S = 30.0
 """The client ends a cluster that it has started within some seconds."""
 _REMARK = 2000

@@ -34,8 +34,6 @@ from stretto_ray.messages import (
 )
 from stretto_ray.placement import group_of, groups_of, resources_of, shortage
 
-__all__ = ["RayHandle", "RayLauncher"]
-
 _CONNECT_S = 120.0
 _CANCEL_S = 30.0
 _KILLED_S = 30.0

@@ -7,25 +7,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "Cancel",
-    "ClientAnswer",
-    "ClusterNode",
-    "Describe",
-    "Ended",
-    "Event",
-    "Failed",
-    "Greeting",
-    "KillActor",
-    "Launch",
-    "Request",
-    "Signal",
-    "Start",
-    "Unconnected",
-    "WorkerOutput",
-    "WorkerStarted",
-]
-
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     """The first line for the client: the cluster to connect to."""
@@ -143,7 +124,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     run: int
     status: int
     remark: str = ""
-    """How it was lost; empty if the status is its own."""
+    """How the worker was lost. Empty if the worker ended by itself with this status."""
 
 
 Request = Launch | Cancel | Describe | Signal | KillActor

@@ -10,8 +10,6 @@ from stretto.launcher import Job
 from stretto_ray import RayConfig
 from stretto_ray.messages import ClusterNode, Start
 
-__all__ = ["RayBundle", "RayGroup", "group_of", "groups_of", "resources_of", "shortage", "strategy_of"]
-
 _NAMES = {"CPU": "CPUs (`threads`)", "GPU": "GPUs (`gpus`)", "memory": "GiB of memory (`memory_gb`)"}
 _UNITS = {"memory": 2.0**30}
 _CLOSE = 1e-6

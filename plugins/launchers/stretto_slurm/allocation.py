@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from stretto.errors import LaunchError
 from stretto.nodes import Node
 
-__all__ = ["Allocation", "ask_slurm", "nodes_in", "slurm_environment"]
-
 _ANSWER_S = 60.0
 _UNUSABLE = ("down", "drain", "fail", "maint", "boot", "power", "unk")
 """Beginnings of the states of nodes on which no new process starts, as `sinfo` names them."""

@@ -13,8 +13,6 @@ from stretto.launcher import Job, Submission
 from stretto.nodes import Node, Spot, place
 from stretto_slurm import SlurmConfig
 
-__all__ = ["part_of", "script_of", "wait_for"]
-
 _KERNEL_CORES = 1
 _KERNEL_GB = 2
 _MEMORY_STEPS = 64

@@ -22,8 +22,6 @@ from stretto_slurm import SlurmConfig
 from stretto_slurm.allocation import Allocation, ask_slurm, slurm_environment
 from stretto_slurm.script import part_of, script_of, wait_for
 
-__all__ = ["SlurmHandle", "SlurmLauncher"]
-
 # `Node failure` is what srun prints when a node is lost; its own status is then 0.
 _LOST_NODE = "error: Node failure on"
 _LOST = 1

@@ -100,7 +100,7 @@ def _runner(config: CodeConfig, context: Context) -> ProgramRunner:
         from stretto.user_code.importable import load_importable
 
         return load_importable(config.runner)(config.parallel, **config.runner_options)
-    from stretto.user_code.programs import SandboxRunner
+    from stretto_code.programs import SandboxRunner
 
     return SandboxRunner(context.sandbox, config.parallel, config.imports)
 
@@ -108,7 +108,7 @@ def _runner(config: CodeConfig, context: Context) -> ProgramRunner:
 def check(config: CodeConfig, run: RunConfig) -> Iterator[Problem]:
     """Check that the sandbox starts, and that the time limits fit together."""
     if config.runner is None:
-        from stretto.user_code.programs import program_problems
+        from stretto_code.programs import program_problems
 
         yield from program_problems(run)
     group_size = getattr(run.algorithm, "group_size", 1)

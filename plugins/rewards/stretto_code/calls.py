@@ -7,8 +7,6 @@ from typing import Any
 
 from stretto_code.suites import Case
 
-__all__ = ["CALLER", "call_of", "value_in"]
-
 CALLER = """
 import json, os, sys, types
 

@@ -8,8 +8,6 @@ from decimal import Decimal
 from itertools import zip_longest
 from typing import Any, cast
 
-__all__ = ["same_text", "same_value"]
-
 # There is one way only to divide the digits of a word, so that matching takes time linear in its length.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,9})?", re.ASCII)
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)

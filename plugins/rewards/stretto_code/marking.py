@@ -13,8 +13,6 @@ from stretto_code.calls import CALLER, call_of, value_in
 from stretto_code.comparing import same_text, same_value
 from stretto_code.suites import Case
 
-__all__ = ["Marker", "program_of"]
-
 _PYTHON = ("python", "python3", "py")
 
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-__all__ = ["Case", "SuiteError", "read_suite"]
-
 
 class SuiteError(ValueError):
     """The tests of a row cannot be read; the text says what is wrong."""

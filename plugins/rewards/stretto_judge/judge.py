@@ -22,8 +22,6 @@ from stretto.errors import RewardError, printable
 from stretto.reward import text_of
 from stretto_judge import JudgeConfig
 
-__all__ = ["Judge", "template_fault"]
-
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _MOST_PAUSE_S = 120.0
 """Longest pause that a server can ask for, in seconds."""

@@ -9,8 +9,6 @@ from fractions import Fraction
 
 from stretto_math.values import is_unit
 
-__all__ = ["ENVIRONMENT", "StatedValue", "plain_notation", "results"]
-
 ENVIRONMENT = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+?)(?<!\\)\$|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL
 )
@@ -230,7 +228,7 @@ def _result(text: str, line: int, run: list[_Token]) -> Iterator[StatedValue]:
 
 
 def _opens(run: list[_Token]) -> bool:
-    """Whether a value may begin with this letter, bracket or minus sign."""
+    """Return whether a value may begin with this letter, bracket or minus sign."""
     first = run[0].text
     if re.fullmatch(r"and|or|[,;:.=]+", first):
         return False

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from stretto_math.prose import ENVIRONMENT, plain_notation, results
 from stretto_math.values import Unreadable, Value, equal, read
 
-__all__ = ["Choices", "Gold", "Words", "is_right", "read_gold"]
-
 
 @dataclass(frozen=True)
 class Choices:
@@ -123,7 +121,7 @@ class _Statement:
 
 
 def is_right(gold: Gold, completion: str) -> bool:
-    """Whether the last result that a completion states is the expected one."""
+    """Return whether the last result that a completion states is the expected one."""
     completion = plain_notation(completion)
     for statement in _statements(completion):
         verdict = _verdict(gold, statement)
@@ -135,7 +133,7 @@ def is_right(gold: Gold, completion: str) -> bool:
 
 
 def _is_retracted(statement: _Statement, completion: str) -> bool:
-    """Whether the text after a result says that it is another one."""
+    """Return whether the text after a result says that it is another one."""
     return bool(_DENIAL.match(completion, statement.end) or _RETRACTION.search(completion, statement.start))
 
 
@@ -198,7 +196,7 @@ def _announcements(completion: str) -> Iterator[_Statement]:
 
 
 def _verdict(gold: Gold, statement: _Statement) -> bool | None:
-    """Whether a statement is right; None if it has no result of the expected kind and is ignored."""
+    """Return whether a statement is right; None if it has no result of the expected kind and is ignored."""
     content = statement.content
     if not statement.final:
         filler = _FILLER.match(content)

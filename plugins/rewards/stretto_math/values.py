@@ -14,8 +14,6 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-__all__ = ["Unreadable", "Value", "equal", "is_unit", "read"]
-
 
 class Unreadable(ValueError):
     """A text that is not mathematics."""
@@ -46,7 +44,7 @@ class Unit:
     """Other words, such as `apple`."""
 
     def agrees(self, other: Unit) -> bool:
-        """Whether both are the same, or one is missing."""
+        """Return whether both are the same, or one is missing."""
         if Unit() in (self, other):
             return True
         return self.powers == other.powers and (
@@ -513,7 +511,7 @@ _READERS: tuple[Callable[[str], Value | None], ...] = (
 
 
 def equal(gold: Value, answer: Value) -> bool:
-    """Whether an answer's value is the expected one.
+    """Return whether an answer's value is the expected one.
 
     `x = 5` equals `5`. A bare list of numbers equals a set of the same numbers in any order, or a tuple in
     the same order. Brackets of intervals must agree, as must names and units that both sides have.
@@ -573,7 +571,7 @@ def _equal_items(gold: Items, answer: Items) -> bool:
 
 
 def _equal_equations(gold: Assignment | Equation, answer: Assignment | Equation) -> bool:
-    """Whether one equation is the other one, rearranged and multiplied by a number other than 0."""
+    """Return whether one equation is the other one, rearranged and multiplied by a number other than 0."""
     first, second = _difference(gold), _difference(answer)
     if first is None or second is None or first.free_symbols != second.free_symbols:
         return False
@@ -602,7 +600,7 @@ def _difference(equation: Assignment | Equation) -> Any:
 
 
 def _equal_based_integers(gold: Value, answer: Value) -> bool:
-    """Whether the digits agree; one side may omit the base."""
+    """Return whether the digits agree; one side may omit the base."""
     if isinstance(gold, BasedInteger) and isinstance(answer, BasedInteger):
         return gold == answer
     integer, value = (gold, answer) if isinstance(gold, BasedInteger) else (answer, gold)
@@ -645,7 +643,7 @@ _SIGNIFICANT = 6
 
 
 def _is_rounded(short: Number, long: Number) -> bool:
-    """Whether a decimal is another number rounded, or cut off, to at least six significant digits."""
+    """Return whether a decimal is another number rounded, or cut off, to at least six significant digits."""
     places = short.places
     if places is None or (long.places is not None and long.places <= places):
         return False

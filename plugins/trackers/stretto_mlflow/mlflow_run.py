@@ -21,8 +21,6 @@ from stretto import Context
 from stretto.tracker import SAMPLE_FIELDS, Sent, figures, kept_id, sample_cells
 from stretto_mlflow import MlflowConfig
 
-__all__ = ["MlflowTracker"]
-
 _REFUSED = re.compile(r"[^\w .:-]")
 """Characters that MLflow does not accept in the name of a figure or a parameter, and `/`."""
 _MOST_PARAMS = 100

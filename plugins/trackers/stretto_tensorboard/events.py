@@ -1,6 +1,6 @@
 """Event files of one run.
 
-Each process writes files of its own. The first event of a file tells readers to drop the steps that come
+Each process writes files of its own. The first event of a file makes readers drop the steps that come
 again: what a killed process wrote after its last note. Samples come after later steps, so they have files of
 their own.
 """
@@ -26,8 +26,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from stretto import Context, TrackerConfig
 from stretto.tracker import SAMPLE_FIELDS, Sent, figures, sample_cells, tracker_folder
-
-__all__ = ["TensorBoardTracker"]
 
 
 class TensorBoardTracker:

@@ -20,8 +20,6 @@ from stretto.errors import ConfigError
 from stretto.tracker import SAMPLE_FIELDS, Sent, figures, kept_id, sample_cells
 from stretto_trackio import TrackioConfig
 
-__all__ = ["TrackioTracker"]
-
 _EVALUATION = "evaluation/samples"
 """A figure that every evaluation has, and no step."""
 _SAMPLES = {"train": "samples/train", "eval": "samples/evaluation"}

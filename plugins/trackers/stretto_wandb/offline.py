@@ -17,8 +17,6 @@ from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
 
-__all__ = ["history_rows"]
-
 _MAGIC = b":W&B"
 _FILE_HEAD = 7
 _BLOCK = 32 * 2**10

@@ -20,8 +20,6 @@ from stretto.tracker import SAMPLE_FIELDS, Sent, figures, kept_id, sample_cells,
 from stretto_wandb import WandbConfig
 from stretto_wandb.offline import history_rows
 
-__all__ = ["WandbTracker"]
-
 _STEP, _EVALUATION = "step", "evaluation/step"
 _SAMPLES = {"train": "samples/train", "eval": "samples/evaluation"}
 _SAMPLES_STEP = {purpose: f"{table}_step" for purpose, table in _SAMPLES.items()}

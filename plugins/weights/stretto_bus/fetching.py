@@ -20,8 +20,6 @@ from stretto_bus.questions import AskOutline, AskPiece, Question, TensorPiece, c
 if TYPE_CHECKING:
     from stretto.weights import WeightsNote, Wire
 
-__all__ = ["BusSubscriber"]
-
 A = TypeVar("A")
 
 _ENVELOPE = 64

@@ -16,8 +16,6 @@ from stretto_bus.questions import AskOutline, AskPiece, Question, TensorPiece, c
 if TYPE_CHECKING:
     from stretto.weights import Wire
 
-__all__ = ["BusPublisher"]
-
 _decode = msgspec.msgpack.Decoder[Question](Question).decode
 
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from stretto.weights import WeightsNote, Wire
     from stretto_collective import CollectiveConfig
 
-__all__ = ["CollectiveSubscriber"]
-
 
 class CollectiveSubscriber:
     """Receives versions into folders below `root`, which it owns."""

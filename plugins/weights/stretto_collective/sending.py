@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from stretto.weights import Wire
     from stretto_collective import CollectiveConfig
 
-__all__ = ["CollectivePublisher"]
-
 _decode = msgspec.msgpack.Decoder[Question](Question).decode
 _MAX_STORES = 64
 """Number of transfers whose stores are kept."""

@@ -136,7 +136,7 @@ def check_row(config: AgentConfig, row: Mapping[str, Any]) -> str:
 
 
 def _hides_tools(model: str) -> bool:
-    """Whether the model has a chat template that shows no tools. An agent needs neither."""
+    """Return whether the model has a chat template that shows no tools. An agent needs neither."""
     try:
         return not shows_tools(load_tokenizer(model))
     except ConfigError:

@@ -24,8 +24,6 @@ from stretto.user_code.sandbox import SandboxedCommand, can_show, kill, sandbox_
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 from stretto_agent import AgentConfig
 
-__all__ = ["AgentError", "AgentWorkflow"]
-
 _PORT = 20117
 """The policy's port in the sandboxes of agents, each with a loopback of its own. Few programs listen at this
 port, and the system gives clients no port below 32768."""

@@ -58,7 +58,7 @@ def check(config: OnlineConfig, run: RunConfig) -> Iterator[Problem]:
         message = f"{run.rollout.processes} rollout workers cannot listen on one port; leave it out"
         yield Problem("workflow.port", message)
     if run.variants.__struct_fields__:
-        yield Problem("variants", "programs cannot tell them apart; the workflow 'online' allows none")
+        yield Problem("variants", "programs cannot distinguish them; the workflow 'online' allows none")
 
 
 @hookimpl

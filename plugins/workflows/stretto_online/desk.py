@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from stretto.agents.recorder import CallRecorder
     from stretto_online import OnlineConfig
 
-__all__ = ["AgentSession", "SessionDesk"]
-
 _WAIT_S = 20.0
 """Seconds that the start of a session waits for a sample. The answer is then empty, and the program asks
 again."""
@@ -39,7 +37,7 @@ _MAX_BODY = 64 * 1024
 _MAX_METRICS = 32
 _METRIC = re.compile(r"[A-Za-z_][\w./-]{0,63}", re.ASCII)
 _REMEMBERED = 10_000
-"""Number of sessions that are over whose ending the desk can still tell."""
+"""Number of sessions that are over whose ending can still be reported."""
 
 
 _POSTED: Any = float | dict[str, float]
@@ -205,7 +203,7 @@ class SessionDesk:
 
 
 def _has_key(request: web.Request, key: str) -> bool:
-    """Whether a request has this key, which is empty if there is none. Headers may be no UTF-8."""
+    """Return whether a request has this key, which is empty if there is none. Headers may be no UTF-8."""
     found = key_of(request).encode(errors="surrogateescape")
     return bool(key) and secrets.compare_digest(found, key.encode())
 

@@ -13,8 +13,6 @@ from stretto.workflow import Prompt, Score, Session, Trajectory, group_of
 from stretto_online import OnlineConfig
 from stretto_online.desk import AgentSession, SessionDesk
 
-__all__ = ["OnlineError", "OnlineWorkflow"]
-
 
 class OnlineError(StrettoError):
     """A session failed and gives nothing to train on."""

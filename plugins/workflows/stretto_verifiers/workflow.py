@@ -22,8 +22,6 @@ from stretto.user_code.sandbox import kill, sandbox_command
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 from stretto_verifiers import PROGRAM, VerifiersWorkflowConfig
 
-__all__ = ["EpisodeError", "VerifiersWorkflow"]
-
 _START_S = 600.0
 _END_S = 5.0
 _MAX_LINE = 2**30

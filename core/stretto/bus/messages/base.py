@@ -8,8 +8,6 @@ import msgspec
 
 from stretto.launcher import ROLES
 
-__all__ = ["InboxToken", "Message", "Nonce", "Party", "Refusal", "VariantName", "WorkerId"]
-
 Party = Literal["kernel", "trainer", "inference", "rollout", "verifier", "samples", "viewer", "operator"]
 """Who may be at an end of the bus: the kernel, a worker of a role, the sample writer, a viewer, who only
 listens, or the operator, who gives commands to a run: its user."""

@@ -12,26 +12,6 @@ from stretto.engine import Digest, Finish, GenerateRequest, Load, SwapReport
 from stretto.tracing import Traceparent
 from stretto.weights import WeightsNote
 
-__all__ = [
-    "Abort",
-    "AskImage",
-    "AskLoad",
-    "AskSharedRows",
-    "AskWeights",
-    "ChunkBatch",
-    "ChunkHead",
-    "Confirm",
-    "Drift",
-    "Generate",
-    "ImagePart",
-    "LoadReport",
-    "ScoredRow",
-    "SharedRows",
-    "Swap",
-    "SwapDone",
-    "WeightsAnswer",
-]
-
 
 class Generate(Message, frozen=True, tag="Generate/4"):
     """Rollout worker to an inference worker: answer this request, or continue it from `have`."""
@@ -124,7 +104,7 @@ class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Largest |Δ| over the canary's tokens."""
 
     def within(self, bound: float) -> bool:
-        """Whether the mean is at most `bound`."""
+        """Return whether the mean is at most `bound`."""
         return self.mean <= bound
 
 

@@ -7,17 +7,6 @@ import msgspec
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.training import RowRef
 
-__all__ = [
-    "Evaluation",
-    "JournalBatch",
-    "JournalChange",
-    "JournalDraws",
-    "JournalEntry",
-    "JournalEvaluation",
-    "JournalStep",
-    "KernelLease",
-]
-
 
 class JournalBatch(Message, frozen=True):
     """Kernel to the journal, before a batch is trained."""

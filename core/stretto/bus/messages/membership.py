@@ -11,25 +11,6 @@ from stretto.bus.messages.base import Message, Nonce, WorkerId
 from stretto.engine import Load
 from stretto.launcher import Role
 
-__all__ = [
-    "SERVER",
-    "AskRanks",
-    "Beacon",
-    "Drain",
-    "Draining",
-    "EngineFigures",
-    "Heartbeat",
-    "Join",
-    "Leaving",
-    "Peer",
-    "Ranks",
-    "Routes",
-    "RunStatus",
-    "Wait",
-    "Welcome",
-    "WorkerProcess",
-]
-
 
 class Beacon(Message, frozen=True, tag="Beacon/2"):
     """Kernel to all workers, every second and at every change: the kernel is alive."""

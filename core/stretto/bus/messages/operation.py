@@ -8,18 +8,6 @@ import msgspec
 
 from stretto.bus.messages.base import Message
 
-__all__ = [
-    "AskRecord",
-    "AskRecords",
-    "ProcessNumber",
-    "RecordPart",
-    "Records",
-    "RunScaled",
-    "RunStopping",
-    "ScaleRun",
-    "StopRun",
-]
-
 ProcessNumber = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 """Number of processes of a role or of a worker group."""
 

@@ -7,17 +7,6 @@ from stretto.environment import Feedback
 from stretto.tools import ToolAnswer
 from stretto.tracing import Traceparent
 
-__all__ = [
-    "AskTools",
-    "EnvironmentAnswer",
-    "RunTool",
-    "ScoreSamples",
-    "Scored",
-    "TellEnvironment",
-    "ToolDone",
-    "ToolList",
-]
-
 
 class ScoreSamples(Message, frozen=True):
     """Rollout worker to verifier worker, answered by `Scored`: score these completions of one row."""

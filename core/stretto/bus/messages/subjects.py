@@ -11,8 +11,6 @@ from stretto.bus.messages.tickets import Purpose
 from stretto.errors import BusError
 from stretto.launcher import Role
 
-__all__ = ["WORKER_VERBS", "Subjects", "is_worker_id"]
-
 WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
     "trainer": {
         **dict.fromkeys(("load", "call", "end", "save"), ("kernel", "trainer")),
@@ -48,7 +46,6 @@ class Subjects:
         self.log = f"{self.root}.log"
         self.trajectories = f"{self.log}.trajectories"
         self.groups = f"{self.log}.groups"
-        self.kept_answers = f"{self.log}.answers"
         self.kept_trajectories = f"{self.log}.kept"
         self.records = f"{self.log}.records"
         self.trained = f"{self.log}.trained"
@@ -67,7 +64,7 @@ class Subjects:
     @property
     def of_log(self) -> list[str]:
         """All subjects of the log."""
-        return [*self.of_samples, self.kept_answers, self.image("*")]
+        return [*self.of_samples, self.image("*")]
 
     @property
     def of_samples(self) -> list[str]:
@@ -113,7 +110,7 @@ class Subjects:
 
 
 def is_worker_id(text: str) -> bool:
-    """Whether a text is the id of a worker."""
+    """Return whether a text is the id of a worker."""
     return re.search(WORKER_ID, text) is not None
 
 

@@ -1,4 +1,4 @@
-"""A ticket's way: issued, started, done or failed; its samples, kept texts and answers."""
+"""A ticket's way: issued, started, done or failed; its samples and kept texts."""
 
 from __future__ import annotations
 
@@ -11,29 +11,6 @@ from stretto.bus.messages.base import Message, VariantName, WorkerId
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest, Finish
 from stretto.tracing import Traceparent
-
-__all__ = [
-    "AbortTicket",
-    "Answers",
-    "Follow",
-    "Following",
-    "GroupDone",
-    "GroupFailed",
-    "Kept",
-    "KeptText",
-    "Member",
-    "Progress",
-    "Purpose",
-    "RetiredTickets",
-    "StoredImage",
-    "Ticket",
-    "TicketRecord",
-    "TicketStarted",
-    "TrainedRow",
-    "TrainedRows",
-    "TrajectoryBundle",
-    "WireTrajectory",
-]
 
 Purpose = Literal["train", "eval"]
 
@@ -127,8 +104,7 @@ class GroupDone(Message, frozen=True):
     attempt: int
     worker: str
     members: tuple[Member, ...]
-    """The log does not hold the data of evaluation tickets. If the run keeps the answers, `sequence` is the
-    sequence number of their `Answers`."""
+    """`sequence` is 0 for those of an evaluation: training does not read their data."""
     seconds: float
     """Seconds from the start of the ticket."""
     generate_s: float = 0.0
@@ -292,11 +268,3 @@ class Kept(Message, frozen=True):
 
     below: int
     """Sequence number."""
-
-
-class Answers(Message, frozen=True):
-    """Rollout worker to the log: the answers of an evaluation ticket, for people. The kernel copies the lines
-    to a file and does not decode them."""
-
-    lines: bytes
-    """One JSON object a line, one line for each trajectory."""

@@ -9,25 +9,6 @@ from stretto.bus.messages.base import Message
 from stretto.tracing import Traceparent
 from stretto.weights import WeightsNote
 
-__all__ = [
-    "AskColumn",
-    "AskMeetingPlace",
-    "AskPublished",
-    "CallDone",
-    "Column",
-    "EndStep",
-    "LoadCheckpoint",
-    "Loaded",
-    "MeetingPlace",
-    "Prefetch",
-    "Published",
-    "RowRef",
-    "RunCall",
-    "Save",
-    "Saved",
-    "StepEnded",
-]
-
 
 class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The place of one sequence of a batch: a trajectory in the log, or a row of the dataset."""

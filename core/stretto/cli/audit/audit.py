@@ -36,9 +36,7 @@ from stretto.cli.audit.audit_store import open_store
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.durable.changes import values_file
 from stretto.records.document import read_document
-from stretto.records.run import RunRecord
-
-__all__ = ["AuditReport", "Check", "audit_run"]
+from stretto.run_folder import RunFolder
 
 _RETIRED = ("filtered", "expired", "failed")
 _ATTEMPTS_PER_KERNEL = 1000
@@ -79,7 +77,7 @@ def audit_run(folder: Path) -> AuditReport:
         RunError: if a kernel owns the run, or if a file of the run cannot be read.
         BusError: if the copy of the run's store cannot be read.
     """
-    return anyio.run(_audit, RunRecord(folder).folder)
+    return anyio.run(_audit, RunFolder(folder).folder)
 
 
 async def _audit(folder: Path) -> AuditReport:
@@ -262,8 +260,8 @@ class _Checker:
     # -------------------------------------------------------------------------------------- ledgers
 
     def _check_lost(self) -> Check:
-        """Every issued ticket was trained by a batch of the journal, is retired, or is open, in each ledger
-        that the run has written."""
+        """Check that each ledger of the run accounts for every issued ticket: trained by a batch of the
+        journal, retired, or open."""
         accounts = [] if self._first else list(self._accounts())
         violations: list[str] = []
         trained, highest = [0], [-1]  # number of trained tickets and their highest, before each version
@@ -324,7 +322,7 @@ class _Checker:
                     yield f"{place}: {ledger[name]} tickets {name}, with reasons for {sum(counts)}"
 
     def _is_in_force(self, incarnation: int, version: int) -> bool:
-        """Whether a state of the run belongs to the history in force."""
+        """Return whether a state of the run belongs to the history in force."""
         latest = self._batches.get(version - 1)
         return (
             incarnation == self._journal.incarnation
@@ -589,7 +587,7 @@ def _row_faults(version: int, batch: JournalBatch) -> Iterator[str]:
 
 
 def _describes(member: Member, facts: TrajectoryFacts) -> bool:
-    """Whether a group's member agrees with its data."""
+    """Return whether a group's member agrees with its data."""
     return member.id == facts.id and (
         (member.length, member.sampled, member.oldest, member.newest, member.reward)
         == (facts.length, facts.trained, facts.oldest, facts.newest, facts.reward)

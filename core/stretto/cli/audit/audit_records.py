@@ -1,6 +1,6 @@
 """What a run has written, as the audit reads it: journal, log, checkpoints, metrics, summary.
 
-A version's batch is *in force* if it led to the run's present weights. A new incarnation replaces the batches
+A version's batch is *in force* if it led to the run's current weights. A new incarnation replaces the batches
 from its first version on.
 """
 
@@ -26,19 +26,6 @@ from stretto.bus.messages.tickets import GroupDone, GroupFailed, TrajectoryBundl
 from stretto.cli.audit.audit_store import StoredMessage, StoredRun
 from stretto.errors import RunError
 from stretto.records.files import read_record
-
-__all__ = [
-    "BatchHistory",
-    "CheckpointRecord",
-    "JournalRecord",
-    "LogRecord",
-    "TrajectoryFacts",
-    "read_checkpoints",
-    "read_journal",
-    "read_json",
-    "read_lines",
-    "read_log",
-]
 
 _PIECE = 2**20
 """Bytes that are read at once."""
@@ -72,7 +59,7 @@ class JournalRecord:
     histories: dict[int, BatchHistory] = field(default_factory=lambda: {0: BatchHistory()})
     """Incarnation -> its history."""
     incarnation: int = 0
-    """The present incarnation."""
+    """The current incarnation."""
     steps: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list[str]))
     """(incarnation, version) -> the recorded digests of the step that led to the version."""
     evaluations: list[JournalEvaluation] = field(default_factory=list[JournalEvaluation])
@@ -94,7 +81,7 @@ class JournalRecord:
 
     def enter(self, incarnation: int, version: int) -> BatchHistory:
         """Return the history of an incarnation in which something happens at a version. A higher incarnation
-        than the present one begins there. A lower one continues: a kernel went back to it."""
+        than the current one begins there. A lower one continues: a kernel went back to it."""
         if incarnation > self.incarnation:
             self.histories[incarnation] = self.history.cut(version)
         self.incarnation = incarnation

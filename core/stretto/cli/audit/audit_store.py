@@ -11,7 +11,6 @@ import json
 import secrets
 import shutil
 import stat
-import struct
 import subprocess
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -33,23 +32,18 @@ from stretto.bus.connection import open_once, without_logins
 from stretto.bus.guard import is_locked
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.payloads import decoder
+from stretto.bus.payloads import decoder, join_stored
 from stretto.bus.server import STORE, Bootstrap, binary
 from stretto.children.protocol import die_with_parent
 from stretto.cli.start.trust import require_own_server
 from stretto.errors import BusError, RunError
 from stretto.records.files import open_record, read_record
 
-__all__ = ["StoredMessage", "StoredRun", "open_store"]
-
 M = TypeVar("M", bound=Message)
 
 _START_S = 60.0
 _CONNECT_S = 5.0
 _BATCH = 32
-_PART = 0xC1
-"""First byte of a part of a large payload, and of the message that lists the parts."""
-_PART_HEAD_BYTES = struct.calcsize(">B16sII")
 
 
 @dataclass(frozen=True)
@@ -130,13 +124,17 @@ class StoredRun:
         """
         decoders = {subject: decoder(kind) for subject, kind in kinds.items()}
         parts: dict[int, bytes] = {}
+
+        async def read(sequence: int) -> bytes:
+            return parts.pop(sequence, b"")
+
         async for subject, sequence, id, data in self._raw(stream):
             if subject.endswith(".part") and subject.removesuffix(".part") in decoders:
-                parts[sequence] = data[_PART_HEAD_BYTES:]
+                parts[sequence] = data
             elif subject in decoders:
                 try:
-                    content = decoders[subject](_join(data, parts))
-                except msgspec.DecodeError:
+                    content = decoders[subject](await join_stored(data, read))
+                except (msgspec.DecodeError, ValueError):
                     content = None
                 yield StoredMessage(sequence, id, content)
 
@@ -147,14 +145,14 @@ class StoredRun:
         Raises:
             BusError: if the stream cannot be read.
         """
-        parts: dict[int, bytes] = {}
+
+        async def read(sequence: int) -> bytes:
+            return (await self._jetstream.get_msg(stream, sequence)).data or b""
+
         try:
             data = (await self._jetstream.get_last_msg(stream, subject)).data or b""
-            for sequence in _parts_of(data):
-                part = await self._jetstream.get_msg(stream, sequence)
-                parts[sequence] = (part.data or b"")[_PART_HEAD_BYTES:]
-            return decoder(kind)(_join(data, parts))
-        except (NotFoundError, msgspec.DecodeError):
+            return decoder(kind)(await join_stored(data, read))
+        except (NotFoundError, msgspec.DecodeError, ValueError):
             return None
         except (APIError, nats.errors.Error, TimeoutError) as error:
             raise BusError(f"{subject} cannot be read: {error}") from error
@@ -179,29 +177,6 @@ class StoredRun:
 
 
 # --------------------------------------------------------------------------------------- private
-
-
-def _join(data: bytes, parts: dict[int, bytes]) -> bytes:
-    """Return the whole payload, and forget its parts.
-
-    Raises:
-        msgspec.DecodeError: if a part is missing.
-    """
-    sequences = _parts_of(data)
-    if not sequences:
-        return data
-    if missing := [sequence for sequence in sequences if sequence not in parts]:
-        raise msgspec.DecodeError(f"its part {missing[0]} is missing")
-    return b"".join(parts.pop(sequence) for sequence in sequences)
-
-
-def _parts_of(data: bytes) -> list[int]:
-    """Return the sequence numbers of a payload's parts; none if it was stored whole.
-
-    Raises:
-        msgspec.DecodeError: if the message does not list them.
-    """
-    return msgspec.msgpack.decode(data[1:], type=list[int]) if data[:1] == bytes([_PART]) else []
 
 
 def _copy_streams(folder: Path, store: Path) -> str:

@@ -19,8 +19,6 @@ from stretto.errors import StrettoError, printable
 if TYPE_CHECKING:
     from stretto.cli.audit.audit import AuditReport
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 
@@ -35,7 +33,7 @@ def audit(
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
     ticket: Annotated[
-        int | None, typer.Option(min=0, help="Tell the story of this training ticket instead.")
+        int | None, typer.Option(min=0, help="Show the story of this training ticket instead.")
     ] = None,
 ) -> None:
     """Check that a run that has ended lost no ticket, trained none twice and kept its bounds.

@@ -40,17 +40,6 @@ from stretto.records.kept.kept_sample import KeptSample, digest_of
 from stretto.records.kept.sample_files import FOLDER, SegmentKind, schema_of, segments_in, with_columns
 from stretto.records.kept.sample_images import SampleImages
 
-__all__ = [
-    "KeptGroups",
-    "Recording",
-    "ReplayJournal",
-    "WeightSums",
-    "groups_in_samples",
-    "read_recording",
-    "read_replayed",
-    "read_weights",
-]
-
 _ROWS_AT_ONCE = 512
 _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
 """A weight that was rounded to 0 counts as this one."""

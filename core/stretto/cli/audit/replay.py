@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from stretto.assembly.assembly import Assembly, new_run_id
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import placement
 from stretto.bus.messages.journal import JournalBatch
 from stretto.cli.audit.recording import KeptGroups, Recording, read_recording
 from stretto.cli.audit.replay_report import ReplayReport, report_of
@@ -27,9 +27,8 @@ from stretto.kernel.durable.changes import document_of, newest_values, values_fi
 from stretto.kernel.durable.checkpoint import KernelState, find_checkpoint, state_of
 from stretto.kernel.durable.replay import ReplaySegment, train_again
 from stretto.records.document import read_document
-from stretto.records.run import REPLAY, RunRecord
-
-__all__ = ["ReplayOptions", "replay_run"]
+from stretto.records.files import REPLAY
+from stretto.run_folder import RunFolder
 
 _UNUSED = ("dataset", "evaluation", "inference", "queue", "reward", "rollout", "verifier", "workflow")
 """Sections that decide what is generated. A replay uses nothing of them."""
@@ -64,7 +63,7 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
         RunError: if a kernel owns the run, or if a part of its store is lost.
         BusError: if the copy of its store cannot be read.
     """
-    folder = RunRecord(folder).folder
+    folder = RunFolder(folder).folder
     if (folder / REPLAY).exists():
         raise ConfigError(f"{folder} is a replay itself; replay the run that it came from")
     if read_document(values_file(folder, newest_values(folder)))["bus"].get("url"):
@@ -80,7 +79,7 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     _check(folder, former, segments, start)
     _accept(former, segments, overrides)
     kept = KeptGroups(folder)
-    if placement(segments[0].composed).graph.samples and (missing := kept.missing(batches)):
+    if segments[0].assembly.graph.samples and (missing := kept.missing(batches)):
         raise _kept_too_little(folder, recording, missing)
     out.mkdir(parents=True, exist_ok=True)
     report = ReplayReport.begun(folder, batches, overrides)
@@ -90,7 +89,7 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     summary = train_again(out, segments, start, kept)
     if summary["status"] != "completed":
         return Replayed(out, summary, None)
-    report = report_of(report, recording, batches, RunRecord(folder), RunRecord(out))
+    report = report_of(report, recording, batches, RunFolder(folder), RunFolder(out))
     report.write(out)
     return Replayed(out, summary, report)
 
@@ -161,8 +160,13 @@ def _segments(
     def terms(batch: JournalBatch) -> tuple[int, str]:
         return recording.values_at(batch.version), batch.layout
 
+    run = new_run_id(out)
     return [
-        ReplaySegment(_composed(folder, values, layout, overrides, out), tuple(part), recording.draws)
+        ReplaySegment(
+            Assembly(_composed(folder, values, layout, overrides, out), folder=out, run=run),
+            tuple(part),
+            recording.draws,
+        )
         for (values, layout), part in groupby(batches, terms)
     ]
 
@@ -197,23 +201,21 @@ def _check(
         ConfigError: for the first that does not fit, or if the rows that the trainers read have changed.
     """
     for one, other in zip(former, segments, strict=True):
-        composed = other.composed
-        was, now = placement(one.composed).graph, placement(composed).graph
+        place = other.assembly.composed.place
+        was, now = one.assembly.graph, other.assembly.graph
         if was.samples != now.samples:
             kind = "samples" if was.samples else "rows of a dataset"
-            raise ConfigError(
-                f"{composed.place('algorithm')}: the run has trained on {kind}; this algorithm does not"
-            )
+            raise ConfigError(f"{place('algorithm')}: the run has trained on {kind}; this algorithm does not")
         had, needs = (
             {name for name, model in graph.models.items() if model.trainable} for graph in (was, now)
         )
         if start is not None and (missing := sorted(needs - had)):
             raise ConfigError(
-                f"{composed.place('algorithm')}: checkpoint {start[0].name} has no model {missing[0]!r}; "
+                f"{place('algorithm')}: checkpoint {start[0].name} has no model {missing[0]!r}; "
                 "replay from the beginning, without --from"
             )
         if not now.samples:
-            _check_rows(folder, composed)
+            _check_rows(folder, other.assembly)
 
 
 def _accept(
@@ -235,27 +237,25 @@ def _accept(
             print_notice(level, text)
 
     for one, other in zip(former, segments, strict=True):
-        told |= set(faults_and_warnings(one.composed, starting=False)[1])
-        accepted(other.composed, starting=False, tell=tell)
+        told |= set(faults_and_warnings(one.assembly, starting=False)[1])
+        accepted(other.assembly, starting=False, tell=tell)
     for item in overrides:
         key = item.partition("=")[0]
         if key.split(".")[0] in _UNUSED:
             tell("note", f"{key} changes nothing: a replay generates and scores nothing")
 
 
-def _check_rows(folder: Path, composed: Composed) -> None:
+def _check_rows(folder: Path, assembly: Assembly) -> None:
     """Refuse a dataset whose rows have changed.
 
     Raises:
         ConfigError: if they have.
     """
-    from stretto.assembly.plan import context_of
-
-    dataset = composed.make("dataset", context_of(composed.config))
+    dataset = assembly.make("dataset")
     recorded = msgspec.json.decode((folder / "fingerprints.json").read_bytes(), type=dict[str, str])
     if recorded.get("dataset", dataset.fingerprint) != dataset.fingerprint:
         raise ConfigError(
-            f"{composed.place('dataset')}: the rows have changed since the run began (fingerprint "
+            f"{assembly.composed.place('dataset')}: the rows have changed since the run began (fingerprint "
             f"{recorded['dataset']}, now {dataset.fingerprint}), and the journal names them by number; put "
-            "the former rows back"
+            "the previous rows back"
         )

@@ -19,17 +19,8 @@ from rich.table import Table
 from stretto.bus.messages.journal import JournalBatch
 from stretto.cli.audit.recording import Recording, WeightSums, read_replayed, read_weights
 from stretto.cli.tables import add_row, figure_table
-from stretto.records.run import REPLAY, RunRecord
-
-__all__ = [
-    "ComparedStep",
-    "Difference",
-    "ReplayReport",
-    "off_policy",
-    "report_lines",
-    "report_of",
-    "report_tables",
-]
+from stretto.records.files import REPLAY
+from stretto.run_folder import RunFolder
 
 _OF_METRICS = ("loss", "grad_norm", "entropy", "clipped")
 """Keys of `metrics.jsonl` that the comparison shows. A step has those that its algorithm gives."""
@@ -46,7 +37,7 @@ _LIMITS = (
     "from that, is not known",
     "groups that the recorded algorithm filtered out are not there for another algorithm",
 )
-"""What a comparison cannot tell, in words."""
+"""What a comparison cannot show, in words."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +85,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the replay's last weights."""
     steps: list[ComparedStep] = []
     limits: list[str] = []
-    """What the comparison cannot tell. Empty for a replay without overrides."""
+    """What the comparison cannot show. Empty for a replay without overrides."""
 
     @classmethod
     def begun(cls, run: Path, batches: Sequence[JournalBatch], overrides: Sequence[str]) -> ReplayReport:
@@ -116,8 +107,8 @@ def report_of(
     begun: ReplayReport,
     recording: Recording,
     batches: Sequence[JournalBatch],
-    run: RunRecord,
-    replay: RunRecord,
+    run: RunFolder,
+    replay: RunFolder,
 ) -> ReplayReport:
     """Compare a complete replay with its run.
 
@@ -157,7 +148,7 @@ def report_of(
     )
 
 
-def _steps(begun: ReplayReport, run: RunRecord, replay: RunRecord) -> Iterator[ComparedStep]:
+def _steps(begun: ReplayReport, run: RunFolder, replay: RunFolder) -> Iterator[ComparedStep]:
     lines = [{line["step"]: line for line in each.steps} for each in (run, replay)]
     weights = [read_weights(each.folder) for each in (run, replay)]
     for step in range(begun.first, begun.last + 1):
@@ -221,14 +212,14 @@ def _causes(difference: Difference) -> Iterator[str]:
         yield f"the layout differs: recorded {recorded!r}, here {replayed!r}"
     if difference.incarnation_from is not None:
         yield (
-            f"the run began a new incarnation at version {difference.incarnation_from}: it went on with "
+            f"the run began a new incarnation at version {difference.incarnation_from}: it continued with "
             "weights that its journal does not repeat; replay the steps after it from its checkpoint: "
             f"--from {difference.incarnation_from}"
         )
     else:
         yield (
             "possible causes: another processor or GPU, another version of torch or of a plugin, another "
-            "model under the same path, or a step that is not deterministic; replay twice to tell the last "
+            "model under the same path, or a step that is not deterministic; replay twice to find the last "
             "from the others"
         )
 

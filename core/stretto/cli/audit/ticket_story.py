@@ -14,9 +14,7 @@ from stretto.bus.messages.tickets import GroupDone, GroupFailed, RetiredTickets
 from stretto.cli.audit.audit_store import StoredRun, open_store
 from stretto.errors import ConfigError, printable
 from stretto.records.kept.samples import SampleStore
-from stretto.records.run import RunRecord
-
-__all__ = ["TicketStory", "ticket_story"]
+from stretto.run_folder import RunFolder
 
 
 class TicketStory(msgspec.Struct, kw_only=True):
@@ -37,7 +35,7 @@ def ticket_story(folder: Path, ticket: int) -> TicketStory:
         RunError: if a kernel owns the run, or if it has no store of its own.
         BusError: if the copy of the run's store cannot be read.
     """
-    return anyio.run(_tell, RunRecord(folder).folder, ticket)
+    return anyio.run(_tell, RunFolder(folder).folder, ticket)
 
 
 async def _tell(folder: Path, ticket: int) -> TicketStory:

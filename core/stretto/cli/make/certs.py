@@ -11,8 +11,6 @@ from stretto.bus.certificates import Authority
 from stretto.bus.listening import own_hosts
 from stretto.errors import ConfigError
 
-__all__ = ["explanation", "write_certificates"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _OWN_NAMES = ("ca", "server")
 

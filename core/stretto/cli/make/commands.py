@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from stretto.cli.make.evaluate import Result
     from stretto.component import Kind
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 
@@ -66,6 +64,7 @@ def evaluate(
     trust_plugins: TrustPlugins = False,
 ) -> None:
     """Evaluate a model, or a checkpoint of a run: avg@n and pass@k with 95 % intervals."""
+    from stretto.assembly.assembly import Assembly
     from stretto.cli.make.evaluate import EvaluationOptions, compose_evaluation, run_evaluation
     from stretto.cli.start.acceptance import accepted_start
     from stretto.cli.start.trust import require_trust
@@ -75,9 +74,10 @@ def evaluate(
     if (Path(source) / "config.yaml").is_file():
         require_trust(Path(source).absolute(), trusted=trust_plugins)
     evaluation = EvaluationOptions(version, dataset, reward, n, temperature, max_tokens, rows, inference, out)
-    composed = compose_evaluation(source, evaluation, overrides or ())
-    with accepted_start(composed) as (folder, forks):
-        result, summary = run_evaluation(composed, folder, forks, threshold)
+    assembly = Assembly(compose_evaluation(source, evaluation, overrides or ()))
+    folder = assembly.folder
+    with accepted_start(assembly) as forks:
+        result, summary = run_evaluation(assembly, forks, threshold)
     if result is None:
         from stretto.kernel.life import exit_status
         from stretto.kernel.observe.view import final_lines
@@ -164,9 +164,9 @@ def export(
     """Write a run's model as a folder for transformers or peft, or its samples as rows for supervised
     training."""
     from stretto.cli.make.export import export_model, export_samples, push_to_hub
-    from stretto.records.run import RunRecord
+    from stretto.run_folder import RunFolder
 
-    run_record = RunRecord(folder)
+    run_record = RunFolder(folder)
     if samples is not None:
         if to or version or adapter or push:
             raise ConfigError(

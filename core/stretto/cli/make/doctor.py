@@ -31,14 +31,12 @@ from stretto.errors import BusError, PluginError, nearest
 from stretto.launcher import visible_gpus
 from stretto.user_code.sandbox import sandbox_problem
 
-__all__ = ["Observation", "examine_machine", "examine_plugins"]
-
 Level = Literal["ok", "note", "warning", "fault"]
 
 _LIBRARIES = ("torch", "transformers", "msgspec", "nats-py", "pluggy", "pyarrow", "vllm", "sglang", "trl")
 """Libraries whose versions a report of a fault needs."""
 _SHARED_MEMORY_GB = 1.0
-"""Weights travel through shared memory; containers often have 64 MiB of it."""
+"""Weights travel through shared memory, of which a container often has 64 MiB."""
 
 
 @dataclass(frozen=True)

@@ -23,24 +23,17 @@ from typing import Any, cast
 
 import msgspec
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
 from stretto.errors import ConfigError, offer
 from stretto.kernel.durable.checkpoint import checkpoint_name, find_checkpoint
 from stretto.kernel.fleet.forks import ForkServer
-from stretto.records.accuracy import estimate
+from stretto.records.accuracy import estimate, row_scores
 from stretto.records.document import read_document
 from stretto.records.intervals import Estimate
-from stretto.workers.sampling.answers import KeptAnswer
-
-__all__ = [
-    "EvaluationOptions",
-    "Result",
-    "compose_evaluation",
-    "pass_at_k",
-    "result_of",
-    "run_evaluation",
-]
+from stretto.records.kept.answers import KeptAnswer, by_sample, read_answers
+from stretto.records.kept.samples import SampleStore
 
 # An evaluation of a checkpoint takes over the run's keys, except those for training and the output folder.
 _EXCLUDED_KEYS = {
@@ -232,27 +225,30 @@ def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[st
 
 
 def run_evaluation(
-    composed: Composed, folder: Path, forks: ForkServer | None, threshold: float
+    assembly: Assembly, forks: ForkServer | None, threshold: float
 ) -> tuple[Result | None, dict[str, Any]]:
     """Run the evaluation to its end. Return its result and the run's summary; see `stretto.kernel.life.run`.
 
-    The result is None if the run did not complete or has no answer. Otherwise `summary.json` also gets the
-    result.
+    The result is None if the run did not complete, or if it has no answer or lacks some. Otherwise
+    `summary.json` also gets the result, and the answers are written to `answers/step-000000.jsonl`.
     """
     from stretto.kernel.life import run
 
-    summary = run(composed, folder, forks)
-    file = folder / "answers" / "step-000000.jsonl"
-    if summary["status"] != "completed" or not file.exists():
-        return None, summary
-    decode = msgspec.json.Decoder(KeptAnswer).decode
-    answers = [decode(line) for line in file.read_bytes().splitlines()]
+    config, folder = assembly.config, assembly.folder
+    summary = run(assembly, forks)
+    answers = read_answers(SampleStore(folder), 0, texts=True) if summary["status"] == "completed" else []
     if not answers:
         return None, summary
-    busy_s = summary["busy_s"]["generate"] / composed.config.inference.replicas
+    kept, expected = len(by_sample(answers)), summary["evaluation"][-1]["samples"]
+    if kept < expected:
+        problem = f"only {kept} of {expected} answers are kept; see {folder / 'logs' / 'samples.jsonl'}"
+        return None, {**summary, "problems": [*summary["problems"], problem]}
+    (folder / "answers").mkdir(exist_ok=True)
+    (folder / "answers" / "step-000000.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(answers))
+    busy_s = summary["busy_s"]["generate"] / config.inference.replicas
     result = result_of(
         answers,
-        source=cast("str", composed.config.model),
+        source=cast("str", config.model),
         failed=summary["evaluation"][-1]["failed"],
         threshold=threshold,
         tokens_per_s=summary["tokens"]["generated"] / busy_s if busy_s else 0.0,
@@ -270,14 +266,14 @@ def run_evaluation(
 def result_of(
     answers: Sequence[KeptAnswer], *, source: str, failed: int, threshold: float, tokens_per_s: float
 ) -> Result:
-    """Compute the figures of one or more answers. If a sample has several lines, its last line counts, and
-    the tokens of all its lines."""
+    """Compute the figures of one or more answers. If a sample has several answers, its last one counts, and
+    the tokens of all of them."""
     tokens = sum(answer.tokens for answer in answers)
-    answers = list({(answer.row, answer.sample): answer for answer in answers}.values())
+    answers = list(by_sample(answers).values())
     rows: defaultdict[int, list[KeptAnswer]] = defaultdict(list)
     for answer in answers:
         rows[answer.row].append(answer)
-    scores = {row: [_score(answer) for answer in of_row] for row, of_row in rows.items()}
+    scores = {row: [answer.score for answer in of_row] for row, of_row in rows.items()}
     n = min(map(len, scores.values()))
     counts = [(len(of_row), sum(score >= threshold for score in of_row)) for of_row in scores.values()]
     finishes = Counter(answer.finish for answer in answers)
@@ -287,7 +283,7 @@ def result_of(
         failed=failed,
         n=n,
         samples=len(answers),
-        avg=estimate([fmean(of_row) for of_row in scores.values()]),
+        avg=estimate(list(row_scores(answers).values())),
         reward=estimate([fmean(answer.reward for answer in of_row) for of_row in rows.values()]),
         pass_at={
             k: estimate([pass_at_k(of_row, correct, k) for of_row, correct in counts])
@@ -304,7 +300,3 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """1 - C(n - c, k) / C(n, k): the probability that k of n answers, drawn without replacement, contain at
     least one of the c that pass (Chen et al. 2021, eq. 1). 1 <= k <= n."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def _score(answer: KeptAnswer) -> float:
-    return answer.metrics.get("accuracy", answer.reward)

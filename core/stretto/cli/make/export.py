@@ -28,7 +28,6 @@ import numpy as np
 
 from stretto.algorithm import Encoded
 from stretto.assembly.run_file import RunFile, read
-from stretto.cli.show.samples import open_samples
 from stretto.cli.start.folders import is_free
 from stretto.errors import ConfigError, StrettoError
 from stretto.kernel.durable.checkpoint import find_checkpoint
@@ -37,12 +36,10 @@ from stretto.models.images import names_in
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
 from stretto.records.figures import FIGURES
-from stretto.records.kept.samples import SampleFilter
+from stretto.records.kept.samples import SampleFilter, open_samples
 from stretto.records.metrics import ACCURACY
-from stretto.records.run import RunRecord
 from stretto.rl.supervised import prompt_and_answer
-
-__all__ = ["ExportedSamples", "export_model", "export_samples", "push_to_hub"]
+from stretto.run_folder import RunFolder
 
 Form = Literal["merged", "adapter"]
 
@@ -61,7 +58,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 # ------------------------------------------------------------------------------------------- models
 
 
-def export_model(run: RunRecord, version: str | None, form: Form, to: Path | None) -> Path:
+def export_model(run: RunFolder, version: str | None, form: Form, to: Path | None) -> Path:
     """Write the model of a checkpoint to a folder, and return the folder. It is complete or absent.
 
     Args:
@@ -76,7 +73,7 @@ def export_model(run: RunRecord, version: str | None, form: Form, to: Path | Non
     checkpoint = find_checkpoint(run.folder, version)
     source, model = checkpoint / ("model" if form == "merged" else "adapter"), checkpoint / "model"
     if not model.is_dir():
-        engine = run.document["training"]["use"]
+        engine = run.config["training"]["use"]
         raise ConfigError(f"{checkpoint} has no model: the training engine {engine!r} does not save one")
     if not source.is_dir():
         raise ConfigError(
@@ -133,25 +130,25 @@ def _written_aside(to: Path) -> Generator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _name_base(file: Path, run: RunRecord) -> None:
+def _name_base(file: Path, run: RunFolder) -> None:
     """Name the base model of an adapter by its hub id; a folder of this machine by its last part."""
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "base_model_name_or_path": _base_of(run)[0]}, indent=2) + "\n")
 
 
-def _base_of(run: RunRecord) -> tuple[str, bool]:
+def _base_of(run: RunFolder) -> tuple[str, bool]:
     """Return the name of the model that the run started from, and whether it is one of the hub."""
-    model = str(run.document.get("model") or "")
+    model = str(run.config.get("model") or "")
     if "$" in model:  # it is read from the environment
         return "unknown", False
     on_hub = _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
     return (model, True) if on_hub else (Path(model).name or "unknown", False)
 
 
-def _card(run: RunRecord, checkpoint: Path, form: Form) -> str:
+def _card(run: RunFolder, checkpoint: Path, form: Form) -> str:
     base, on_hub = _base_of(run)
     architectures = json.loads((checkpoint / "model" / "config.json").read_text()).get("architectures") or []
-    algorithm = run.document["algorithm"]["use"]
+    algorithm = run.config["algorithm"]["use"]
     head = {
         **({"base_model": base} if on_hub else {}),
         "library_name": "peft" if form == "adapter" else "transformers",
@@ -177,16 +174,16 @@ def _card(run: RunRecord, checkpoint: Path, form: Form) -> str:
     return "\n".join(lines)
 
 
-def _figures(run: RunRecord, version: int) -> Iterator[tuple[str, str]]:
+def _figures(run: RunFolder, version: int) -> Iterator[tuple[str, str]]:
     for key in (ACCURACY, *_FIGURES):
         value = dict(run.series(key)).get(version)
         if value is not None:
             yield FIGURES[key].name, FIGURES[key].text(value)
 
 
-def _values(run: RunRecord) -> Iterator[tuple[str, str]]:
+def _values(run: RunFolder) -> Iterator[tuple[str, str]]:
     for key in _KEYS:
-        value: Any = run.document
+        value: Any = run.config
         for part in key.split("."):
             value = cast("dict[str, Any]", value).get(part) if isinstance(value, dict) else None
         if value is not None and "$" not in str(value):

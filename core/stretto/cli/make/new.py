@@ -16,8 +16,6 @@ from stretto.component import Kind
 from stretto.errors import ConfigError, PluginError, nearest
 from stretto.user_code.importable import load_module
 
-__all__ = ["MODEL", "new_model", "new_package", "next_steps"]
-
 MODEL = "model"
 """`stretto new model` writes a model, not a package."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

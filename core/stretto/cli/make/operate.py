@@ -8,8 +8,10 @@ from typing import TypeVar
 
 import anyio
 
-from stretto.assembly.compose import Composed, compose
+from stretto.assembly.assembly import Assembly
+from stretto.assembly.compose import compose
 from stretto.assembly.placement import sections
+from stretto.assembly.worker_numbers import NUMBER_KEYS
 from stretto.bus.client import connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import operator_bootstrap
@@ -17,10 +19,7 @@ from stretto.bus.messages.base import Message
 from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
 from stretto.bus.messages.subjects import Subjects
 from stretto.errors import ConfigError, one_error
-from stretto.kernel.fleet.worker_numbers import NUMBER_KEYS
-from stretto.records.run import MIRROR
-
-__all__ = ["numbers_of", "scale_run", "stop_run"]
+from stretto.records.files import MIRROR
 
 A = TypeVar("A", bound=Message)
 
@@ -89,13 +88,13 @@ def _require_kernel(folder: Path) -> None:
 def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
     """Check other numbers of trainers as a resume with them would be: the kernel cannot take them back."""
     from stretto.cli.start.acceptance import accepted
-    from stretto.kernel.durable.changes import compose_changes
+    from stretto.kernel.durable.changes import assemble_existing, compose_changes
 
     groups = {name: number for name, number in numbers.items() if name not in NUMBER_KEYS}
     if not groups:
         return
     elsewhere = (folder / MIRROR).exists()
-    former = compose(folder / "config.yaml", elsewhere=elsewhere)
+    former = assemble_existing(compose(folder / "config.yaml", elsewhere=elsewhere), folder)
     known = sections(former.config)
     for name in groups:
         if name not in known:
@@ -110,7 +109,7 @@ def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
         accepted(changed, starting=True, resumed=True)
 
 
-def _refuse_new_faults(former: Composed, changed: Composed) -> None:
+def _refuse_new_faults(former: Assembly, changed: Assembly) -> None:
     """Refuse values for what is wrong with them and not with the previous ones. This machine may lack the
     files that both name, and has other resources than the run's.
 
@@ -121,7 +120,7 @@ def _refuse_new_faults(former: Composed, changed: Composed) -> None:
 
     present = set(problems(former, starting=False, resumed=True))
     faults = [
-        f"{changed.place(problem.path)}: {changed.redact(problem.message)}"
+        f"{changed.composed.place(problem.path)}: {changed.composed.redact(problem.message)}"
         for problem in problems(changed, starting=False, resumed=True)
         if problem.severity == "error" and problem not in present
     ]

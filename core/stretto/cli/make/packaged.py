@@ -7,8 +7,6 @@ from pathlib import Path
 
 from stretto.errors import ConfigError
 
-__all__ = ["EXAMPLES", "packaged_folder"]
-
 EXAMPLES = "examples"
 """Where a checkout has the folders that a wheel has in the package `stretto`."""
 

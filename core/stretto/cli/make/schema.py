@@ -23,8 +23,6 @@ from stretto.component import Component, ComponentParts, Kind
 from stretto.config import EvaluationConfig, RunConfig, VariantConfig
 from stretto.errors import PluginError
 
-__all__ = ["Field", "fields_of", "json_schema"]
-
 
 @dataclass(frozen=True)
 class Field:

@@ -8,9 +8,7 @@ from pathlib import Path
 from stretto.assembly.compose import compose
 from stretto.children.tracker import command
 from stretto.errors import ConfigError
-from stretto.records.run import RunRecord
-
-__all__ = ["track_run"]
+from stretto.run_folder import RunFolder
 
 
 def track_run(folder: Path) -> list[str]:
@@ -20,11 +18,11 @@ def track_run(folder: Path) -> list[str]:
     Raises:
         ConfigError: if the folder holds no run, if the run has no trackers, or if it continues.
     """
-    record = RunRecord(folder)
+    record = RunFolder(folder)
     trackers = compose(folder / "config.yaml").config.trackers
     if not trackers:
         raise ConfigError(f"the run in {folder} has no trackers")
     if record.state == "running":
-        raise ConfigError(f"the run in {folder} goes on, and its trackers follow it; wait for its end")
+        raise ConfigError(f"the run in {folder} still runs, and its trackers follow it; wait for its end")
     names = [section.folder_name for section in trackers]
     return [name for name in names if subprocess.run(command("send", folder, name), check=False).returncode]

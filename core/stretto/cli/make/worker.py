@@ -14,12 +14,10 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from stretto.assembly.worker_numbers import NUMBER_KEYS
 from stretto.bus.joining import invite_operator, reserve_worker, write_bootstrap
 from stretto.bus.server import OPERATOR, VIEWER, Bootstrap
 from stretto.errors import ConfigError
-from stretto.kernel.fleet.worker_numbers import NUMBER_KEYS
-
-__all__ = ["invite_guest", "work_by_hand"]
 
 
 def work_by_hand(

@@ -15,9 +15,7 @@ import structlog
 from stretto.assembly.logs import printable_fields
 from stretto.errors import ConfigError, offer, printable
 from stretto.records.files import open_record
-from stretto.records.run import RunRecord
-
-__all__ = ["log_lines"]
+from stretto.run_folder import RunFolder
 
 _LOOK_S = 0.3
 
@@ -33,7 +31,7 @@ def log_lines(folder: Path, worker: str, *, newest: int | None, follow: bool) ->
     Raises:
         ConfigError: if the folder holds no run, or if there is no such log.
     """
-    run = RunRecord(folder)
+    run = RunFolder(folder)
     logs = {file.stem: file for file in sorted((folder / "logs").glob("*.jsonl"))}
     if worker not in logs:
         raise ConfigError(f"{folder} has no log of {worker!r}{offer(worker, logs, 'logs')}")

@@ -27,10 +27,8 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import OPERATOR, Bootstrap, lock_run
 from stretto.cli.start.folders import is_free
 from stretto.errors import BusError, ConfigError, NoAnswer, one_error, printable
-from stretto.records.run import MIRROR
+from stretto.records.files import MIRROR
 from stretto.records.shared import is_record, record_sizes
-
-__all__ = ["mirror_run"]
 
 _LOOK_S = 1.0
 _ANSWER_S = 20.0
@@ -81,7 +79,7 @@ def _claim(folder: Path, run: str) -> None:
 
 
 async def _until_interrupted(bootstrap: Bootstrap, folder: Path, own: Callable[[str], None]) -> str:
-    outcome = f"{folder} has the records up to now; the run goes on"
+    outcome = f"{folder} has the records up to now; the run continues"
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
         async with anyio.create_task_group() as tasks:
 

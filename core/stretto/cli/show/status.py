@@ -25,8 +25,6 @@ from stretto.records.status import (
     standstill,
 )
 
-__all__ = ["status_lines", "status_lines_over_bus"]
-
 
 def status_lines(folder: Path) -> list[str]:
     """Describe the state of the run in `folder`.

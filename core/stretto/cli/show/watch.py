@@ -26,10 +26,8 @@ from stretto.errors import ConfigError, leaves, printable
 from stretto.kernel.observe.view import View, final_lines, terminal
 from stretto.records.figures import FIGURES
 from stretto.records.metrics import MAIN_FIGURES
-from stretto.records.run import RunRecord
 from stretto.records.status import LATE_S, Status, decode_status, standstill
-
-__all__ = ["bootstrap_elsewhere", "watch_bus", "watch_folder"]
+from stretto.run_folder import RunFolder
 
 _LOOK_S = 0.5
 
@@ -40,7 +38,7 @@ def watch_folder(folder: Path) -> int:
     Raises:
         ConfigError: if the folder holds no run, or if its files are damaged.
     """
-    run = RunRecord(folder)
+    run = RunFolder(folder)
 
     def source() -> Status | None:
         status = run.status

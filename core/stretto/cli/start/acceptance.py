@@ -1,18 +1,14 @@
-"""The checks between a composed run and its start, and what they tell the user."""
+"""The checks between a composed run and its start, and the messages for the user."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 
-from stretto.assembly.compose import Composed
-from stretto.assembly.plan import run_folder
+from stretto.assembly.assembly import Assembly
 from stretto.errors import ConfigError, printable
 from stretto.kernel.fleet.forks import ForkServer, fork_server
-
-__all__ = ["accepted", "accepted_start", "print_notice"]
 
 
 def print_notice(level: str, text: str) -> None:
@@ -21,13 +17,13 @@ def print_notice(level: str, text: str) -> None:
 
 
 def accepted(
-    composed: Composed,
+    assembly: Assembly,
     *,
     starting: bool,
     resumed: bool = False,
     tell: Callable[[str, str], None] = print_notice,
-) -> Composed:
-    """Return the composed run if it has no errors.
+) -> Assembly:
+    """Return the run if it has no errors.
 
     Args:
         starting: also refuse it for faults of this machine's environment.
@@ -39,22 +35,22 @@ def accepted(
     """
     from stretto.cli.start.checks import faults_and_warnings  # while a fork server imports already
 
-    for notice in composed.notices:
+    for notice in assembly.composed.notices:
         tell("note", notice)
-    faults, warnings = faults_and_warnings(composed, starting=starting, resumed=resumed)
+    faults, warnings = faults_and_warnings(assembly, starting=starting, resumed=resumed)
     for warning in warnings:
         tell("warning", warning)
     if faults:
         raise ConfigError("\n".join(faults))
-    return composed
+    return assembly
 
 
 @contextmanager
 def accepted_start(
-    composed: Composed, tell: Callable[[str, str], None] = print_notice
-) -> Generator[tuple[Path, ForkServer | None]]:
-    """Refuse a run that has errors, while a fork server already imports what its workers need. Give the run's
-    folder and the server, for the duration of the block.
+    assembly: Assembly, tell: Callable[[str, str], None] = print_notice
+) -> Generator[ForkServer | None]:
+    """Refuse a run that has errors, while a fork server already imports what its workers need. Give the
+    server, for the duration of the block.
 
     Args:
         tell: as for `accepted`.
@@ -62,7 +58,6 @@ def accepted_start(
     Raises:
         ConfigError: as `accepted`.
     """
-    folder = run_folder(composed.config)
-    with fork_server(composed, folder) as forks:
-        accepted(composed, starting=True, tell=tell)
-        yield folder, forks
+    with fork_server(assembly) as forks:
+        accepted(assembly, starting=True, tell=tell)
+        yield forks

@@ -1,23 +1,39 @@
-"""Read rows of a dataset before a run starts, to find those that its first row does not stand for."""
+"""Read rows of the datasets before a run starts: what they lack, and what is too long in them."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
+import time
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stretto.children.row_check import drawn_rows
+from stretto.algorithm import Call
+from stretto.assembly.assembly import Assembly
+from stretto.children.row_check import RowFaults, checked_rows, drawn_rows, faults_of_rows
 from stretto.component import Problem
+from stretto.config import RunConfig
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError
-from stretto.models.tokenizer import fault_of
+from stretto.kernel.setup import curriculum_of
+from stretto.models.files import known_config
+from stretto.models.images import has_images
+from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
+from stretto.models.vision import is_vision_language
+from stretto.training.config import ModelTrainingConfig
 
-__all__ = ["ReadRows", "RowForm", "leaked_rows", "read_rows"]
+_LOOK_S = 2.0
+"""Time limit of the search for a prompt that is short enough."""
+_IMAGES_S = 60.0
+"""Time limit of reading a row with images."""
+_MAX_FORMS = 3
+"""Maximum number of rows besides the first that are tried, each with other columns."""
 
 _MAX_S = 1.0
-_MAX_SHOWN = 5
 _MAX_LEAK = 0.05
 """Generated rows may meet by chance: warn from this share of held-out rows that are also training rows."""
 
@@ -48,36 +64,185 @@ class ReadRows:
     contents: set[bytes] = field(default_factory=set[bytes])
     """The rows without their ids, encoded."""
 
-    @property
-    def checked(self) -> str:
-        """How many rows were read, for messages."""
-        if self.read == self.rows:
-            return "all rows"
-        return f"{self.read:,} of {self.rows:,} rows, drawn at random"
-
-    def other_forms(self, most: int) -> list[RowForm]:
-        """Return the forms that differ from that of the first row, at most `most`."""
+    def other_forms(self) -> list[RowForm]:
+        """Return forms that differ from that of the first row, at most `_MAX_FORMS`."""
         first = _form_of(self.first)
-        return [each for form, each in self.forms.items() if form != first][:most]
+        return [each for form, each in self.forms.items() if form != first][:_MAX_FORMS]
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Yield the problem that rows have no valid prompt."""
         if self.faults:
-            first = sorted(self.faults.items())[:_MAX_SHOWN]
-            examples = "".join(f"\n  row {index + 1}: {fault}" for index, fault in first)
+            shown = RowFaults.of(self.rows, self.read, self.faults).shown
             yield Problem(
                 path,
                 f"{len(self.faults):,} of {self.read:,} rows have no valid prompt, and their tickets would "
-                f"fail (checked: {self.checked}):{examples}{_ellipsis(len(self.faults))}",
+                f"fail {shown}",
                 "warning",
             )
 
 
-def _ellipsis(number: int) -> str:
-    return "\n  …" if number > _MAX_SHOWN else ""
+def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -> Iterator[Problem]:
+    """Check the rows of a dataset. Store what was read in `read` if the first row has a valid prompt."""
+    config, source = assembly.config, assembly.graph.source
+    dataset: Dataset = assembly.composed.make(path, assembly.trial_context)
+    if len(dataset) == 0:
+        yield Problem(path, "the dataset is empty; expected at least one row")
+        return
+    if path == "dataset":
+        curriculum_of(assembly.composed, dataset)
+    row = dataset[0]
+    if "prompt" not in row:
+        keys = ", ".join(row) or "none"
+        yield Problem(path, f"the first row has no column 'prompt'; its columns: {keys}")
+        return
+    if fault := fault_of(row["prompt"]):
+        yield Problem(path, f"the first row's prompt: {fault}")
+        return
+    read[path] = rows = _read_rows(dataset)
+    yield from rows.problems(path)
+    if is_vision_language(model := known_config(config.model)):
+        yield from _image_problems(assembly, path)
+    elif model and has_images(row):
+        yield Problem(
+            path,
+            f"the first row has images, but the model {config.model!r} does not read images; choose a "
+            "vision-language model, or rows without the columns 'images' and 'image'",
+        )
+    elif path == "dataset" and source.encode is not None:
+        yield from _encoding_problems(config.model, source, rows)
+    elif config.model is None or Path(config.model, "tokenizer.json").exists():
+        yield from _length_problems(assembly, path, dataset)
+    if path != "dataset" and config.evaluation is not None and (config.evaluation.rows or 0) > len(dataset):
+        yield Problem(
+            "evaluation.rows",
+            f"is {config.evaluation.rows}, but the dataset has {len(dataset)} rows: the run uses all of them",
+            "warning",
+        )
+    if path == "dataset" and len(dataset) < config.queue.batch_size and config.steps:
+        yield Problem(
+            "queue.batch_size",
+            f"is {config.queue.batch_size}, but the dataset has {len(dataset)} rows: one step would train on "
+            "the same row several times",
+            "warning",
+        )
 
 
-def read_rows(dataset: Dataset) -> ReadRows:
+def _answer_problems(config: RunConfig, row: Row, tokenizer: Tokenizer) -> Iterator[Problem]:
+    """Warn if the answer in the first row is longer than a sample can be."""
+    answer, limit = row.get("answer"), config.sampling.max_tokens
+    if isinstance(answer, str) and (length := len(tokenizer.encode_text(answer))) > limit:
+        yield Problem(
+            "sampling.max_tokens",
+            f"is {limit}, but the answer in the first row has {length} tokens: answers like it are cut",
+            "warning",
+        )
+
+
+def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[Problem]:
+    """Find prompts that are all longer than the limit, or so long that a sequence exceeds a micro-batch."""
+    config = assembly.config
+    limit = assembly.composed.section(path).max_prompt_tokens
+    tokenizer = load_tokenizer(config.model)
+    tokens = len(tokenizer.encode_prompt(dataset[0]["prompt"]))
+    whole: int | None = getattr(config.workflow, "max_tokens", None)
+    if whole is not None and tokens >= whole:
+        yield Problem(
+            "workflow.max_tokens",
+            f"is {whole}, but the first row's prompt has {tokens} tokens: there is no room for an answer",
+            "warning",
+        )
+    if limit is not None and tokens > limit:
+        yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
+    elif path == "dataset" and config.steps:
+        yield from _answer_problems(config, dataset[0], tokenizer)
+        longest = tokens + config.sampling.max_tokens
+        context: int | None = getattr(config.inference, "context_length", None)
+        if assembly.graph.samples and context is not None and longest > context:
+            yield Problem(
+                "inference.context_length",
+                f"is {context}; the first row's prompt has {tokens} tokens, and with sampling.max_tokens, "
+                f"{config.sampling.max_tokens}, a sample needs {longest}: the tickets of such rows fail",
+                "warning",
+            )
+        for group in assembly.placement.groups.values():
+            budget = (
+                group.section.micro_batch_tokens
+                if isinstance(group.section, ModelTrainingConfig)
+                else longest
+            )
+            if budget < longest:
+                yield Problem(
+                    f"{group.path}.micro_batch_tokens",
+                    f"is {budget}, but a sequence can have {longest} tokens: the first row's prompt has "
+                    f"{tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A sequence above "
+                    "the limit gets a micro-batch of its own, which takes more memory",
+                    "warning",
+                )
+
+
+def _limit_problems(path: str, limit: int, tokenizer: Tokenizer, dataset: Dataset) -> Iterator[Problem]:
+    """Look for a prompt that is short enough, for `_LOOK_S` seconds at most."""
+    start, shortest, count = time.monotonic(), math.inf, 0
+    while count < len(dataset) and time.monotonic() - start < _LOOK_S:
+        shortest = min(shortest, len(tokenizer.encode_prompt(dataset[count]["prompt"])))
+        count += 1
+        if shortest <= limit:
+            return
+    every = count == len(dataset)
+    yield Problem(
+        path,
+        f"is {limit}, but the prompts of {'all' if every else 'the first'} {count} rows are longer (the "
+        f"shortest has {shortest} tokens): the run would skip these rows",
+        "error" if every else "warning",
+    )
+
+
+def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
+    """Read the first row with the model's processor in a child process, if the model is on this machine."""
+    config = assembly.config
+    if config.model is None or not Path(config.model).is_dir() or importlib.util.find_spec("PIL") is None:
+        return
+    try:
+        document = msgspec.to_builtins(config)
+        faults = faults_of_rows(document, path, "model", assembly.trial_context, _IMAGES_S)
+    except TimeoutError:
+        text = f"not verified: reading the first row took longer than {_IMAGES_S:.0f} s"
+        yield Problem(path, text, "warning")
+    except ChildProcessError as error:
+        yield Problem(path, f"the first row: the process that reads it failed: {error}")
+    else:
+        yield from (Problem(path, f"the first row: {fault}") for _, fault in faults.first)
+
+
+def _encoding_problems(model: str | None, source: Call, rows: ReadRows) -> Iterator[Problem]:
+    """Have the algorithm make the sequences of the first row, and of rows of other forms, if the tokenizer is
+    on this machine."""
+    if source.encode is None or (model is not None and not Path(model).is_dir()):
+        return
+    tokenizer = load_tokenizer(model)
+
+    def fault_in(row: Row) -> str:
+        assert source.encode is not None
+        try:
+            for index in range(source.samples):
+                source.encode(row, index, tokenizer)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    if fault := fault_in(rows.first):
+        yield Problem("dataset", f"the first row: {fault}")
+        return
+    for form in rows.other_forms():
+        if fault := fault_in(form.row):
+            yield Problem(
+                "dataset",
+                f"row {form.index + 1}: {fault}; {form.count:,} of {rows.read:,} rows have these columns",
+                "warning",
+            )
+
+
+def _read_rows(dataset: Dataset) -> ReadRows:
     """Read a dataset whose first row has a valid prompt: as many rows as the time allows."""
     found = ReadRows(len(dataset), dataset[0])
     for index in drawn_rows(found.rows, _MAX_S):
@@ -105,12 +270,13 @@ def leaked_rows(read: Mapping[str, ReadRows]) -> Iterator[Problem]:
         return
     train, held_out = read["dataset"], read["evaluation.dataset"]
     leaked = len(train.contents & held_out.contents)
+    of_train, of_held_out = (checked_rows(each.read, each.rows) for each in (train, held_out))
     if leaked > _MAX_LEAK * len(held_out.contents):
         yield Problem(
             "evaluation.dataset",
             f"{leaked:,} of {held_out.read:,} held-out rows are also rows of `dataset`: their accuracy does "
-            f"not show what the policy learns for new rows (checked: {held_out.checked}, and of `dataset` "
-            f"{train.checked}); remove them from one of the two",
+            f"not show what the policy learns for new rows (checked: {of_held_out}, and of `dataset` "
+            f"{of_train}); remove them from one of the two",
             "warning",
         )
 

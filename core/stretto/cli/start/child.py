@@ -1,6 +1,6 @@
 """The kernel process of a run that was started from Python: `python -m stretto.cli.start.child DESCRIPTOR`.
 
-It is `stretto run` for a program: it reads a `RunRequest` from stdin, and tells what becomes of the run
+It is `stretto run` for a program: it reads a `RunRequest` from stdin, and reports what becomes of the run
 through the pipe DESCRIPTOR, one JSON object on each line. The end of stdin ends the run as Ctrl-C ends
 `stretto run`: the system closes stdin however the program ends. SIGTERM after it is the second Ctrl-C.
 """
@@ -18,8 +18,6 @@ from typing import Any
 import msgspec
 
 from stretto.errors import StrettoError
-
-__all__ = ["RunAccepted", "RunNotice", "RunRefused", "RunRequest", "message_of"]
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,14 +87,15 @@ def main(descriptor: int) -> int:
 
 
 def _run(request: RunRequest, send: Callable[[_Message], None]) -> int:
+    from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted_start
     from stretto.kernel.life import run_to_end
 
-    composed = compose(Path(request.file), request.overrides, document=request.document)
-    with accepted_start(composed, lambda level, text: send(RunNotice(level, text))) as (folder, forks):
-        send(RunAccepted(str(folder)))
-        return run_to_end(composed, folder, forks)
+    assembly = Assembly(compose(Path(request.file), request.overrides, document=request.document))
+    with accepted_start(assembly, lambda level, text: send(RunNotice(level, text))) as forks:
+        send(RunAccepted(str(assembly.folder)))
+        return run_to_end(assembly, forks)
 
 
 def _end_with_stdin() -> None:

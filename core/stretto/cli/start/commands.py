@@ -23,8 +23,6 @@ from stretto.errors import ConfigError
 if TYPE_CHECKING:
     pass
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 
@@ -34,25 +32,24 @@ def run(file: RunFile, overrides: Overrides = None, detach: Detach = False, dry_
 
     With the launcher of a cluster, submit the run instead. It begins when the cluster starts it.
     """
+    from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted_start
     from stretto.cli.start.submit import submitted_run
 
-    composed = compose(file, overrides or ())
-    if submitted_run(composed, file, overrides or (), dry_run=dry_run):
+    assembly = Assembly(compose(file, overrides or ()))
+    if submitted_run(assembly, file, overrides or (), dry_run=dry_run):
         return
     if detach:
-        from stretto.assembly.plan import run_folder
-
-        folder = run_folder(composed.config)
+        folder = assembly.folder
         if (folder / "config.yaml").exists():
-            raise ConfigError(f"{composed.place('out')}: {folder} already holds a run", path="out")
+            raise ConfigError(f"{assembly.composed.place('out')}: {folder} already holds a run", path="out")
         _detach(["run", str(file), *(overrides or ()), f"out={folder}"], folder)
         return
-    with accepted_start(composed) as (folder, forks):
+    with accepted_start(assembly) as forks:
         from stretto.kernel.life import run_to_end
 
-        status = run_to_end(composed, folder, forks)
+        status = run_to_end(assembly, forks)
     raise typer.Exit(status)
 
 
@@ -64,6 +61,7 @@ def quickstart(
     overrides: Overrides = None,
 ) -> None:
     """Copy the quickstart into FOLDER and run it: a first run, on this machine's CPU."""
+    from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted_start
     from stretto.cli.start.quickstart import copy_quickstart
@@ -72,13 +70,13 @@ def quickstart(
         folder, overrides = "quickstart", [folder, *(overrides or ())]
     with ExitStack() as stack:
         with copy_quickstart(Path(folder)) as file:
-            composed = compose(file, overrides or ())
-            out, forks = stack.enter_context(accepted_start(composed))
+            assembly = Assembly(compose(file, overrides or ()))
+            forks = stack.enter_context(accepted_start(assembly))
         again = shlex.join(["stretto", "run", str(file), *(overrides or ())])
         typer.echo(f"the quickstart is in {folder}; to run it again: {again}", err=True)
         from stretto.kernel.life import run_to_end
 
-        status = run_to_end(composed, out, forks)
+        status = run_to_end(assembly, forks)
     raise typer.Exit(status)
 
 
@@ -118,7 +116,7 @@ def resume(
     with owned(folder):
         if overrides:
             changed = accepted(compose_changes(folder, overrides), starting=True, resumed=True)
-            put_into_force(folder, changed)
+            put_into_force(folder, changed.composed)
         status = resume_to_end(folder, accept_dataset=accept_dataset)
     raise typer.Exit(status)
 
@@ -135,18 +133,18 @@ def check(
     ] = False,
 ) -> None:
     """Check a run file, and print the run's processes, models and batches. No worker starts."""
-    from stretto.assembly import plan
+    from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted
     from stretto.cli.start.describe import describe
 
-    composed = accepted(compose(file, overrides or ()), starting=False)
+    assembly = accepted(Assembly(compose(file, overrides or ())), starting=False)
     if mermaid:
-        typer.echo(plan.graph(composed).mermaid())
+        typer.echo(assembly.graph.mermaid())
     elif graph:
-        typer.echo(plan.graph(composed).text())
+        typer.echo(assembly.graph.text())
     else:
-        typer.echo(describe(composed))
+        typer.echo(describe(assembly))
 
 
 def _detach(arguments: Sequence[str], folder: Path) -> None:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.assembly.compose import Composed
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.placement import DEFAULT_GROUP, Placement
-from stretto.assembly.plan import context_of, run_folder, workers
-from stretto.assembly.plan import placement as placement_of
 from stretto.assembly.variants import own_sections, variants_of
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
 from stretto.launcher import Resources
 
-__all__ = ["describe"]
 
-
-def describe(composed: Composed) -> str:
-    """Return the composed run as text: processes, models, batch arithmetic, queue, folder."""
-    config, placement = composed.config, placement_of(composed)
+def describe(assembly: Assembly) -> str:
+    """Return the run as text: processes, models, batch arithmetic, queue, folder."""
+    composed, config, placement = assembly.composed, assembly.config, assembly.placement
     graph = placement.graph
     n, batch, bound = graph.source.samples, config.queue.batch_size, config.queue.max_staleness
     lines = [f"run {config.name!r}, seed {config.seed}, {config.steps} steps", ""]
@@ -26,9 +22,11 @@ def describe(composed: Composed) -> str:
         ["role", "processes", "threads", "gpus", "share", "component"],
         [
             ["kernel", "1", "1", "0", "", f"bus: {', '.join(config.bus.servers) or 'bundled nats-server'}"],
-            *_worker_rows(composed, placement),
+            *_worker_rows(assembly),
         ],
     )
+    for key, (number, place) in assembly.numbers.in_force().items():
+        lines.append(f"number     {key} is {number}: {place}")
     lines += ["", f"model      {config.model or 'none'}"]
     lines += _placement_lines(config, placement)
     for call in graph.calls:
@@ -51,7 +49,7 @@ def describe(composed: Composed) -> str:
     lines += _variant_lines(config)
     for path in ("dataset", "evaluation.dataset"):
         if path in composed.components:
-            dataset: Dataset = composed.make(path, context_of(composed.config))
+            dataset: Dataset = composed.make(path, assembly.trial_context)
             name = composed.components[path].name
             lines.append(f"{'rows' if path == 'dataset' else 'held out':10} {len(dataset)} ({name})")
     if config.evaluation is not None:
@@ -60,7 +58,7 @@ def describe(composed: Composed) -> str:
         lines.append(f"evaluation version 0{final}{every}")
     every = f"every {config.checkpoint.every} steps and " if config.checkpoint.every else ""
     lines.append(f"checkpoint {every}at the end, the newest {config.checkpoint.keep} kept")
-    lines.append(f"writes to  {run_folder(config)}")
+    lines.append(f"writes to  {assembly.folder}")
     return "\n".join(lines)
 
 
@@ -74,25 +72,22 @@ def _variant_lines(config: RunConfig) -> Iterator[str]:
         yield f"variant    {name}: {100 * variant.weight / total:.0f} % of the tickets, {own}"
 
 
-def _worker_rows(composed: Composed, placement: Placement) -> Iterator[list[str]]:
+def _worker_rows(assembly: Assembly) -> Iterator[list[str]]:
     """Yield one row for each kind of process that the run starts."""
-    run_workers = workers(composed.config, placement)
-    for group in placement.groups.values():
-        component = f"{group.path}: {composed.components[group.path].name}"
-        yield _row(composed, "trainer", group.path, len(group.workers), group.section, component)
+    components = assembly.composed.components
+    for group in assembly.placement.groups.values():
+        component = f"{group.path}: {components[group.path].name}"
+        yield _row("trainer", len(group.workers), group.section, component)
     sections = {"inference": "inference", "rollout": "workflow"}
-    sections["verifier"] = "reward" if composed.config.reward is not None else "workflow"
+    sections["verifier"] = "reward" if assembly.config.reward is not None else "workflow"
     for role, section in sections.items():
-        members = [worker for worker in run_workers if worker.role == role]
+        members = [worker for worker in assembly.workers if worker.role == role]
         if members:
-            component = f"{section}: {composed.components[section].name}"
-            yield _row(composed, role, role, len(members), members[0].resources, component)
+            component = f"{section}: {components[section].name}"
+            yield _row(role, len(members), members[0].resources, component)
 
 
-def _row(
-    composed: Composed, role: str, path: str, processes: int, resources: Resources, component: str
-) -> list[str]:
-    """Return the row of the processes whose resources are at `path`."""
+def _row(role: str, processes: int, resources: Resources, component: str) -> list[str]:
     share = f"{resources.share:g}" if resources.gpus else ""
     return [role, str(processes), str(resources.threads), str(resources.gpus), share, component]
 

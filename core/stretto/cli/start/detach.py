@@ -13,8 +13,6 @@ from stretto.cli.start.folders import OUTPUT
 from stretto.errors import ConfigError, RunError
 from stretto.records.status import read_status
 
-__all__ = ["run_detached"]
-
 _LOOK_S = 0.2
 _TAIL_BYTES = 4000
 

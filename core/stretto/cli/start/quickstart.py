@@ -11,8 +11,6 @@ from stretto.cli.make.packaged import EXAMPLES, packaged_folder
 from stretto.cli.start.folders import is_free
 from stretto.errors import ConfigError
 
-__all__ = ["copy_quickstart"]
-
 _IN_CHECKOUT = f"{EXAMPLES}/quickstart"
 _SCHEMA_LINE = "# yaml-language-server:"
 # Files and folders beside run.yaml that it refers to.

@@ -8,21 +8,17 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import context_of, placement, run_folder, workers
+from stretto.assembly.assembly import Assembly
+from stretto.assembly.compose import compose
 from stretto.cli.start.acceptance import accepted
-from stretto.cli.start.checks import blank_job
 from stretto.errors import ConfigError
-from stretto.kernel.durable.changes import compose_changes
-from stretto.kernel.fleet.worker_numbers import WorkerNumbers
+from stretto.kernel.durable.changes import assemble_existing, compose_changes
 from stretto.launcher import Launcher, RemoteLauncher, Submission, SubmittingLauncher
-
-__all__ = ["submitted_resume", "submitted_run"]
 
 _STRETTO = (sys.executable, "-m", "stretto")
 
 
-def submitted_run(composed: Composed, file: Path, overrides: Sequence[str], *, dry_run: bool) -> bool:
+def submitted_run(assembly: Assembly, file: Path, overrides: Sequence[str], *, dry_run: bool) -> bool:
     """Submit a run if its launcher does so, and return whether it does.
 
     Args:
@@ -32,13 +28,13 @@ def submitted_run(composed: Composed, file: Path, overrides: Sequence[str], *, d
         ConfigError: if the run has errors, or `dry_run` is set for a launcher that submits nothing.
         LaunchError: if the cluster refuses the run.
     """
-    folder = run_folder(composed.config)
+    folder = assembly.folder
     begin = (*_STRETTO, "run", str(file.absolute()), *overrides, f"out={folder}")
     resume = (*_STRETTO, "resume", str(folder))
     submission = Submission(
         begin=begin, resume=resume, folder=str(folder), jobs=(), run_file=str(file.absolute())
     )
-    return _submitted(composed, submission, dry_run=dry_run, resumed=False)
+    return _submitted(assembly, submission, dry_run=dry_run, resumed=False)
 
 
 def submitted_resume(
@@ -56,28 +52,28 @@ def submitted_resume(
     if not (folder / "config.yaml").exists():
         return False  # `stretto resume` says what is wrong
     resume = (*_STRETTO, "resume", str(folder), *overrides, *options)
-    composed = compose(folder / "config.yaml")
-    if isinstance(_launcher_of(composed), SubmittingLauncher):  # a run that starts here refuses values itself
-        composed = compose_changes(folder, overrides) if overrides else composed
-        composed = composed.with_numbers(WorkerNumbers(composed, folder).in_force())
+    assembly = assemble_existing(compose(folder / "config.yaml"), folder)
+    if overrides and isinstance(assembly.make("launcher"), SubmittingLauncher):
+        assembly = compose_changes(folder, overrides)  # a run that starts here refuses values itself
     submission = Submission(begin=resume, resume=resume, folder=str(folder), jobs=())
-    return _submitted(composed, submission, dry_run=dry_run, resumed=True)
+    return _submitted(assembly, submission, dry_run=dry_run, resumed=True)
 
 
-def _submitted(composed: Composed, submission: Submission, *, dry_run: bool, resumed: bool) -> bool:
+def _submitted(assembly: Assembly, submission: Submission, *, dry_run: bool, resumed: bool) -> bool:
     """Submit a run.
 
     Args:
         submission: of the run, without its workers.
     """
-    launcher, text = _launcher_of(composed), None
+    launcher: Launcher = assembly.make("launcher")
+    text = None
     if isinstance(launcher, SubmittingLauncher):
-        jobs = tuple(blank_job(worker) for worker in workers(composed.config, placement(composed)))
+        jobs = tuple(worker.job() for worker in assembly.workers)
         submission = msgspec.structs.replace(submission, jobs=jobs)
         text = launcher.submission(submission)
     if text is None or not isinstance(launcher, SubmittingLauncher):
         if dry_run:
-            name = composed.config.launcher.use
+            name = assembly.config.launcher.use
             raise ConfigError(
                 f"--dry-run prints what is submitted to a cluster; the launcher {name!r} starts the run here"
             )
@@ -85,7 +81,7 @@ def _submitted(composed: Composed, submission: Submission, *, dry_run: bool, res
     if dry_run:
         print(text, end="")
         return True
-    accepted(composed, starting=False, resumed=resumed)
+    accepted(assembly, starting=False, resumed=resumed)
     folder = Path(submission.folder)
     if isinstance(launcher, RemoteLauncher):
         follow = launcher.follow(submission)
@@ -95,7 +91,3 @@ def _submitted(composed: Composed, submission: Submission, *, dry_run: bool, res
     print(f"{launcher.submit(text)}; the run's folder is {folder}")
     print(f"to follow the run once it has begun: {follow}")
     return True
-
-
-def _launcher_of(composed: Composed) -> Launcher:
-    return composed.make("launcher", context_of(composed.config))

@@ -13,8 +13,6 @@ from typing import Any, cast
 from stretto.assembly.run_file import RunFile, read
 from stretto.errors import ConfigError
 
-__all__ = ["require_own_server", "require_trust"]
-
 
 def require_trust(folder: Path, *, trusted: bool) -> None:
     """Refuse to continue with a run's folder that belongs to another user, unless the user trusts it.

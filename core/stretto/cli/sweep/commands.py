@@ -17,8 +17,6 @@ from stretto.errors import ConfigError, printable
 if TYPE_CHECKING:
     pass
 
-__all__ = ["app"]
-
 app = typer.Typer()
 
 
@@ -73,6 +71,6 @@ def sweep(
         print_table(table)
         typer.echo("")
     if exit_status == 130:
-        typer.echo("interrupted; the same command again goes on")
+        typer.echo("interrupted; the same command again continues it")
     typer.echo(f"see {folder}")
     raise typer.Exit(exit_status)

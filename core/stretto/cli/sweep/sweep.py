@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +29,8 @@ import msgspec
 import psutil
 import yaml
 
-from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plan import Worker, placement, workers
+from stretto.assembly.assembly import Assembly, Worker
+from stretto.assembly.compose import compose
 from stretto.base.cores import available_cores
 from stretto.base.private_file import write_private
 from stretto.cli.start.checks import faults_and_warnings
@@ -39,9 +39,7 @@ from stretto.cli.sweep.sweep_view import SweepView
 from stretto.errors import ConfigError, StrettoError
 from stretto.kernel.durable.changes import differences, is_complete
 from stretto.launcher import visible_gpus
-from stretto.records.run import RunRecord
-
-__all__ = ["Machine", "Needs", "Sweep", "default_folder", "needs_of", "this_machine"]
+from stretto.run_folder import RunFolder
 
 _ASSUMED_GB = 1.0
 """Memory of a process whose section does not set `memory_gb`, in GiB."""
@@ -85,7 +83,7 @@ class Machine:
     """Names, as in CUDA_VISIBLE_DEVICES."""
 
     def fits(self, needs: Needs) -> bool:
-        """Whether this is enough for a run."""
+        """Return whether this is enough for a run."""
         return (
             self.cores >= needs.cores and self.memory_gb >= needs.memory_gb and len(self.gpus) >= needs.gpus
         )
@@ -114,12 +112,12 @@ def default_folder(file: Path, run: PlannedRun) -> Path:
 def this_machine() -> Machine:
     """Return what this machine has now."""
     cores = available_cores()
-    return Machine(cores, _available_gb(), tuple(visible_gpus(os.environ)))
+    return Machine(cores, psutil.virtual_memory().available / 2**30, tuple(visible_gpus(os.environ)))
 
 
-def needs_of(composed: Composed) -> Needs:
+def needs_of(assembly: Assembly) -> Needs:
     """Return what a run needs: the threads of its engines, the memory of its processes, its GPUs."""
-    every = workers(composed.config, placement(composed))
+    every = assembly.workers
     engines = [worker.resources.threads for worker in every if worker.role in ("trainer", "inference")]
     memory_gb = sum(worker.resources.memory_gb or _ASSUMED_GB for worker in every) + _ASSUMED_GB
     return Needs(sum(engines), memory_gb, _gpus_of(every))
@@ -139,11 +137,6 @@ def _gpus_of(run_workers: Sequence[Worker]) -> int:
         for index in fitting[: worker.resources.gpus]:
             free[index] -= share
     return len(free)
-
-
-def _available_gb() -> float:
-    """Return the memory that processes can still take, in GiB."""
-    return psutil.virtual_memory().available / 2**30
 
 
 @dataclass(frozen=True)
@@ -171,7 +164,7 @@ class Sweep:
         self.file = file
         self.folder = folder
         self.runs = {run.name: run for run in runs}
-        self.composed = {run.name: self._compose(run) for run in runs}
+        self.assemblies = {run.name: self._assemble(run) for run in runs}
         self._running: dict[str, _Running] = {}
         self._interrupts = self._obeyed = 0
 
@@ -187,9 +180,9 @@ class Sweep:
         documents: dict[str, str] = {}
         warnings: dict[str, None] = {}
         checked: set[str] = set()
-        for name, composed in self.composed.items():
-            self._check_existing(name, composed)
-            key = repr({**composed.document, "out": None})
+        for name, assembly in self.assemblies.items():
+            self._check_existing(name, assembly.composed.document)
+            key = repr({**assembly.composed.document, "out": None})
             if key in documents:
                 raise ConfigError(f"{documents[key]} and {name} are the same run: their values are equal")
             documents[key] = name
@@ -197,7 +190,7 @@ class Sweep:
                 continue
             checked.add(combination)
             resumed = (self.folder / name / "config.yaml").exists()
-            faults, found = faults_and_warnings(composed, starting=True, resumed=resumed)
+            faults, found = faults_and_warnings(assembly, starting=True, resumed=resumed)
             if faults:
                 raise ConfigError("\n".join(f"{name}: {fault}" for fault in faults))
             warnings |= dict.fromkeys(found)
@@ -234,8 +227,8 @@ class Sweep:
         return 0 if all(self.is_complete(name) for name in self.runs) else 1
 
     def is_complete(self, name: str) -> bool:
-        """Whether a run has done all its steps."""
-        return is_complete(self.folder / name, self.composed[name].config.steps)
+        """Return whether a run has done all its steps."""
+        return is_complete(self.folder / name, self.assemblies[name].config.steps)
 
     def planned(self) -> dict[str, ManifestRun]:
         """Return every run of the sweep, also those of earlier commands, by name."""
@@ -252,29 +245,29 @@ class Sweep:
 
     # ------------------------------------------------------------------------------------ private
 
-    def _compose(self, run: PlannedRun) -> Composed:
+    def _assemble(self, run: PlannedRun) -> Assembly:
         try:
-            return compose(self.file, [*run.overrides, f"out={_quoted(self.folder / run.name)}"])
+            return Assembly(compose(self.file, [*run.overrides, f"out={_quoted(self.folder / run.name)}"]))
         except StrettoError as error:
             raise ConfigError(f"{run.name}: {error}") from error
 
-    def _check_existing(self, name: str, composed: Composed) -> None:
+    def _check_existing(self, name: str, document: Mapping[str, Any]) -> None:
         """Refuse a folder that holds a run with other values."""
         file = self.folder / name / "config.yaml"
         if not file.exists():
             return
-        changes = differences(yaml.safe_load(file.read_text()), composed.document)
+        changes = differences(yaml.safe_load(file.read_text()), document)
         changes.pop("out", None)  # the folder may have been moved
         if changes:
             listed = ", ".join(f"{key} is {former}, now {new}" for key, (former, new) in changes.items())
             raise ConfigError(
                 f"{name}: {file.parent} holds a run with other values ({listed}); give the sweep another "
-                "folder with --out, or the former values"
+                "folder with --out, or the previous values"
             )
 
     def _state(self, name: str) -> str:
         folder = self.folder / name
-        return RunRecord(folder).state if (folder / "config.yaml").exists() else ""
+        return RunFolder(folder).state if (folder / "config.yaml").exists() else ""
 
     def _write_manifest(self) -> None:
         manifest = SweepManifest(str(self.file.absolute()), self.planned())
@@ -287,7 +280,7 @@ class Sweep:
             free = machine
             for running in self._running.values():
                 free = free.without(running.needs, running.gpus)
-            needs = needs_of(self.composed[waiting[0]])
+            needs = needs_of(self.assemblies[waiting[0]])
             if jobs is not None:  # the user knows what cores and memory allow; GPUs are exclusive
                 needs = replace(needs, cores=0, memory_gb=0.0)
             if self._running and not free.fits(needs):

@@ -14,8 +14,6 @@ from itertools import product
 
 from stretto.errors import ConfigError
 
-__all__ = ["PlannedRun", "grid", "split_values"]
-
 _CLOSING = {"[": "]", "{": "}"}
 _QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""")
 _BEFORE_QUOTE = ("", *"[{,:")

@@ -16,9 +16,7 @@ from stretto.records.comparison import RunFigures, run_figures
 from stretto.records.figures import FIGURES, Figure, duration_text
 from stretto.records.intervals import Estimate, Moments, mean_of
 from stretto.records.metrics import ACCURACY
-from stretto.records.run import RunRecord
-
-__all__ = ["SweepReport", "report_of", "report_tables", "write_report"]
+from stretto.run_folder import RunFolder
 
 _FIGURES = ("accuracy", "best", "reward", "seconds")
 """Held-out accuracy of the last evaluation, highest held-out accuracy, mean reward of the last 10 steps,
@@ -97,7 +95,7 @@ def _swept(folder: Path, run: ManifestRun) -> SweptRun:
         combination=run.combination,
         values=run.values,
         seed=run.seed,
-        figures=run_figures(RunRecord(folder), folder.name) if begun else None,
+        figures=run_figures(RunFolder(folder), folder.name) if begun else None,
     )
 
 

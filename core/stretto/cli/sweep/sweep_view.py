@@ -15,9 +15,7 @@ from rich.table import Table
 from stretto.errors import printable
 from stretto.records.figures import FIGURES, duration_text, recent
 from stretto.records.metrics import ACCURACY
-from stretto.records.run import RunRecord
-
-__all__ = ["SweepView"]
+from stretto.run_folder import RunFolder
 
 _READ_S = 2.0
 """Seconds between two looks into the folders of the runs under way."""
@@ -33,7 +31,7 @@ class SweepView:
 
     def __init__(self, folder: Path, runs: Sequence[str]) -> None:
         self._folder = folder
-        self._records: dict[str, RunRecord] = {}
+        self._records: dict[str, RunFolder] = {}
         self._rows = {name: self._row(name, "waiting") for name in runs}
         self._console = Console(stderr=True, markup=False, emoji=False, highlight=False)
         self._live = Live(console=self._console, get_renderable=self._table, auto_refresh=False)
@@ -74,7 +72,7 @@ class SweepView:
             self._say(f"{name}: exit status {status}; {self._last_line(name)}", always=True)
 
     def interrupted(self, count: int, *, again: bool) -> None:
-        """The sweep was interrupted, and has told this number of runs."""
+        """The sweep was interrupted, and has asked this number of runs to end."""
         what = "end now" if again else "finish their steps and write checkpoints; interrupt again to end now"
         self._say(f"interrupted: {count} runs {what}", always=True)
 
@@ -99,7 +97,7 @@ class SweepView:
         if not (self._folder / name / "config.yaml").exists():
             return [name, otherwise, "", "", "", ""]
         if name not in self._records:
-            self._records[name] = RunRecord(self._folder / name)
+            self._records[name] = RunFolder(self._folder / name)
         record = self._records[name]
         record.refresh()
         steps, evaluations = record.steps, record.evaluations
@@ -109,7 +107,7 @@ class SweepView:
         return [
             name,
             record.state,
-            f"step {last.get('step', 0)}/{record.document.get('steps')}",
+            f"step {last.get('step', 0)}/{record.config.get('steps')}",
             "" if reward is None else f"{FIGURES['reward'].label} {FIGURES['reward'].text(reward)}",
             "" if accuracy is None else f"{FIGURES[ACCURACY].label} {FIGURES[ACCURACY].text(accuracy)}",
             "" if record.wall_s is None else duration_text(record.wall_s),

@@ -9,8 +9,6 @@ import structlog
 from stretto.bus.messages.inference import Drift, SwapDone
 from stretto.engine import CanaryConfig
 
-__all__ = ["CanaryRecord", "EngineErrors"]
-
 log = structlog.get_logger()
 
 _WEIGHT = 0.25

@@ -28,8 +28,6 @@ from stretto.kernel.schedule.lending import Lending, Wish
 from stretto.records.timeline import Cause
 from stretto.weights import WeightsNote
 
-__all__ = ["Engines"]
-
 log = structlog.get_logger()
 
 _SWAP_S = 300.0
@@ -47,7 +45,7 @@ class Engines:
         on_swapped: called after each swap, with the worker and its answer.
         on_callable: called with an engine that rollout workers may call, and again when it serves a new
             version or is lent.
-        waits: is told which engines sample for training.
+        waits: receives the engines that sample for training.
         turn_s: length of an evaluation's first turn at a single engine, in seconds.
     """
 
@@ -199,10 +197,10 @@ class Engines:
             self._look_at_lending_in_use()  # the turn of a single engine begins when it has its weights
 
     async def busy_s(self) -> float:
-        """Return the present engines' mean seconds of work since the kernel's start. Ask a few engines for
+        """Return the current engines' mean seconds of work since the kernel's start. Ask a few engines for
         theirs; of many, the latest heartbeats are exact enough.
 
-        Engines come and go, so the mean grows by the mean of what the present ones have done since the last
+        Engines come and go, so the mean grows by the mean of what the current ones have done since the last
         call.
         """
         members = self._fleet.of("inference")

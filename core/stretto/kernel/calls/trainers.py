@@ -39,8 +39,6 @@ from stretto.kernel.observe.timeline import Timeline
 from stretto.kernel.observe.traces import UNTRACED, StepTrace
 from stretto.weights import WeightsNote
 
-__all__ = ["CallTime", "StepResult", "Trainers"]
-
 A = TypeVar("A", bound=Message)
 
 _DEADLINE_S = 24 * 3600.0
@@ -123,7 +121,7 @@ class Trainers:
         """Run the calls of one train step on a batch. Then call `end`.
 
         Args:
-            ahead: rows that the next batches will probably need. The trainers fetch them while the present
+            ahead: rows that the next batches will probably need. The trainers fetch them while the current
                 rows train.
             recorded: set when the batch is in the journal; no weight changes before. None if it is there.
         """
@@ -163,10 +161,10 @@ class Trainers:
             draft.uploaded.update(saved.uploaded)
 
     async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:
-        """Tell every rank to fetch these rows.
+        """Ask every rank to fetch these rows.
 
         Args:
-            complete: also tell them to drop all other rows, except those of the present batch.
+            complete: also ask them to drop all other rows, except those of the current batch.
         """
         message = Prefetch(rows, complete)
         for group in self.placement.groups.values():

@@ -21,30 +21,19 @@ import msgspec
 import structlog
 import yaml
 
+from stretto.assembly.assembly import Assembly, new_run_id
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import Placement
-from stretto.assembly.plan import context_of, placement
 from stretto.assembly.variants import variants_of
 from stretto.base.private_file import write_private
+from stretto.bus.server import run_id
 from stretto.component import Problem
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.kernel.durable.checkpoint import newest_intact
-from stretto.records.run import MIRROR
+from stretto.records.files import MIRROR
 from stretto.records.values import dotted_values
 from stretto.training.config import ModelTrainingConfig
-
-__all__ = [
-    "compose_changes",
-    "differences",
-    "document_of",
-    "fingerprint_changes",
-    "is_complete",
-    "newest_values",
-    "put_into_force",
-    "values_file",
-    "write_values",
-]
 
 log = structlog.get_logger()
 
@@ -74,8 +63,13 @@ def write_values(folder: Path, composed: Composed) -> None:
     _write(folder / "config.yaml", yaml.safe_dump(dict(composed.document), sort_keys=False))
 
 
+def assemble_existing(composed: Composed, folder: Path) -> Assembly:
+    """Assemble a run that has a folder already."""
+    return Assembly(composed, folder=folder, run=run_id(folder / "bus") or new_run_id(folder))
+
+
 def is_complete(folder: Path, steps: int) -> bool:
-    """Whether a run has completed at least this number of steps."""
+    """Return whether a run has completed at least this number of steps."""
     file = folder / "summary.json"
     if not file.exists():
         return False
@@ -126,8 +120,8 @@ def forget_fingerprint(folder: Path, path: str) -> None:
         _write_fingerprints(folder, recorded)
 
 
-def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
-    """Compose a run's values with some of them changed. In a copy of a run that is elsewhere, the paths of
+def compose_changes(folder: Path, overrides: Sequence[str]) -> Assembly:
+    """Assemble a run with some of its values changed. In a copy of a run that is elsewhere, the paths of
     the run may be missing.
 
     Raises:
@@ -139,10 +133,11 @@ def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
     elsewhere = (folder / MIRROR).exists()
     document = document_of(folder, newest_values(folder))
-    changed = compose(file, overrides, document=document, elsewhere=elsewhere)
-    faults = list(_faults(compose(file, elsewhere=elsewhere), changed, folder))
-    if faults:
-        raise ConfigError("\n".join(f"{changed.place(fault.path)}: {fault.message}" for fault in faults))
+    former = assemble_existing(compose(file, elsewhere=elsewhere), folder)
+    composed = compose(file, overrides, document=document, elsewhere=elsewhere)
+    changed = assemble_existing(composed, folder)
+    if faults := list(_faults(former, changed)):
+        raise ConfigError("\n".join(f"{composed.place(fault.path)}: {fault.message}" for fault in faults))
     return changed
 
 
@@ -184,9 +179,9 @@ def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[s
 # --------------------------------------------------------------------------------------- refusals
 
 
-def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Problem]:
+def _faults(former: Assembly, changed: Assembly) -> Iterator[Problem]:
     """Yield the changes that a resumed run refuses, because they would make it a different run."""
-    was, now = former.config, changed.config
+    was, now, folder = former.config, changed.config, former.folder
     fixed = {
         "model": "the run's weights come from it",
         "seed": "the order of the rows is drawn from it",
@@ -194,8 +189,9 @@ def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Probl
         "out": "the run lies there",
     }
     for path, why in fixed.items():
-        if former.section(path) != changed.section(path):
-            yield _fixed(path, former.section(path), changed.section(path), why)
+        before, after = (run.composed.section(path) for run in (former, changed))
+        if before != after:
+            yield _fixed(path, before, after, why)
     if set(was.bus.servers) != set(now.bus.servers) and not set(was.bus.servers) & set(now.bus.servers):
         yield _fixed("bus.url", was.bus.url, now.bus.url, "the run's journal lies there")
     for name in sorted(was.models.keys() | now.models.keys()):
@@ -207,9 +203,9 @@ def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Probl
     )
     if before != after:
         yield _fixed("variants", before, after, "its tickets got their variants by these names and weights")
-    yield from _structure_faults(placement(former), placement(changed))
-    if former.section("dataset") != changed.section("dataset"):  # the same rows need not be here
-        before, after = (_fingerprint(composed) for composed in (former, changed))
+    yield from _structure_faults(former.placement, changed.placement)
+    if was.dataset != now.dataset:  # the same rows need not be here
+        before, after = (_fingerprint(run) for run in (former, changed))
         if before != after:
             yield Problem(
                 "dataset",
@@ -220,7 +216,7 @@ def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Probl
     if found and now.steps < found[1].version:
         yield Problem("steps", f"is {now.steps}, and the run is at version {found[1].version} already")
     elif is_complete(folder, now.steps):
-        yield Problem("steps", f"is {now.steps}, and the run is complete: give it more to go on with it")
+        yield Problem("steps", f"is {now.steps}, and the run is complete: give it more to continue it")
 
 
 def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem]:
@@ -231,7 +227,7 @@ def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem
         yield _fixed("algorithm.group_size", before.source.samples, after.source.samples, why)
     if (before.samples, before.lead, before.models) != (after.samples, after.lead, after.models):
         models = (", ".join(sorted(graph.models)) for graph in (before, after))
-        yield _fixed("algorithm.use", *models, why="checkpoints hold the models of the former algorithm")
+        yield _fixed("algorithm.use", *models, why="checkpoints hold the models of the previous algorithm")
     elif _adapters(former) != _adapters(changed):
         yield Problem("training.lora", "cannot change: checkpoints hold the adapters as they were")
 
@@ -254,8 +250,8 @@ def _fixed(path: str, former: object, changed: object, why: str) -> Problem:
     )
 
 
-def _fingerprint(composed: Composed) -> tuple[int, str]:
-    dataset: Dataset = composed.make("dataset", context_of(composed.config))
+def _fingerprint(assembly: Assembly) -> tuple[int, str]:
+    dataset: Dataset = assembly.make("dataset")
     return len(dataset), dataset.fingerprint
 
 

@@ -36,20 +36,6 @@ from stretto.errors import ConfigError
 from stretto.kernel.schedule.scheduler import Ledger, Snapshot
 from stretto.weights import WeightsNote
 
-__all__ = [
-    "Draft",
-    "KernelState",
-    "LostData",
-    "checkpoint_name",
-    "damage_of",
-    "find_checkpoint",
-    "newest_intact",
-    "place_of",
-    "prune",
-    "state_of",
-    "writing",
-]
-
 log = structlog.get_logger()
 
 _PREFIX = "step-"

@@ -17,8 +17,6 @@ from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
 from stretto.weights import WeightsNote
 
-__all__ = ["Checkpointer"]
-
 log = structlog.get_logger()
 
 _PAUSES_S = (1.0, 2.0, 4.0)
@@ -57,7 +55,7 @@ class Checkpointer:
             self._saved = (0, 0)  # the run trains nothing, so it needs no checkpoint
 
     async def save(self) -> None:
-        """Write a checkpoint of the present version, unless there is one. If this fails, report the problem
+        """Write a checkpoint of the current version, unless there is one. If this fails, report the problem
         and let the run continue."""
         async with self._writing:
             if (note := self._unsaved()) is None:
@@ -70,7 +68,7 @@ class Checkpointer:
                 self._setup.report.problems.append(problem)
 
     async def save_last(self) -> None:
-        """Write the checkpoint with which the kernel ends, unless there is one of the present version.
+        """Write the checkpoint with which the kernel ends, unless there is one of the current version.
 
         Raises:
             RunError: if it cannot be written.
@@ -84,7 +82,7 @@ class Checkpointer:
         fails, try again for some seconds.
 
         Args:
-            note: note of the present weights.
+            note: note of the current weights.
             name: name of the folder; by default that of the version.
 
         Raises:
@@ -115,14 +113,14 @@ class Checkpointer:
             return
         spared: set[int] = set()
         if config.keep_best:
-            best = scheduler.best
-            spared = {*scheduler.needed_versions, *([best.version] if best else [])}
+            best = scheduler.evaluation.best
+            spared = {*scheduler.evaluation.needed_versions, *([best.version] if best else [])}
         below = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
         if below := self._samples.purgeable(below):
             await self._bus.store.purge(self._setup.names.log_stream, below=below)
 
     def _unsaved(self) -> WeightsNote | None:
-        """Return the note of the present version; None if it has its checkpoint."""
+        """Return the note of the current version; None if it has its checkpoint."""
         if self._saved == (self._setup.scheduler.version, self._journal.incarnation):
             return None
         assert self._engines.note is not None

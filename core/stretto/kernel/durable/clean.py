@@ -9,13 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
-from stretto.assembly.plan import context_of
 from stretto.bus.server import Bootstrap, lock_run
 from stretto.errors import ConfigError
 from stretto.weights import WeightsTransport
-
-__all__ = ["cleaner_of"]
 
 
 def cleaner_of(folder: Path) -> tuple[str, ...]:
@@ -26,8 +24,7 @@ def cleaner_of(folder: Path) -> tuple[str, ...]:
 def _clean(folder: Path) -> None:
     composed = compose(folder / "config.yaml")
     run = Bootstrap.read(folder / "bus" / "kernel.json").run
-    context = context_of(composed.config, run=run, folder=str(folder))
-    transport: WeightsTransport = composed.make("weights", context)
+    transport: WeightsTransport = Assembly(composed, folder=folder, run=run).make("weights")
     try:
         lock = lock_run(folder / "bus")
     except ConfigError:  # a new kernel, which has cleaned up by itself

@@ -6,8 +6,6 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.journal import JournalEntry
 from stretto.bus.messages.subjects import Subjects
 
-__all__ = ["JournalWriter"]
-
 
 class JournalWriter:
     """Appends one kernel's entries to the journal."""

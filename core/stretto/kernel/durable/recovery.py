@@ -35,12 +35,11 @@ from stretto.bus.store import Extent
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.durable.checkpoint import KernelState, LostData
+from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.draws import RecordedDraw
 from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes
-from stretto.kernel.schedule.scheduler import Scheduler, Snapshot, StartBatch
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
-
-__all__ = ["Journal", "Recovered", "Stored", "read_store", "repeat_journal"]
 
 log = structlog.get_logger()
 
@@ -238,12 +237,12 @@ async def repeat_journal(
         outcomes = tuple((sequence, outcome) for sequence, outcome in outcomes if sequence > change_at)
         scheduler.fit()
         await on_change(tuple(notes), change_at, journal.change)
-    scheduler.recall(journal.evaluations)
+    scheduler.evaluation.recall(journal.evaluations)
     incarnation, differs = state.incarnation, False
     for batch in journal.batches.values():
         start = scheduler.replay(batch.tickets, [done[name] for name in _names(batch)])
         result = await trainers.step(incarnation, batch.version, batch.rows)
-        await trainers.end(batch.version, scheduler.needed_versions)
+        await trainers.end(batch.version, scheduler.evaluation.needed_versions)
         note = await trainers.published(result.version)
         record = journal.steps.get(batch.version + 1)
         divergence = record.divergence if record else None
@@ -272,7 +271,7 @@ async def repeat_journal(
         _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= last))
         if stored.lost:  # without the outcomes that are lost, more tickets may be open than can be trained
             scheduler.fit()
-    needed = tuple(each for each in notes[:-1] if each.version in scheduler.needed_versions)
+    needed = tuple(each for each in notes[:-1] if each.version in scheduler.evaluation.needed_versions)
     return Recovered(
         (*needed, note), incarnation, last, repeated, next_change.values if next_change else None
     )

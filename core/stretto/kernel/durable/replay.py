@@ -22,7 +22,7 @@ import msgspec
 import structlog
 import yaml
 
-from stretto.assembly.compose import Composed
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.logs import log_to
 from stretto.base.private_file import write_private
 from stretto.bus.client import Bus, connect
@@ -38,8 +38,6 @@ from stretto.kernel.fleet.forks import fork_server
 from stretto.kernel.life import live, served
 from stretto.kernel.observe.view import terminal
 from stretto.kernel.setup import RunSetup
-
-__all__ = ["Attempt", "GroupSource", "RecordedGroup", "ReplaySegment", "attempt_of", "rows_of", "train_again"]
 
 log = structlog.get_logger()
 
@@ -87,7 +85,7 @@ class GroupSource(Protocol):
 class ReplaySegment:
     """Consecutive recorded steps that one kernel trains again."""
 
-    composed: Composed
+    assembly: Assembly
     batches: tuple[JournalBatch, ...]
     """As the recorded journal has them. At least one."""
     draws: Mapping[int, int]
@@ -128,19 +126,18 @@ def train_again(
     """
     with lock_run(folder / "bus"):
         for number, segment in enumerate(segments[:-1], 1):
-            text = yaml.safe_dump(dict(segment.composed.document), sort_keys=False)
+            text = yaml.safe_dump(dict(segment.assembly.composed.document), sort_keys=False)
             write_private(folder / f"config-{number}.yaml", text.encode())
-        write_values(folder, segments[-1].composed)
+        write_values(folder, segments[-1].assembly.composed)
         summary: dict[str, Any] = {}
         with Interruptions() as interruptions:
             for number, segment in enumerate(segments, 1):
                 checkpoint: tuple[Path | None, KernelState] = (None, KernelState.initial())
                 if start is not None:
                     checkpoint = anyio.run(_begin_at, *start, folder / "checkpoints", number)
-                with fork_server(segment.composed, folder) as forks:
+                with fork_server(segment.assembly) as forks:
                     setup = RunSetup(
-                        segment.composed,
-                        folder,
+                        segment.assembly,
                         resumed=checkpoint,
                         forks=forks,
                         values=number,

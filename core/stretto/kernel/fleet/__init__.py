@@ -1,1 +1,1 @@
-"""The run's workers: started, restarted, added, removed, and told of each other."""
+"""The run's workers: their start, restart and end, and the routes between them."""

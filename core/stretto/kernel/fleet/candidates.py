@@ -15,8 +15,6 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Iterable
 
-__all__ = ["Candidates"]
-
 
 class Candidates:
     """The rollout workers of a run, the workers that they can call, and the choice between them. The same
@@ -28,13 +26,17 @@ class Candidates:
         self._groups: dict[Hashable, _WorkerGroupChoices] = {}
         self._changed: set[str] = set()
 
+    def __len__(self) -> int:
+        """Number of rollout workers."""
+        return len(self._rollouts)
+
     @property
     def rollouts(self) -> list[str]:
-        """The present rollout workers."""
+        """The current rollout workers."""
         return list(self._rollouts)
 
     def add_rollout(self, rollout: str) -> None:
-        """A rollout worker can take work now."""
+        """Add a rollout worker that can take work."""
         if rollout not in self._rollouts:
             self._rollouts[rollout] = None
             self._changed.add(rollout)
@@ -42,14 +44,14 @@ class Candidates:
                 self._changed |= group.add_rollout(rollout)
 
     def remove_rollout(self, rollout: str) -> None:
-        """A rollout worker is gone."""
+        """Remove a rollout worker that is gone."""
         if rollout in self._rollouts:
             del self._rollouts[rollout]
             for group in self._groups.values():
                 self._changed |= group.remove_rollout(rollout)
 
     def put(self, worker: str, group: Hashable, least: int) -> None:
-        """A worker can be called now, as one of a group. It leaves its previous group.
+        """Add a worker that can be called to a group. It leaves its previous group.
 
         Args:
             least: number of candidates of a rollout worker in this group, if the group has that many.
@@ -63,7 +65,7 @@ class Candidates:
         self._changed |= self._groups[group].add(worker)
 
     def remove(self, worker: str) -> None:
-        """A worker cannot be called any more."""
+        """Remove a worker that cannot be called any more."""
         if worker not in self._group_of:
             return
         name = self._group_of.pop(worker)
@@ -81,7 +83,7 @@ class Candidates:
         return {rollout for rollout in self._rollouts if group is not None and worker in group.of(rollout)}
 
     def take_changed(self) -> list[str]:
-        """Return the present rollout workers whose candidates may have changed since the last call."""
+        """Return the current rollout workers whose candidates may have changed since the last call."""
         changed, self._changed = self._changed, set[str]()
         return [rollout for rollout in changed if rollout in self._rollouts]
 

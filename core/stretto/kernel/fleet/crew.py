@@ -15,18 +15,16 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from stretto.assembly.plan import Worker, resources_of
+from stretto.assembly.assembly import Worker
+from stretto.assembly.worker_numbers import NUMBER_KEYS
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import Drain, Draining
 from stretto.errors import BusError, ConfigError, LaunchError
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.elastic import ElasticPolicy
 from stretto.kernel.fleet.role_loads import RoleLoads
-from stretto.kernel.fleet.worker_numbers import NUMBER_KEYS
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import Role
-
-__all__ = ["Crew"]
 
 log = structlog.get_logger()
 
@@ -83,7 +81,10 @@ class Crew:
         loads = RoleLoads(self._setup.config, self._fleet, self._setup.scheduler)
         while True:
             await anyio.sleep(_OBSERVE_S)
-            if self._setup.scheduler.evaluating is not None or self._ending.drain_requested.is_set():
+            if (
+                self._setup.scheduler.evaluation.under_way is not None
+                or self._ending.drain_requested.is_set()
+            ):
                 policy.disturb()
                 continue
             change = policy.observe(anyio.current_time(), loads.observe(self.groups, self.roles))
@@ -100,7 +101,7 @@ class Crew:
         """Give worker groups the numbers of processes that were asked for. Called when the kernel's last
         checkpoint is written: a kernel that repeats steps needs the processes that they were made with."""
         for path, number in self._next_groups.items():
-            self._setup.numbers.change(f"{path}.processes", number)
+            self._setup.assembly.numbers.change(f"{path}.processes", number)
 
     def _check(self, numbers: Mapping[str, int]) -> None:
         groups = {group.path for group in self._setup.placement.groups.values()}
@@ -114,7 +115,7 @@ class Crew:
 
     def _missing(self, role: Role, number: int) -> list[Worker]:
         """Return the workers to start, so that a role has this number."""
-        resources = resources_of(self._setup.config, f"{role}-0")
+        resources = self._setup.assembly.resources_of(f"{role}-0")
         ids = self._fleet.free_ids(role, max(0, number - len(self._fleet.started(role))))
         return [Worker(id, role, resources) for id in ids]
 
@@ -131,7 +132,7 @@ class Crew:
             await self._fleet.launch(added, self._tasks)
         for worker in leaving:
             self._tasks.start_soon(self._dismiss, role, worker)
-        self._setup.numbers.change(NUMBER_KEYS[role], number)
+        self._setup.assembly.numbers.change(NUMBER_KEYS[role], number)
         change = f"{role}: {len(started)} -> {number}"
         if len(started) == number:
             return f"{role}: {number} already"
@@ -169,7 +170,7 @@ class Crew:
         self._next_groups |= changed
         if changed:
             self._ending.drain("repeated", "another number of trainers")
-        then = "the run writes a checkpoint after the step under way, and goes on from there"
+        then = "the run writes a checkpoint after the step under way, and continues from there"
         return [
             f"{path}: {self._setup.composed.section(path).processes} -> {number}; {then}"
             if path in changed

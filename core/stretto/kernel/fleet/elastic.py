@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 
 from stretto.launcher import Role
 
-__all__ = ["ElasticPolicy", "LoadObservation", "NumberChange", "RoleLoad"]
-
 _STAGES: tuple[Role, ...] = ("verifier", "inference", "rollout")
 """The last stage of a ticket first: a stage that is full makes the stages before it look full too."""
 _WINDOW_S = 10.0
@@ -170,7 +168,7 @@ class ElasticPolicy:
         return change
 
     def disturb(self) -> None:
-        """Drop the present window: something else than the numbers of workers decides on its speed."""
+        """Drop the current window: something else than the numbers of workers decides on its speed."""
         self._window = None
 
     def refuse(self, change: NumberChange, now: float) -> None:
@@ -181,7 +179,7 @@ class ElasticPolicy:
     # ------------------------------------------------------------------------------------ private
 
     def _must_wait(self, now: float, observation: LoadObservation) -> bool:
-        """Whether a change is still taking effect."""
+        """Return whether a change is still taking effect."""
         if now < self._quiet_until:
             return True
         if all(load.ready for load in observation.loads.values()) or now >= self._give_up_at:
@@ -264,7 +262,7 @@ class ElasticPolicy:
         return None
 
     def _open_number(self, role: Role, present: int, wanted: int, now: float) -> int:
-        """Return the number nearest to `wanted`, between it and the present one, that may be tried."""
+        """Return the number nearest to `wanted`, between it and the current one, that may be tried."""
         step = 1 if wanted > present else -1
         numbers = range(wanted, present, -step)
         return next((each for each in numbers if self._closed.get((role, each), -math.inf) <= now), present)

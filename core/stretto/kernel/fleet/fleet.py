@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -18,17 +19,16 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
+from stretto.assembly.assembly import Worker
 from stretto.assembly.contracts import expect_contract
-from stretto.assembly.plan import Worker
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
 from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
 from stretto.component import Problem
 from stretto.engine import Load
 from stretto.errors import LaunchError, Refused
-from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
-
-__all__ = ["Fleet", "FleetMember", "number_of"]
+from stretto.kernel.supervised import Failure, supervised
+from stretto.launcher import Handle, Job, Launcher, Role
 
 log = structlog.get_logger()
 
@@ -115,14 +115,14 @@ class Fleet:
         self.on_change: Callable[[FleetMember], None] = lambda member: None
         """Called with each worker that begins to drain."""
         self.hears: Callable[[], bool] = lambda: True
-        """Whether heartbeats can arrive at present: the kernel has a connection to the bus."""
+        """Whether heartbeats can arrive now: the kernel has a connection to the bus."""
         self.reconnect_s = 0.0
         """Seconds in which a worker may look for another server of a cluster. They add to the time after
         which a silent worker is lost."""
         self.members: dict[str, FleetMember] = {}
         self.restarts = 0
         self.starting: dict[str, str] = {}
-        """Workers that are not ready yet, with their present state."""
+        """Workers that are not ready yet, with their current state."""
 
     # -------------------------------------------------------------------------------- launching
 
@@ -144,7 +144,7 @@ class Fleet:
             for job, handle in zip(jobs, handles, strict=True):
                 expect_contract(handle, Handle, f"the handle of {job.worker}")
                 self._handles[job.worker], self._jobs[job.worker] = handle, job
-                tasks.start_soon(self._look_after, job, handle)
+                tasks.start_soon(self._look_after, job)
 
     async def stop(self, grace_s: float) -> None:
         """Wait for the workers to leave, and stop those that are still running after `grace_s` seconds.
@@ -166,52 +166,63 @@ class Fleet:
             for handle in self._handles.values():
                 tasks.start_soon(end, handle)
 
-    async def _look_after(self, job: Job, handle: Handle) -> None:
-        """Wait for the end of a worker's process and restart the worker.
+    async def _look_after(self, job: Job) -> None:
+        """Restart a worker whose process ends unexpectedly.
 
         Raises:
             LaunchError: if the worker ended too often within a short time.
         """
-        restarts = 0
-        while True:
-            began = time.monotonic()
-            status = await self._until_end(handle)
-            if status is None:
-                how = f"{handle.place} does not end after SIGKILL"
-            else:
-                how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-            member = self.members.get(job.worker)
-            if member is not None and member.leaving and status == 0:  # its last message is still on its way
-                self._leave(member, "its work was finished")
-            else:
-                self._lose(job.worker, how)
-            if self._ending or job.worker in self._given_up:
-                return
-            if job.worker in self._retired:
+        last = await supervised(
+            partial(self._live, job),
+            partial(self._restart, job),
+            first_pause_s=0.5,
+            longest_pause_s=5.0,
+            most=self._max_restarts,
+        )
+        if last is not None:
+            raise LaunchError(
+                f"{job.worker} ended {self._max_restarts + 1} times "
+                f"(launcher.max_restarts={self._max_restarts}), at last with {last.why}; its last lines:\n"
+                f"{self._handles[job.worker].tail(_TAIL_LINES)}",
+                worker=job.worker,
+            )
+
+    async def _live(self, job: Job) -> Failure | None:
+        """Wait for the end of a worker's process. Return None if the worker is not to be restarted."""
+        began, handle = anyio.current_time(), self._handles[job.worker]
+        status = await self._until_end(handle)
+        if status is None:
+            how = f"{handle.place} does not end after SIGKILL"
+        else:
+            how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        member = self.members.get(job.worker)
+        if member is not None and member.leaving and status == 0:  # its last message is still on its way
+            self._leave(member, "its work was finished")
+        else:
+            self._lose(job.worker, how)
+        if self._ending or job.worker in self._given_up:
+            return None
+        if job.worker in self._retired:
+            self._forget(job.worker)
+            return None
+        log.error("worker ended", worker=job.worker, status=how, last_lines=handle.tail(_TAIL_LINES))
+        return Failure(how, anyio.current_time() - began > _LONG_LIFE_S)
+
+    async def _restart(self, job: Job, pause_s: float) -> bool:
+        """Start a worker again after a pause, and return True, unless it is not needed any more."""
+        await anyio.sleep(pause_s)
+        while not self.hears():  # a worker that cannot connect would only end again
+            await anyio.sleep(0.2)
+        async with self._launching:
+            if self._ending:
+                return False
+            if job.worker in self._retired:  # since it ended
                 self._forget(job.worker)
-                return
-            tail = handle.tail(_TAIL_LINES)
-            log.error("worker ended", worker=job.worker, status=how, last_lines=tail)
-            restarts = 1 if time.monotonic() - began > _LONG_LIFE_S else restarts + 1
-            if restarts > self._max_restarts:
-                raise LaunchError(
-                    f"{job.worker} ended {restarts} times (launcher.max_restarts={self._max_restarts}), "
-                    f"at last with {how}; its last lines:\n{tail}",
-                    worker=job.worker,
-                )
-            await anyio.sleep(min(5.0, 0.25 * 2**restarts))
-            while not self.hears():  # a worker that cannot connect would only end again
-                await anyio.sleep(0.2)
-            async with self._launching:
-                if self._ending:
-                    return
-                if job.worker in self._retired:  # since it ended
-                    self._forget(job.worker)
-                    return
-                [handle] = await self._launcher.launch([job])
-                self._handles[job.worker] = handle
-            self.starting[job.worker] = "starting again"
-            self.restarts += 1
+                return False
+            [self._handles[job.worker]] = await self._launcher.launch([job])
+        self.starting[job.worker] = "starting again"
+        self.restarts += 1
+        return True
 
     async def _until_end(self, handle: Handle) -> int | None:
         """Wait for the end of a process, and return its exit status; None if `_kill` has given it up."""
@@ -230,16 +241,8 @@ class Fleet:
 
     def _job(self, worker: Worker) -> Job:
         bootstrap = write_bootstrap(self._bootstraps, worker.id)
-        return Job(
-            worker=worker.id,
-            role=worker.role,
-            command=(sys.executable, "-m", "stretto.workers", str(bootstrap)),
-            env=thread_variables(worker.resources),
-            resources=worker.resources,
-            log=str(self._logs / f"{worker.id}.out"),
-            imports=self._imports(worker),
-            unit=worker.unit,
-        )
+        command = (sys.executable, "-m", "stretto.workers", str(bootstrap))
+        return worker.job(command, str(self._logs / f"{worker.id}.out"), self._imports(worker))
 
     # ---------------------------------------------------------------------------------- retiring
 

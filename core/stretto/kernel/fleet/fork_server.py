@@ -3,14 +3,13 @@
 The kernel's process starts it with one end of a socket pair (see `stretto.kernel.fleet.forks`); the run's
 folder is there for `ps`. A forked process does what `python -m MODULE ARGUMENT ...` does in a new
 interpreter: it has its own session, its log as output, and no part of another one's work, because the server
-only imports. It ends when the kernel closes the socket or is gone; the processes continue, and look after
-themselves.
+only imports. It becomes a child of the kernel. The server ends when the kernel closes the socket or is gone;
+the processes continue, and look after themselves.
 
 Requests and answers are JSON, one a packet. `{"import": [...]}` names modules to import before the processes
 that need them. `{"fork": ID, "module": ..., "arguments": [...], "needs": [...]}` comes with the file for the
 process's output, and `{"output": true}` with the file for the server's own. The answers are
-`{"id": ID, "pid": ...}` with the process's pidfd, `{"id": ID, "error": ...}`, and
-`{"pid": ..., "status": ...}` when a process has ended.
+`{"id": ID, "pid": ...}` and `{"id": ID, "error": ...}`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import importlib
 import json
 import os
 import runpy
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -47,40 +46,27 @@ class _ForkOrder:
 
 
 class _ForkLoop:
-    """Imports, forks, and tells the kernel which processes have ended."""
+    """Imports and forks."""
 
     def __init__(self, connection: socket.socket, modules: list[str]) -> None:
         self._socket = connection
         self._to_import = modules
         self._orders: list[_ForkOrder] = []
-        self._wakeup, self._wakes = socket.socketpair()
-        for end in (self._wakeup, self._wakes):
-            end.setblocking(False)
 
     def run(self) -> _ForkOrder | None:
         """Serve until the kernel is gone, and return None. In each forked process, return its order."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            selector.register(self._wakeup, selectors.EVENT_READ)
-            while True:
-                ready = {
-                    key.fileobj for key, _ in selector.select(0 if self._to_import or self._orders else None)
-                }
-                if self._socket in ready and not self._read():
-                    return None
-                if self._wakeup in ready:
-                    self._wakeup.recv(_PACKET)
-                    self._report_ended()
-                for order in [each for each in self._orders if not {*each.needs} & {*self._to_import}]:
-                    self._orders.remove(order)
-                    if self._fork(order) == 0:
-                        return order
-                if self._to_import:
-                    _import(self._to_import[0])
-                    del self._to_import[0]
+        while True:
+            has_work = self._to_import or self._orders
+            if select.select([self._socket], [], [], 0 if has_work else None)[0] and not self._read():
+                return None
+            for order in [each for each in self._orders if not {*each.needs} & {*self._to_import}]:
+                self._orders.remove(order)
+                if self._fork(order):
+                    return order
+            if self._to_import:
+                _import(self._to_import[0])
+                del self._to_import[0]
 
     def _read(self) -> bool:
         """Take one packet. Return whether the kernel is still there."""
@@ -97,49 +83,39 @@ class _ForkLoop:
         self._to_import += [each for each in modules if each not in (*self._to_import, *sys.modules)]
         return True
 
-    def _fork(self, order: _ForkOrder) -> int:
-        """Fork a process and tell the kernel. Return 0 in the process, and otherwise its pid, or -1 if this
-        process must not be forked: of its threads, the new one would have only one, and all their locks."""
+    def _fork(self, order: _ForkOrder) -> bool:
+        """Fork a process and report it. Return whether this is the process. It is not forked while this
+        process has threads: the new one would have only one of them, and all their locks."""
         threads = len([*Path("/proc/self/task").iterdir()])
         if threads > 1:
-            self._send({"id": order.id, "error": f"the fork server has {threads} threads"})
+            self._answer({"id": order.id, "error": f"the fork server has {threads} threads"})
             os.close(order.output)
-            return -1
-        session, has_session = os.pipe()
-        if pid := os.fork():
-            os.close(has_session)
-            os.read(session, 1)  # until it has its own session, which the kernel ends it by
-            os.close(session)
-            descriptor = os.pidfd_open(pid)
-            self._send({"id": order.id, "pid": pid}, [descriptor])
-            os.close(descriptor)
+            return False
+        ours, theirs = socket.socketpair()
+        if between := os.fork():
+            with ours:  # the new process begins at its end
+                theirs.close()
+                pid = int(ours.recv(_PACKET))
+                os.waitpid(between, 0)
+                self._answer({"id": order.id, "pid": pid})
             os.close(order.output)
-            return pid
-        os.setsid()
-        os.close(session)
-        os.close(has_session)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return False
+        if os.fork():
+            os._exit(0)  # makes the new process an orphan, which the kernel adopts
+        os.setsid()  # before the kernel knows it: the kernel ends it by its session
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for end in (self._socket, self._wakeup, self._wakes):
-            end.close()
+        ours.close()
+        with theirs:
+            theirs.send(str(os.getpid()).encode())
+            theirs.recv(1)
+        self._socket.close()
         for other in self._orders:
             os.close(other.output)
-        return 0
+        return True
 
-    def _report_ended(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            self._send({"pid": pid, "status": os.waitstatus_to_exitcode(status)})
-
-    def _send(self, answer: dict[str, Any], descriptors: list[int] | None = None) -> None:
+    def _answer(self, answer: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # of a kernel that is gone
-            socket.send_fds(self._socket, [json.dumps(answer).encode()], descriptors or [])
+            self._socket.send(json.dumps(answer).encode())
 
 
 def _import(module: str) -> None:

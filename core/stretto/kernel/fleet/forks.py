@@ -3,7 +3,8 @@
 A process of a run spends most of its start on imports: half a second of processor time without torch, several
 seconds with it. The fork server (`stretto.kernel.fleet.fork_server`) imports once and forks the processes
 from itself. What libraries read from the environment when they are loaded is the same for all of them, so
-only a process with exactly the server's environment is forked; all others are started as usual.
+only a process with exactly the server's environment is forked; all others are started as usual. The server
+leaves its processes as orphans to the kernel, which waits for them as for every other child.
 """
 
 from __future__ import annotations
@@ -16,20 +17,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from signal import Signals, pidfd_send_signal
+from signal import Signals
 
 import anyio
 import structlog
 
-from stretto.assembly.compose import Composed
-from stretto.assembly.plan import imports_of, placement, workers
+from stretto.assembly.assembly import Assembly
 from stretto.launcher import Resources, process_environment
-
-__all__ = ["ForkServer", "ForkedProcess", "fork_server"]
+from stretto.user_code.guard import adopt_orphans
 
 log = structlog.get_logger()
 
@@ -39,29 +38,22 @@ _MODULES = ("stretto.workers.worker",)
 """Modules that all workers need. The sample writer's are not here: pyarrow starts a thread."""
 _ANSWER_S = 120.0
 """The server answers within this many seconds, imports from a cold disk included; otherwise it hangs."""
-_STATUS_S = 5.0
-"""The server tells the exit status of a process within this many seconds of its end; otherwise it hangs."""
 _UNKNOWN_STATUS = 255
-"""Exit status of a process whose server has ended or hangs: only the server could ask for it."""
 _KILLED_S = 5.0
 """Wait this many seconds for a killed server to end. It may hang in the system, where no signal ends it."""
 
 
 class ForkedProcess:
-    """A process that the fork server has started. It lives on if the server ends.
+    """A process that the fork server has started. It is a child of this process, and lives on if the server
+    ends."""
 
-    Args:
-        descriptor: the process's pidfd, which tells that it has ended, but not its exit status.
-        on_end: called when it has ended. The callee finds out the status, and calls `end`.
-    """
-
-    def __init__(self, pid: int, descriptor: int, on_end: Callable[[ForkedProcess], object]) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._descriptor = descriptor
+        self._descriptor = os.pidfd_open(pid)
         self._status: int | None = None
         self._ended = anyio.Event()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(descriptor, self._notice_end, on_end)
+        self._loop.add_reader(self._descriptor, self._end)
 
     async def wait(self) -> int:
         """Wait for the end, and return the exit status, negative for a signal. May be called more than
@@ -77,8 +69,7 @@ class ForkedProcess:
     def send_signal(self, signal: Signals) -> None:
         """Send a signal. Do nothing if the process has ended."""
         if self._status is None:
-            with suppress(ProcessLookupError):
-                pidfd_send_signal(self._descriptor, signal)
+            os.kill(self.pid, signal)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -88,39 +79,32 @@ class ForkedProcess:
         """Send SIGKILL."""
         self.send_signal(Signals.SIGKILL)
 
-    def end(self, status: int) -> None:
-        """Note with which status the process has ended. The fork server's client calls this."""
-        if self._status is None:
-            self._status = status
-            self._loop.remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._ended.set()
-
-    def _notice_end(self, on_end: Callable[[ForkedProcess], object]) -> None:
+    def _end(self) -> None:
         self._loop.remove_reader(self._descriptor)
-        on_end(self)
+        os.close(self._descriptor)
+        try:
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # the system made it a child of another process
+            self._status = _UNKNOWN_STATUS
+        self._ended.set()
 
 
 @contextmanager
-def fork_server(composed: Composed, folder: Path) -> Generator[ForkServer | None]:
+def fork_server(assembly: Assembly) -> Generator[ForkServer | None]:
     """Have a fork server import what the workers of a run need, for the duration of the block. None on a
     system that does not have what it needs: Linux with pidfds.
 
     The imports take longer than all else that a run does before its workers start. So the server starts as
     soon as the run file is read, and before the run is checked.
-
-    Args:
-        folder: the run's folder, which need not exist yet.
     """
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         yield None
         return
-    server = ForkServer(folder)
+    server = ForkServer(assembly.folder)
     try:
         with suppress(Exception):  # whatever a plugin raises here, the run's checks report
-            placed = placement(composed)
-            suited = [each for each in workers(composed.config, placed) if server.suits(each.resources)]
-            server.prepare([module for each in suited for module in imports_of(composed, placed, each)])
+            suited = [each for each in assembly.workers if server.suits(each.resources)]
+            server.prepare([module for each in suited for module in assembly.imports_of(each)])
         yield server
     finally:
         server.close()
@@ -139,12 +123,9 @@ class ForkServer:
         self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - until `close`; the server appends
         self._ids = count()
         self._answers: dict[int, asyncio.Future[ForkedProcess]] = {}
-        self._processes: dict[int, ForkedProcess] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_open = True
         """Whether the server can still fork."""
-        self._is_lost = False
-        """Whether the server gives no answers any more."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", _SERVER, str(folder), str(theirs.fileno())]
         with theirs:
@@ -211,6 +192,7 @@ class ForkServer:
             loop.add_reader(self._socket, self._read)
         id = next(self._ids)
         answer = self._answers[id] = loop.create_future()
+        adopt_orphans(True)
         request = {"fork": id, "module": command[2], "arguments": command[3:], "needs": list(imports)}
         try:
             with log_file.open("ab") as output, anyio.fail_after(_ANSWER_S):
@@ -221,8 +203,6 @@ class ForkServer:
             log.warning("no process is forked any more", why=why)
             self.is_open = False
             return None
-        finally:
-            del self._answers[id]
 
     def close(self) -> None:
         """End the server. Processes that are left live on."""
@@ -238,50 +218,27 @@ class ForkServer:
     def _read(self) -> None:
         """Take in one answer of the server."""
         try:
-            packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET, 1)
+            packet = self._socket.recv(_PACKET)
         except ConnectionError:
-            packet, descriptors = b"", []
+            packet = b""
         if not packet:
             self._lose_server()
             return
         answer = json.loads(packet)
-        if "status" in answer:
-            self._processes.pop(answer["pid"]).end(answer["status"])
-        elif (waiting := self._answers.get(answer["id"])) is None or waiting.done():
-            self._end_late(answer, descriptors)
-        elif "error" in answer:
-            waiting.set_exception(ForkRefused(answer["error"]))
+        waiting = self._answers.pop(answer["id"])
+        adopt_orphans(bool(self._answers))
+        if "error" in answer:
+            if not waiting.done():
+                waiting.set_exception(ForkRefused(answer["error"]))
+        elif waiting.done():  # nobody waits for the process any more
+            ForkedProcess(answer["pid"]).kill()
         else:
-            waiting.set_result(self._add(answer["pid"], descriptors[0]))
-
-    def _end_late(self, answer: Mapping[str, int], descriptors: list[int]) -> None:
-        """Kill a process for which nobody waits any more."""
-        if "pid" in answer:
-            self._add(answer["pid"], descriptors[0]).kill()
-
-    def _add(self, pid: int, descriptor: int) -> ForkedProcess:
-        process = self._processes[pid] = ForkedProcess(pid, descriptor, self._on_end)
-        return process
-
-    def _on_end(self, process: ForkedProcess) -> None:
-        """A process has ended. The server tells the status, unless it has ended or hangs."""
-        if self._is_lost:
-            process.end(_UNKNOWN_STATUS)
-        else:
-            asyncio.get_running_loop().call_later(_STATUS_S, self._miss_status, process)
-
-    def _miss_status(self, process: ForkedProcess) -> None:
-        if process.poll() is not None:
-            return
-        if not self._is_lost:
-            log.warning("the fork server hangs and is killed; no process is forked any more", pid=self.pid)
-            self._server.kill()
-            self._lose_server()
-        process.end(_UNKNOWN_STATUS)
+            waiting.set_result(ForkedProcess(answer["pid"]))
 
     def _lose_server(self) -> None:
-        """The server has ended or hangs: start no process any more, and do not wait for its answers."""
-        self.is_open, self._is_lost = False, True
+        """The server has ended: start no process any more."""
+        self.is_open = False
+        adopt_orphans(False)
         if self._loop is not None:
             self._loop.remove_reader(self._socket)
         for waiting in self._answers.values():

@@ -10,8 +10,6 @@ from stretto.kernel.fleet.fleet import Fleet, FleetMember
 from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.launcher import Role
 
-__all__ = ["RoleLoads"]
-
 
 class RoleLoads:
     """Measures the loads of one kernel's workers."""
@@ -25,7 +23,7 @@ class RoleLoads:
         self._verifier_used: dict[str, float] = {}
 
     def observe(self, groups: int, roles: tuple[Role, ...]) -> LoadObservation:
-        """Return the present loads.
+        """Return the current loads.
 
         Args:
             groups: groups that were finished since the start of the kernel.
@@ -51,7 +49,7 @@ class RoleLoads:
 
     def _of_rollout(self, members: list[FleetMember]) -> tuple[float, float]:
         concurrency = self._config.rollout.concurrency
-        tickets = self._scheduler.tickets_by_worker()
+        tickets = self._scheduler.tickets.by_worker()
         waiting = tickets.pop("", 0) / concurrency
         return min(1.0, tickets.total() / (len(members) * concurrency)), waiting
 

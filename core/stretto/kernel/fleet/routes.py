@@ -1,4 +1,4 @@
-"""Tells each rollout worker which engines and verifiers it may call, and how busy they are.
+"""Sends each rollout worker the engines and verifiers it may call, and how busy they are.
 
 Each rollout worker gets its own few candidates (`stretto.kernel.fleet.candidates`) as one whole list: every
 second, and at once when a candidate appears, is lost or is lent. So a lost message does no harm, and what a
@@ -18,8 +18,6 @@ from stretto.bus.messages.membership import EngineFigures, Peer, Routes
 from stretto.bus.messages.subjects import Subjects
 from stretto.kernel.fleet.candidates import Candidates
 from stretto.kernel.fleet.fleet import Fleet, FleetMember
-
-__all__ = ["RouteSender"]
 
 _REFRESH_S = 1.0
 _LEAST = {"inference": 8, "verifier": 4}
@@ -54,7 +52,7 @@ class RouteSender:
         """Rollout worker -> its previous candidates, each with the time until which its calls may
         continue."""
         self._stale: set[str] = set()
-        """Rollout workers whose candidates serve another version than they were told."""
+        """Rollout workers whose candidates serve another version than the routes say."""
         self._changed = anyio.Event()
 
     def look(self, member: FleetMember) -> None:
@@ -72,7 +70,7 @@ class RouteSender:
             case "inference" | "verifier" if is_open:
                 group = (member.role, member.exact_version)
                 self._candidates.put(member.worker, group, _LEAST[member.role])
-                if len(self._candidates.rollouts) <= _PART:
+                if len(self._candidates) <= _PART:
                     self._stale |= self._candidates.rollouts_of(member.worker)
             case "inference" | "verifier":
                 self._candidates.remove(member.worker)

@@ -23,8 +23,6 @@ import numpy as np
 
 from stretto.records.timeline import CauseKind
 
-__all__ = ["RULES", "Advice", "Adviser", "Rule", "bottleneck", "causes"]
-
 _KEPT = 200
 """Number of newest lines that the rules can use."""
 _CLEARS = 20
@@ -200,7 +198,7 @@ class _History:
         return _Window(float(values.mean()), error, known[0][0], known[-1][0])
 
     def has_room(self) -> bool:
-        """Whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
+        """Return whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
         spread = self.window("reward_std", 10)
         return spread is not None and self.spread > 0 and spread.mean >= 0.7 * self.spread
 
@@ -513,8 +511,8 @@ def _mismatch(history: _History, knobs: _Knobs) -> _Finding | None:
         if len(known) >= 3 and min(value for _, value in known[-3:]) > bound:
             return _finding(
                 known[-3][0],
-                f"logprobs of engine and trainer differ by {known[-1][1]:.2g} a token on {what}; expected at "
-                f"most {bound:g}",
+                f"logprobs of engine and trainer differ by {known[-1][1]:.2g} per token on {what}; expected "
+                f"at most {bound:g}",
                 knobs.set("inference.dtype", "float32"),
                 knobs.set("training.dtype", "float32"),
                 knobs.set("inference.on_swap", "recompute") if name == "mismatch_mean" else "",
@@ -529,7 +527,7 @@ def _constant_reward(history: _History, knobs: _Knobs) -> _Finding | None:
     return _finding(
         rewards[0][0],
         f"every answer so far has the reward {rewards[0][1]:g}, so nothing is learnt: "
-        "read some answers (`evaluation.keep_answers` writes them to a file) and try the reward on them",
+        "read some answers (`stretto samples`) and try the reward on them",
         knobs.scale("sampling.max_tokens", 2) if _mostly_truncated(history) else "",
     )
 
@@ -750,7 +748,7 @@ def _slow_swaps(history: _History, knobs: _Knobs) -> _Finding | None:
     return _finding(
         lines[0]["step"],
         f"swaps of weights stop the engines {share:.0%} of the time, for "
-        f"{_total(lines, 'swap_pause_s') / len(lines):.2g} s a step",
+        f"{_total(lines, 'swap_pause_s') / len(lines):.2g} s per step",
         knobs.scale("queue.batch_size", 2),
         knobs.set("training.dtype", "bfloat16"),
         knobs.set("inference.on_swap", "keep_cache"),

@@ -6,8 +6,6 @@ from collections import deque
 
 from stretto.records.figures import RECENT_STEPS, recent
 
-__all__ = ["Curve"]
-
 _POINTS = 64
 
 

@@ -11,9 +11,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Keyboard"]
-
-
 _STOPPING = (signal.SIGTTIN, signal.SIGTTOU)
 """Their default action stops a process in the background that uses the terminal."""
 
@@ -80,7 +77,7 @@ class Keyboard:
 
 
 def _in_foreground(terminal: int) -> bool:
-    """Whether this process is in the foreground of its terminal.
+    """Return whether this process is in the foreground of its terminal.
 
     Raises:
         OSError: if this is not the terminal of the process's session.

@@ -17,8 +17,6 @@ import structlog
 from stretto.errors import ConfigError, RunError
 from stretto.records.metrics import METRICS, parse_line
 
-__all__ = ["MetricsFile"]
-
 log = structlog.get_logger()
 
 

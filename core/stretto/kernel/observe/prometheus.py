@@ -35,8 +35,6 @@ from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES
 from stretto.records.figures import FIGURES
 
-__all__ = ["RunCollector", "serve_metrics"]
-
 log = structlog.get_logger()
 
 _LAST_STEP = {
@@ -278,8 +276,8 @@ class RunCollector(Collector):
 
     def _evaluation(self) -> Iterable[Metric]:
         scheduler = self._setup.scheduler
-        newest, best = (scheduler.evaluations or [None])[-1], scheduler.best
-        yield self._counter("evaluations", "Complete evaluations", len(scheduler.evaluations))
+        newest, best = (scheduler.evaluation.results or [None])[-1], scheduler.evaluation.best
+        yield self._counter("evaluations", "Complete evaluations", len(scheduler.evaluation.results))
         for name, text, each in (
             ("", "the newest evaluation", newest),
             ("best_", "the best evaluation", best),
@@ -287,7 +285,7 @@ class RunCollector(Collector):
             version, accuracy = (each.version, each.accuracy) if each else (None, None)
             yield self._gauge(f"evaluation_{name}version", f"Version of {text}", version)
             yield self._gauge(f"evaluation_{name}accuracy", f"Held-out accuracy of {text}", accuracy)
-        under_way = scheduler.evaluating is not None
+        under_way = scheduler.evaluation.under_way is not None
         yield self._gauge("evaluation_running", "Whether an evaluation is under way", under_way)
 
     def _last_step(self) -> Iterable[Metric]:

@@ -16,8 +16,6 @@ from stretto.errors import ConfigError
 from stretto.kernel.ending import Ending
 from stretto.records.shared import record_file, record_sizes
 
-__all__ = ["RecordServer"]
-
 _MOST_BYTES = 2**20
 """Most bytes of one answer."""
 _LATELY_S = 10.0

@@ -27,14 +27,14 @@ from stretto.kernel.observe.advice import Adviser, bottleneck, causes
 from stretto.kernel.observe.curve import Curve
 from stretto.kernel.observe.metrics_file import MetricsFile
 from stretto.kernel.observe.waits import Waits
-from stretto.kernel.schedule.scheduler import Scheduler, StartBatch, accuracies
+from stretto.kernel.schedule.commands import StartBatch
+from stretto.kernel.schedule.evaluation import accuracies
+from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of
 from stretto.records.figures import describe_waits
 from stretto.records.metrics import MAIN_FIGURES, is_evaluation
 from stretto.records.status import State
 from stretto.records.timeline import CAUSES, Cause
-
-__all__ = ["Report"]
 
 log = structlog.get_logger()
 
@@ -278,7 +278,7 @@ class Report:
     def recall(self) -> None:
         """Write the missing lines of evaluations, after the journal was repeated."""
         written = {line["step"] for line in self._metrics.read() if is_evaluation(line)}
-        for evaluation in self._scheduler.evaluations:
+        for evaluation in self._scheduler.evaluation.results:
             if evaluation.version not in written:
                 self.evaluation(evaluation)
 
@@ -459,7 +459,7 @@ class Report:
             "version": scheduler.version,
             "wall_s": round(self.wall_s, 3),
             "train_wall_s": round(self._train_wall_s(), 3),
-            "evaluation": [msgspec.to_builtins(evaluation) for evaluation in scheduler.evaluations],
+            "evaluation": [msgspec.to_builtins(evaluation) for evaluation in scheduler.evaluation.results],
             "best": self._best(),
             "ledger": msgspec.to_builtins(scheduler.ledger),
             **self._variant_summary(),
@@ -493,7 +493,7 @@ class Report:
 
     def _best(self) -> dict[str, Any] | None:
         """Return the best evaluation, with the checkpoint of its version if there is one."""
-        best = self._scheduler.best
+        best = self._scheduler.evaluation.best
         if best is None:
             return None
         name = checkpoint_name(best.version)
@@ -506,11 +506,11 @@ class Report:
     def _held_back(self) -> list[str]:
         """Return a line that says how often evaluations held training back; empty if they did not."""
         scheduler = self._scheduler
-        if not scheduler.held_back:
+        if not scheduler.evaluation.held_back:
             return []
         every = scheduler.settings.evaluation_every
         return [
-            f"evaluations held training back {scheduler.held_back} times: one waited already when "
+            f"evaluations held training back {scheduler.evaluation.held_back} times: one waited already when "
             f"evaluation.every={every} would have had the next; raise it, evaluate fewer rows, or give "
             "inference more replicas"
         ]

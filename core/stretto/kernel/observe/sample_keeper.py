@@ -1,7 +1,7 @@
 """The kernel's side of the sample writer: starts it, gives it the log to read, and keeps the log for it.
 
-The kernel itself never reads or writes a sample. It tells the log which tickets it retired, so that a reader
-of the samples knows what became of them.
+The kernel itself never reads or writes a sample. It writes to the log which tickets it retired, so that a
+reader of the samples knows what became of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.tickets import Follow, Following, Kept, RetiredTickets
 from stretto.errors import BusError
 from stretto.kernel.fleet.forks import ForkedProcess
-from stretto.kernel.schedule.scheduler import Account
+from stretto.kernel.schedule.commands import Account
 from stretto.kernel.setup import RunSetup
-
-__all__ = ["SampleKeeper"]
+from stretto.kernel.supervised import Failure, ended, supervised
 
 log = structlog.get_logger()
 
@@ -51,7 +50,7 @@ class SampleKeeper:
         self._bus = bus
         self._names = setup.names
         self._lease_epoch = lease_epoch
-        self.on = config.samples.keep != "none" and (setup.graph.samples or config.evaluation is not None)
+        self.on = config.keeps_row(0) or (config.samples.keep != "none" and setup.graph.samples)
         """Whether the run keeps samples."""
         self._kept_below = 0
         """The samples of log messages below this sequence number are on disk."""
@@ -72,7 +71,7 @@ class SampleKeeper:
         return min(below, self._kept_below if self.on else below)
 
     def retire(self, ticket: int, account: Account, reason: str) -> None:
-        """Note that a training ticket ended without being trained. `run` tells the log."""
+        """Note that a training ticket ended without being trained. `run` writes it to the log."""
         if self.on:
             self._retired.append((ticket, account, reason))
 
@@ -111,32 +110,36 @@ class SampleKeeper:
         if not at_once:
             await self._tell_retired()
         self._process.terminate()
-        if not await _ended(self._process, 0 if at_once else _STOP_S):
+        if not await ended(self._process, 0 if at_once else _STOP_S):
             self._process.kill()
-            await _ended(self._process, _KILLED_S)
+            await ended(self._process, _KILLED_S)
             if not at_once:
                 self._report_loss(f"it had not written everything after {_STOP_S:.0f} s")
 
     # ------------------------------------------------------------------------------------ private
 
     async def _supervise(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while not self._stopping:
-            began = anyio.current_time()
-            try:
-                self._process, self._fault = await self._start(), ""
-            except OSError as error:
-                self._fault = f"it cannot be started: {error}"
-            else:
-                fault = await self._until_end(self._process)
-                if self._stopping:
-                    return
-                self._fault = fault
-            log.warning("the sample writer is started again", why=self._fault, log=str(self._log_file))
-            if anyio.current_time() - began > _LONG_LIFE_S:
-                pause_s = _FIRST_PAUSE_S
-            await anyio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pauses = {"first_pause_s": _FIRST_PAUSE_S, "longest_pause_s": _LONGEST_PAUSE_S}
+        await supervised(self._live, self._restart, **pauses)
+
+    async def _live(self) -> Failure | None:
+        """Start a writer and wait for its end. Return how it failed; None at the end of the run."""
+        began = anyio.current_time()
+        try:
+            self._process, self._fault = await self._start(), ""
+        except OSError as error:
+            self._fault = f"it cannot be started: {error}"
+        else:
+            fault = await self._until_end(self._process)
+            if self._stopping:
+                return None
+            self._fault = fault
+        return Failure(self._fault, anyio.current_time() - began > _LONG_LIFE_S)
+
+    async def _restart(self, pause_s: float) -> bool:
+        log.warning("the sample writer is started again", why=self._fault, log=str(self._log_file))
+        await anyio.sleep(pause_s)
+        return not self._stopping
 
     async def _until_end(self, process: subprocess.Popen[bytes] | ForkedProcess) -> str:
         """Wait for the end of a writer, and return how it ended. Kill a writer that hangs."""
@@ -146,7 +149,7 @@ class SampleKeeper:
             self._silent_s = self._silent_s + _POLL_S if self._bus.connected else 0.0
             if self._silent_s > _SILENT_S and not self._stopping:
                 process.kill()
-                await _ended(process, _KILLED_S)
+                await ended(process, _KILLED_S)
                 problem = f"the sample writer hung: it was silent for {_SILENT_S:.0f} s, and was killed"
                 if problem not in self._setup.report.problems:
                     self._setup.report.problems.append(problem)
@@ -166,15 +169,9 @@ class SampleKeeper:
 
     async def _start(self) -> subprocess.Popen[bytes] | ForkedProcess:
         config = self._setup.config
-        last, staleness = config.samples.last or 0, config.queue.max_staleness
-        command = [
-            sys.executable,
-            "-m",
-            "stretto.samples",
-            str(self._setup.folder),
-            str(last),
-            str(staleness),
-        ]
+        keeps_answers = config.evaluation is not None and config.evaluation.keep_answers
+        numbers = (config.samples.last or 0, config.queue.max_staleness, int(keeps_answers))
+        command = [sys.executable, "-m", "stretto.samples", str(self._setup.folder), *map(str, numbers)]
         output_file, forks = self._setup.logs / "samples.out", self._setup.forks
         if forks is not None and forks.is_open:
             process = await forks.fork(command, output_file, ())
@@ -214,11 +211,3 @@ class SampleKeeper:
                 await self._bus.store.append(self._names.retired, RetiredTickets(tickets), id=id)
             except BusError as error:
                 log.warning("retired tickets are not in the log", tickets=len(tickets), error=str(error))
-
-
-async def _ended(process: subprocess.Popen[bytes] | ForkedProcess, limit_s: float) -> bool:
-    """Wait for the end of a process, and return whether it came in time."""
-    with anyio.move_on_after(limit_s):
-        while process.poll() is None:
-            await anyio.sleep(0.02)
-    return process.poll() is not None

@@ -30,8 +30,6 @@ from stretto.records.status import (
 )
 from stretto.records.timeline import CAUSES
 
-__all__ = ["StatusBoard"]
-
 log = structlog.get_logger()
 
 _WRITE_S = 2.0
@@ -107,8 +105,8 @@ class StatusBoard:
             curves={
                 name: [_short(point) for point in curve.points()] for name, curve in report.curves.items()
             },
-            evaluations=[_evaluation(each) for each in scheduler.evaluations[-_EVALUATIONS:]],
-            best=_evaluation(scheduler.best) if scheduler.best else None,
+            evaluations=[_evaluation(each) for each in scheduler.evaluation.results[-_EVALUATIONS:]],
+            best=_evaluation(scheduler.evaluation.best) if scheduler.evaluation.best else None,
             evaluating=self._evaluating(),
             ledger=msgspec.to_builtins(scheduler.ledger),
             finished=scheduler.finished,
@@ -181,12 +179,12 @@ class StatusBoard:
 
     def _evaluating(self) -> EvaluationProgress | None:
         scheduler = self._scheduler
-        if scheduler.evaluating is None:
+        if scheduler.evaluation.under_way is None:
             return None
-        version, *waiting = scheduler.needed_versions
+        version, *waiting = scheduler.evaluation.needed_versions
         return EvaluationProgress(
             version,
-            scheduler.evaluated_rows,
+            scheduler.evaluation.finished_rows,
             scheduler.settings.evaluation_rows,
             waiting[0] if waiting else None,
         )

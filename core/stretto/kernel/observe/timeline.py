@@ -17,7 +17,7 @@ import structlog
 
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket, TicketStarted
-from stretto.kernel.schedule.scheduler import Account
+from stretto.kernel.schedule.commands import Account
 from stretto.records.timeline import (
     FILE,
     CallSpan,
@@ -36,8 +36,6 @@ from stretto.records.timeline import (
     WorkerState,
     newest_event,
 )
-
-__all__ = ["Timeline"]
 
 log = structlog.get_logger()
 

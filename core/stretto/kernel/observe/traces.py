@@ -16,9 +16,7 @@ import msgspec
 from stretto import tracing
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
-from stretto.kernel.schedule.scheduler import Retire, StartBatch
-
-__all__ = ["UNTRACED", "RunTraces", "StepTrace"]
+from stretto.kernel.schedule.commands import Retire, StartBatch
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,16 @@
 """The processes of the run's trackers: their start, their restarts, and their end.
 
-A process reads the run's files by itself (see `stretto.children.tracker`). A thread for each process waits
-for its end, so the kernel's event loop never waits for a tracker. The kernel imports nothing of a tracker.
+A process reads the run's files by itself (see `stretto.children.tracker`), so the kernel never waits for a
+tracker. The kernel imports nothing of a tracker.
 """
 
 from __future__ import annotations
 
-import contextvars
+import asyncio
 import os
 import shlex
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,15 +19,13 @@ import anyio
 import structlog
 
 from stretto.children.tracker import command, cursor_file
+from stretto.kernel.supervised import Failure, ended, supervised
 from stretto.tracker import TrackerConfig
-
-__all__ = ["Trackers"]
 
 log = structlog.get_logger()
 
 _MOST_FAILURES = 10
 """The kernel starts a tracker's process no more after this many failures in a row without progress."""
-_LONGEST_PAUSE_S = 60.0
 _POLL_S = 0.02
 _KILLED_S = 5.0
 """A killed process is gone within this time, unless it hangs in the system."""
@@ -43,95 +39,100 @@ class Trackers:
     """
 
     def __init__(self, run: Path, sections: Sequence[TrackerConfig], problems: list[str]) -> None:
-        self._processes = [_TrackerProcess(run, section, problems) for section in sections]
+        self._run = run
+        self._sections = sections
+        self._problems = problems
+        self._processes: list[_TrackerProcess] = []
 
     def start(self) -> None:
         """Start all processes. Lines after the checkpoint, and the summary of a previous kernel, must be gone
         by now."""
-        for each in self._processes:
-            log.info("tracker starts", tracker=each.section.folder_name)
-            each.thread.start()
+        for section in self._sections:
+            log.info("tracker starts", tracker=section.folder_name)
+            self._processes.append(_TrackerProcess(self._run, section, self._problems))
 
     async def finish(self, is_hurried: Callable[[], bool]) -> None:
         """Give the processes time to send what is left, after the summary was written, until the user is in
         a hurry. No process is left."""
-        running = [each for each in self._processes if each.thread.is_alive()]
+        running = [each for each in self._processes if not each.task.done()]
         try:
             for each in running:
                 each.run_is_over.set()
-            start = time.monotonic()
+            start = anyio.current_time()
             for each in running:
-                end = start + each.section.finish_s
-                while each.thread.is_alive() and time.monotonic() < end and not is_hurried():
+                end = start + each.finish_s
+                while not each.task.done() and anyio.current_time() < end and not is_hurried():
                     await anyio.sleep(_POLL_S)
         finally:
-            for each in running:
-                each.kill()
+            with anyio.CancelScope(shield=True):
+                for each in running:
+                    await each.kill()
 
 
 class _TrackerProcess:
-    """The process of one tracker, and the thread that starts it again when it has failed."""
+    """The process of one tracker, and the task that starts it again when it has failed. The task belongs to
+    no task group: it outlives the kernel, and its errors do not end the run."""
 
     def __init__(self, run: Path, section: TrackerConfig, problems: list[str]) -> None:
-        self.section = section
-        self.run_is_over = threading.Event()
-        self.thread = threading.Thread(
-            target=contextvars.copy_context().run,  # it logs with the fields of the kernel's log
-            args=(self._supervise,),
-            name=f"tracker {section.folder_name}",
-            daemon=True,
-        )
+        self.finish_s = section.finish_s
+        self.run_is_over = anyio.Event()
         self._run = run
-        self._cursor = cursor_file(run, section.folder_name)
+        self._name = section.folder_name
+        self._cursor = cursor_file(run, self._name)
         self._output = self._cursor.with_name("output.log")
         self._problems = problems
-        self._lock = threading.Lock()
-        """Held while the process is started or killed."""
-        self._killed = False
         self._failed = False
+        self._fault = ""
         self._process: subprocess.Popen[bytes] | None = None
+        self.task = asyncio.create_task(self._supervise())
 
-    def kill(self) -> None:
-        """Kill the process with everything that it has started, if it has not ended. It is started no
-        more."""
-        with self._lock:
-            self._killed = True
-            if not self.thread.is_alive():
-                return
-            if self._process is not None:
-                _kill_session(self._process)
-        self.thread.join(_KILLED_S)
+    async def kill(self) -> None:
+        """Kill the process with everything that it has started, if it has not sent everything. It is not
+        started again."""
+        if self.task.done():
+            return
+        self.task.cancel()
+        if self._process is not None:
+            _kill_session(self._process)
+            await ended(self._process, _KILLED_S)
         self._give_up("it has not sent everything in time")
 
-    def _supervise(self) -> None:
-        """Start the process until one of them has sent everything. The pauses grow with each failure without
-        progress."""
-        failures = 0
-        while True:
-            is_last, before = self.run_is_over.is_set(), self._progress()
-            fault = self._run_process()
-            if fault is None or self._killed:
-                return
-            failures = failures + 1 if self._progress() == before else 1
-            if is_last or failures > _MOST_FAILURES:
-                self._give_up(fault)
-                return
-            self._note_failure(fault)
-            self.run_is_over.wait(min(_LONGEST_PAUSE_S, 2.0 ** (failures - 1)))
+    async def _supervise(self) -> None:
+        """Start the process until one of them has sent everything."""
+        last = await supervised(
+            self._live, self._restart, first_pause_s=1.0, longest_pause_s=60.0, most=_MOST_FAILURES
+        )
+        if last is not None:
+            self._give_up(last.why)
 
-    def _run_process(self) -> str | None:
-        """Start the process and wait for its end. Return why it failed; None if it did not."""
+    async def _live(self) -> Failure | None:
+        is_last, before = self.run_is_over.is_set(), self._progress()
+        self._fault = await self._run_process()
+        if self._fault and is_last:
+            self._give_up(self._fault)
+        return Failure(self._fault, self._progress() != before) if self._fault and not is_last else None
+
+    async def _restart(self, pause_s: float) -> bool:
+        """Report a failure; in the summary, only the first one. The end of the run ends the pause."""
+        log.warning("tracker failed; it is started again", tracker=self._name, fault=self._fault)
+        if not self._failed:
+            self._failed = True
+            self._problems.append(f"tracker {self._name!r}: {self._fault}; it was started again")
+        with anyio.move_on_after(pause_s):
+            await self.run_is_over.wait()
+        return True
+
+    async def _run_process(self) -> str:
+        """Start the process and wait for its end. Return why it failed; empty if it did not."""
         try:
-            with self._lock:
-                if self._killed:
-                    return None
-                process = self._process = self._start()
+            process = self._process = self._start()
         except OSError as error:
             return f"it cannot be started: {error}"
-        with process:  # closes its standard input at its end
-            status = process.wait()
+        assert process.stdin is not None
+        with process.stdin:
+            await ended(process)
         _kill_session(process)
-        return None if status == 0 else f"it ended with status {status}{self._last_line()}"
+        return f"it ended with status {process.returncode}{self._last_line()}" if process.returncode else ""
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the process in a session of its own, so that signals from the terminal do not reach it. Its
@@ -139,7 +140,7 @@ class _TrackerProcess:
         self._output.parent.mkdir(parents=True, exist_ok=True)
         with self._output.open("ab") as output:
             return subprocess.Popen(
-                command("follow", self._run, self.section.folder_name),
+                command("follow", self._run, self._name),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -155,19 +156,10 @@ class _TrackerProcess:
         lines = self._output.read_text(errors="replace").splitlines() if self._output.exists() else []
         return f": {lines[-1]}" if lines else ""
 
-    def _note_failure(self, fault: str) -> None:
-        """Report a failure after which the process is started again; in the summary, only the first one."""
-        log.warning("tracker failed; it is started again", tracker=self.section.folder_name, fault=fault)
-        if not self._failed:
-            self._failed = True
-            self._problems.append(f"tracker {self.section.folder_name!r}: {fault}; it was started again")
-
     def _give_up(self, fault: str) -> None:
-        self._problems.append(
-            f"tracker {self.section.folder_name!r}: {fault}; to send the rest: "
-            f"stretto track {shlex.quote(str(self._run))}"
-        )
-        log.error("tracker given up", tracker=self.section.folder_name, fault=fault)
+        rest = f"to send the rest: stretto track {shlex.quote(str(self._run))}"
+        self._problems.append(f"tracker {self._name!r}: {fault}; {rest}")
+        log.error("tracker given up", tracker=self._name, fault=fault)
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:

@@ -23,8 +23,6 @@ from stretto.records.kept.answers import newest_sample
 from stretto.records.metrics import ACCURACY
 from stretto.records.status import Status, WorkerStatus
 
-__all__ = ["View", "final_lines", "terminal"]
-
 _MOST_ROWS = 8
 """Maximum number of pieces of advice, evaluations and waits that the view shows."""
 _MOST_CHARACTERS = 2000
@@ -301,5 +299,5 @@ def _accuracy(value: float | None) -> str:
 
 
 def terminal() -> bool:
-    """Whether stderr is a terminal, so that the live view can draw."""
+    """Return whether stderr is a terminal, so that the live view can draw."""
     return sys.stderr.isatty()

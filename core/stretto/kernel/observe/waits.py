@@ -13,8 +13,6 @@ from operator import itemgetter
 
 from stretto.records.timeline import Cause
 
-__all__ = ["Waits"]
-
 
 class Waits:
     """The waits of one kernel.

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from stretto.dataset import Curriculum, TicketEnd
 from stretto.errors import ContractError
-
-__all__ = ["Draw", "DrawState", "Draws", "RecordedDraw"]
+from stretto.kernel.schedule.commands import Account
+from stretto.kernel.schedule.open_tickets import OpenTicket, rewards_of
 
 
 class RecordedDraw(msgspec.Struct, frozen=True):
@@ -70,11 +70,6 @@ class Draws:
         self._pending: dict[int, list[TicketEnd]] = {}
         """Ends that the curriculum has not heard of, by the version at which the ticket was drawn."""
 
-    @property
-    def has_curriculum(self) -> bool:
-        """Whether a curriculum chooses the rows, and so hears of the tickets' ends."""
-        return self._curriculum is not None
-
     def next(self, ticket: int, version: int) -> Draw:
         """Draw the row of a new ticket: the one that the journal records, else a row to draw again, else a
         new one.
@@ -99,10 +94,12 @@ class Draws:
             self._curriculum.drawn(ticket, row, version)
         return Draw(row, version, drops)
 
-    def ended(self, drawn_at: int, end: TicketEnd) -> None:
-        """A ticket has ended that was drawn at this version."""
+    def ended(self, ticket: OpenTicket, outcome: Account | Literal["trained"]) -> None:
+        """A ticket has ended."""
         if self._curriculum is not None:
-            self._pending.setdefault(drawn_at, []).append(end)
+            rewards = rewards_of(ticket.done) if ticket.done is not None else ()
+            end = TicketEnd(ticket.id, ticket.row, outcome, rewards)
+            self._pending.setdefault(ticket.drawn_at, []).append(end)
 
     def refusal(self, row: int, rewards: Sequence[float]) -> str:
         """Return why the curriculum does not admit a finished group to training; empty if it does."""
@@ -146,7 +143,7 @@ class Draws:
             self._pending = {}
             for drawn_at, end in state.pending:
                 if end.row < self._rows:
-                    self.ended(drawn_at, end)
+                    self._pending.setdefault(drawn_at, []).append(end)
             self._curriculum.restore(state.curriculum)
 
     # ----------------------------------------------------------------------------------- private

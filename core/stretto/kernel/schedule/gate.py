@@ -1,14 +1,12 @@
 """The divergence gate: it limits how far generation may run ahead, by the divergence of the trained batches.
 
-A plain controller without I/O: it takes one figure a step and sets a limit on staleness. docs/staleness.md
+A plain controller without I/O: it takes one figure per step and sets a limit on staleness. docs/staleness.md
 describes the figure and gives the reasons for the constants.
 """
 
 from __future__ import annotations
 
 import msgspec
-
-__all__ = ["DivergenceGate"]
 
 _WINDOW = 3
 """Number of newest figures whose median the gate judges. With three, one outlier never moves the limit, and

@@ -17,8 +17,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Lending", "Wish"]
-
 
 @dataclass(frozen=True)
 class Wish:
@@ -76,7 +74,7 @@ class Lending:
         return math.inf
 
     def _take_turns(self, worker: str, now: float, *, is_loaded: bool) -> float:
-        """Set `lent` for the present turn, and return the time at which the turn ends.
+        """Set `lent` for the current turn, and return the time at which the turn ends.
 
         Args:
             is_loaded: whether the worker serves the weights of the turn, so that the turn has begun.

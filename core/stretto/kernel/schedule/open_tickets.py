@@ -1,5 +1,4 @@
-"""Open tickets in the order of their deadlines, and by the worker that works on them. Plain classes without
-I/O.
+"""Open tickets, their attempts, their workers, and the order of their deadlines. Plain classes without I/O.
 
 The scheduler looks at these at every event. With n tickets, each operation that changes or asks for one
 ticket takes O(log n) on average over many operations, however many tickets are open.
@@ -8,8 +7,13 @@ ticket takes O(log n) on average over many operations, however many tickets are 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Iterable
 
-__all__ = ["DeadlineQueue", "Holders"]
+import msgspec
+
+from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
+from stretto.kernel.schedule.commands import Command, Issue, SchedulerSettings, Withdraw
 
 _SPARE = 64
 """Invalid entries that a heap may always have; small heaps are not worth cleaning."""
@@ -114,3 +118,194 @@ class Holders:
     def of(self, *workers: str) -> list[int]:
         """Return the tickets of some workers, by number."""
         return sorted({ticket for worker in workers for ticket in self._tickets.get(worker, ())})
+
+
+class OpenTicket(msgspec.Struct):
+    """A ticket between issue and retirement."""
+
+    id: int
+    row: int
+    since: int
+    """Training version at its first issue."""
+    deadline: int
+    """Last training version at which the group may be trained. It is stored because η may change at a
+    resume."""
+    drawn_at: int = 0
+    """Training version when its row was drawn."""
+    drops: int = 0
+    """How often earlier tickets with the same prompt expired because they were late."""
+    attempt: int = 0
+    tries: int = 0
+    """Number of attempts that a worker has begun."""
+    worker: str = ""
+    """The worker of the current attempt; empty until it is known."""
+    bounds: dict[int, int] = {}
+    """Attempt -> lower bound on the version of the attempt's oldest token. The bound is the training version
+    at the attempt's issue until the version of the oldest token is known. Any attempt may finish first."""
+    done: GroupDone | None = None
+
+    @property
+    def oldest(self) -> int:
+        """Lower bound on the version of the group's oldest token, whichever attempt finishes first."""
+        if self.done is not None:
+            return versions_of(self.done)[0]
+        return min(self.bounds.values(), default=self.since)
+
+
+def versions_of(group: GroupDone) -> tuple[int, int]:
+    """Versions of the oldest and the newest token of a group."""
+    return min(member.oldest for member in group.members), max(member.newest for member in group.members)
+
+
+def rewards_of(group: GroupDone) -> tuple[float, ...]:
+    """Rewards of a group's samples; empty if no policy sampled them."""
+    return tuple(member.reward for member in group.members if member.sampled and not member.part)
+
+
+class OpenTickets:
+    """The open tickets of one purpose."""
+
+    def __init__(self, purpose: Purpose, samples: int, max_attempts: int, commands: list[Command]) -> None:
+        self.open: dict[int, OpenTicket] = {}
+        """In the order of their numbers."""
+        self.attempts_from = 0
+        """Attempts are numbered from here + 1. Those up to this number belong to a previous kernel."""
+        self._purpose: Purpose = purpose
+        self._samples = samples
+        self._max_attempts = max_attempts
+        self._commands = commands
+        self._holders = Holders()
+
+    def find(self, id: int) -> OpenTicket | None:
+        """Return an open ticket whose group is still of interest."""
+        return self.open.get(id)
+
+    def held_by(self, *workers: str) -> list[OpenTicket]:
+        """Return the unfinished tickets of some workers, by number. The worker `""` has those that nobody has
+        begun."""
+        return [self.open[id] for id in self._holders.of(*workers)]
+
+    def started(self, ticket: OpenTicket, attempt: int, worker: str) -> None:
+        """A worker has taken an attempt."""
+        if ticket.attempt == attempt and not ticket.worker:
+            ticket.worker = worker
+            ticket.tries += 1
+            if ticket.done is None:
+                self._holders.put(ticket.id, worker)
+
+    def issue(self, ticket: OpenTicket, version: int, reason: str, variant: str = "") -> str:
+        """Issue the next attempt of a ticket, unless `max_attempts` attempts have been begun.
+
+        Args:
+            version: lower bound on the version of the attempt's oldest token.
+            reason: why the previous attempt ended.
+
+        Returns:
+            Why there is no further attempt; empty if there is one.
+        """
+        if ticket.tries == self._max_attempts:
+            return f"begun {ticket.tries} times; at last {reason}"
+        if ticket.attempt > self.attempts_from:
+            self._commands.append(Withdraw(self._purpose, ticket.id, ticket.attempt))
+        ticket.attempt = max(ticket.attempt, self.attempts_from) + 1
+        ticket.bounds = {**ticket.bounds, ticket.attempt: version}
+        ticket.worker = ""
+        self._holders.put(ticket.id, "")
+        issued = Ticket(
+            ticket.id, ticket.attempt, self._purpose, ticket.row, version, self._samples, variant=variant
+        )
+        self._commands.append(Issue(issued))
+        return ""
+
+    def remove(self, id: int) -> None:
+        """Remove a ticket."""
+        del self.open[id]
+        self._holders.discard(id)
+
+
+class TrainingTickets(OpenTickets):
+    """The open tickets of training. Each is unfinished, finished, or in the batch that is being trained."""
+
+    def __init__(self, settings: SchedulerSettings, commands: list[Command]) -> None:
+        super().__init__("train", settings.group_size, settings.max_attempts, commands)
+        self._settings = settings
+        self.unfinished = DeadlineQueue()
+        self.finished = DeadlineQueue()
+        """The tickets whose groups wait for training."""
+        self.batch: frozenset[int] = frozenset()
+        """The tickets of the batch that is being trained. They are in no queue."""
+
+    @property
+    def resting(self) -> bool:
+        """Return whether training neither computes nor waits for a group, so that it needs no engine."""
+        return not self.batch and not self.unfinished
+
+    def by_worker(self) -> Counter[str]:
+        """Return the numbers of unfinished tickets by the worker that has begun them; under an empty name,
+        those that nobody has begun."""
+        return Counter(ticket.worker for ticket in self.open.values() if ticket.done is None)
+
+    def find(self, id: int) -> OpenTicket | None:
+        """Return an open ticket that is not in the batch."""
+        return None if id in self.batch else super().find(id)
+
+    def place(self, ticket: OpenTicket) -> None:
+        """Put a ticket into its queue. Called after every change of its deadline or its group."""
+        if ticket.done is None:
+            self.unfinished.put(ticket.id, ticket.deadline)
+        else:
+            self.unfinished.discard(ticket.id)
+            self.finished.put(ticket.id, ticket.deadline)
+            self._holders.discard(ticket.id)
+
+    def date(self, ticket: OpenTicket) -> None:
+        """Set the deadline that follows from a ticket's oldest token."""
+        ticket.deadline = ticket.oldest + self._settings.max_staleness
+        self.place(ticket)
+
+    def issue(self, ticket: OpenTicket, version: int, reason: str, variant: str = "") -> str:
+        """Issue the next attempt of a ticket. See `OpenTickets.issue`."""
+        refusal = super().issue(ticket, version, reason, variant)
+        if not refusal:
+            self.date(ticket)
+        return refusal
+
+    def remove(self, id: int) -> None:
+        """Remove a ticket, which is not in the batch."""
+        del self.open[id]
+        self._leave_queue(id)
+
+    def _leave_queue(self, id: int) -> None:
+        self.unfinished.discard(id)
+        self.finished.discard(id)
+        self._holders.discard(id)
+
+    def train(self, ids: Iterable[int]) -> list[OpenTicket]:
+        """Move tickets to the batch, and return them in the order of their numbers."""
+        self.batch = frozenset(ids)
+        for id in self.batch:
+            self._leave_queue(id)
+        return [self.open[id] for id in sorted(self.batch)]
+
+    def blocking(self, version: int) -> OpenTicket | None:
+        """Return the unfinished ticket that the next batch has to wait for, or None if the batch is
+        admissible.
+
+        The batch takes the first B finished groups. It is admissible at version v if, after it, for every j
+        in -1..η at most (j + 1)·B of the remaining tickets have a deadline of v + 1 + j or earlier. Then
+        every later batch can be made in time. For j = -1, no remaining ticket is due at v.
+        """
+        bound, size = self._settings.max_staleness, self._settings.batch_size
+        remaining, places = dict(self.unfinished.due), size
+        for deadline, count in sorted(self.finished.due.items()):
+            taken = min(count, places)
+            places -= taken
+            remaining[deadline] = remaining.get(deadline, 0) + count - taken
+        behind = 0
+        for j in range(-1, bound + 1):
+            behind += remaining.get(version + 1 + j, 0)
+            if behind > (j + 1) * size:
+                # Admission ensures that the tickets beyond the bound are unfinished: all finished ones with
+                # such a deadline are in the batch.
+                return self.open[self.unfinished.first()]
+        return None

@@ -15,8 +15,6 @@ from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member
 from stretto.errors import printable
 from stretto.reward import is_number
 
-__all__ = ["Outcome", "admit", "follow_outcomes"]
-
 Outcome = GroupDone | GroupFailed
 
 _LONGEST_REASON = 500
@@ -79,7 +77,7 @@ def _faults(group: GroupDone, sequence: int, *, stored: bool) -> Iterator[str]:
 
 def _sample_faults(group: GroupDone, member: Member, sequence: int) -> Iterator[str]:
     """Yield what is wrong with a member whose tokens the policy sampled."""
-    # The data comes before the outcome. An evaluation that keeps no answers has the number 0.
+    # The data comes before the outcome. Those of an evaluation have the number 0.
     if not (0 if group.purpose == "eval" else 1) <= member.sequence < sequence:
         yield f"{member.id} lies at {member.sequence} of the log; its outcome lies at {sequence}"
     if not 0 < member.sampled <= member.length:

@@ -13,8 +13,6 @@ from stretto.bus.messages.tickets import AbortTicket, GroupDone, GroupFailed, Pu
 from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes
 from stretto.kernel.schedule.scheduler import Snapshot
 
-__all__ = ["TicketQueue"]
-
 log = structlog.get_logger()
 
 
@@ -55,7 +53,7 @@ class TicketQueue:
         self._queued[ticket.purpose, ticket.id, ticket.attempt] = sequence
 
     async def withdraw(self, purpose: Purpose, ticket: int, attempt: int) -> None:
-        """Remove an attempt from the queue, and tell the worker that works on it to stop."""
+        """Remove an attempt from the queue, and ask the worker that works on it to stop."""
         sequence = self._queued.pop((purpose, ticket, attempt), None)
         if sequence is not None:
             await self._bus.store.delete(self._names.tickets_stream, sequence)

@@ -12,8 +12,6 @@ import msgspec
 from stretto.bus.messages.tickets import GroupDone, Member
 from stretto.records.intervals import Estimate, Moments, difference_of, mean_of
 
-__all__ = ["Account", "VariantAccount", "VariantAccounts", "figures_of", "variant_of"]
-
 Account = Literal["issued", "trained", "filtered", "expired", "failed"]
 
 _MOST_FIGURES = 64

@@ -1,33 +1,38 @@
-"""The answers of evaluations that a run keeps (`evaluation.keep_answers`), for people to read."""
+"""The answers of an evaluation, among the kept samples of a run; and a sample to look at."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stretto.errors import ConfigError
-from stretto.records.files import read_record
-
-__all__ = ["AnswerLine", "newest_sample", "read_answers"]
+if TYPE_CHECKING:
+    from stretto.records.kept.samples import SampleStore
 
 
-class AnswerLine(msgspec.Struct, frozen=True):
-    """One line of `answers/step-000040.jsonl`."""
+class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer to a held-out row, and a line of the file that `stretto evaluate` writes."""
 
     row: int
     """Index in the held-out dataset."""
     sample: int
+    """Number of the sample among the row's samples. A sample of several trajectories has several answers."""
     version: int
-    prompt: str
-    completion: str
+    """Version of the weights that sampled it."""
+    columns: dict[str, Any] | None = None
+    """The row's columns without its prompt; see `stretto.models.images.with_names`."""
+    prompt: str | None = None
+    """The prompt as the model got it."""
+    completion: str | None = None
+    """The text after the prompt. `columns`, `prompt` and `completion` are None if the texts were not read."""
     reward: float
     metrics: dict[str, float]
+    tokens: int
+    """Number of sampled tokens."""
     finish: str
-    columns: dict[str, Any] = {}
+    engine: str
 
     @property
     def score(self) -> float:
@@ -35,47 +40,53 @@ class AnswerLine(msgspec.Struct, frozen=True):
         return self.metrics.get("accuracy", self.reward)
 
 
-def read_answers(folder: Path, version: int) -> list[AnswerLine]:
-    """Return the answers of the evaluation of a version; empty if the run in `folder` has not kept them.
+def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> list[KeptAnswer]:
+    """Return the kept answers of the evaluation of a version, in the order of their rows. If a row was
+    answered several times, the last attempt counts.
 
-    If a sample has several lines, its last line counts.
+    Args:
+        texts: also read the columns and texts.
 
     Raises:
-        ConfigError: if the file is damaged.
+        ConfigError: if a file is damaged.
     """
-    file = folder / "answers" / f"step-{version:06d}.jsonl"
-    decode = msgspec.json.Decoder(AnswerLine).decode
-    try:
-        answers = [decode(line) for line in read_record(file).splitlines()]
-    except FileNotFoundError:
-        return []
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} does not hold the answers of an evaluation: {error}") from error
-    return list({(answer.row, answer.sample): answer for answer in answers}.values())
+    from stretto.records.kept.samples import SampleFilter  # it imports numpy
+
+    wanted = SampleFilter(purpose="eval", outcome="evaluated", step=(version, version))
+    found = store.find(wanted, limit=None, texts=texts)
+    last = {each["row"]: each["sequence"] for each in found}
+    counted = [each for each in found if each["sequence"] == last[each["row"]]]
+    return [_answer_of(each, version) for each in sorted(counted, key=lambda each: each["row"])]
+
+
+def by_sample(answers: Iterable[KeptAnswer]) -> dict[tuple[int, int], KeptAnswer]:
+    """Return (row, sample) -> its answer. Of a sample with several answers, the last one counts."""
+    return {(answer.row, answer.sample): answer for answer in answers}
+
+
+def _answer_of(kept: Mapping[str, Any], version: int) -> KeptAnswer:
+    columns: Any = kept.get("dataset_row")
+    return KeptAnswer(
+        **{name: kept[name] for name in ("row", "sample", "reward", "metrics", "finish", "engine")},
+        version=version,
+        columns={name: value for name, value in columns.items() if name != "prompt"} if columns else None,
+        prompt=kept.get("prompt_text"),
+        completion=kept.get("text"),
+        tokens=kept["sampled"],
+    )
 
 
 def newest_sample(folder: Path) -> str:
-    """Return a sample of the run as text: the newest one that the run has kept, or else a random answer of
-    the newest evaluation whose answers it has kept. If there is none, the text says so.
+    """Return the sample that the run kept last, as text. If there is none, the text says so.
 
     Raises:
         ConfigError: if a file is damaged.
     """
     from stretto.records.kept.samples import SampleStore  # it imports numpy
 
-    if row := SampleStore(folder).newest():
-        return _kept_sample(row)
-    newest = max((folder / "answers").glob("step-*.jsonl"), default=None)
-    answers = read_answers(folder, int(newest.stem.removeprefix("step-"))) if newest else []
-    if not answers:
+    row = SampleStore(folder).newest()
+    if row is None:
         return "no sample is kept yet: the run writes them every few seconds, unless `samples.keep` is none"
-    answer = random.choice(answers)
-    head = f"version {answer.version}, held-out row {answer.row}, reward {answer.reward:g}, {answer.finish}"
-    return f"{head}\n{answer.prompt}\n→ {answer.completion}"
-
-
-def _kept_sample(row: Mapping[str, Any]) -> str:
-    """Return a row of the store of samples as text."""
     reward = "not scored" if row["reward"] is None else f"reward {row['reward']:g}"
     ended = [f"ended by {row['finish']}"] if row["finish"] else []
     reason = [row["reason"]] if row["reason"] else []

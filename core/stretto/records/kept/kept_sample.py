@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from stretto.bus.messages.tickets import KeptText, TicketRecord, WireTrajectory
 
-__all__ = ["KeptSample", "digest_of", "kept_samples"]
-
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
@@ -83,12 +81,12 @@ def kept_samples(record: TicketRecord, trajectories: Sequence[WireTrajectory]) -
     """
     if not trajectories:
         return [_kept(record, None, None)]
-    by_index = {_index_of(each.id): each for each in trajectories}
+    by_index = {int(each.id.rpartition("/")[2]): each for each in trajectories}
     return [_kept(record, index, by_index[index]) for index in sorted(by_index)]
 
 
 def digest_of(samples: Iterable[KeptSample]) -> str:
-    """Return the SHA-256 over all that is kept of a group, in hex."""
+    """Return the hex SHA-256 of a kept group."""
     hashed = hashlib.sha256()
     for sample in samples:
         facts = [getattr(sample, name) for name in _FACTS]
@@ -132,7 +130,3 @@ def _arrays_of(trajectory: WireTrajectory | None) -> dict[str, NDArray[Any]]:
     if len(shapes) != 1 or len(next(iter(shapes))) != 1:
         raise ValueError(f"{trajectory.id}: arrays of the shapes {sorted(shapes)}")
     return arrays
-
-
-def _index_of(id: str) -> int:
-    return int(id.rpartition("/")[2])

@@ -20,17 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-__all__ = [
-    "FOLDER",
-    "Schema",
-    "SegmentKind",
-    "SegmentName",
-    "Table",
-    "schema_of",
-    "segments_in",
-    "with_columns",
-]
-
 Table = Any
 """A `pyarrow.Table`: pyarrow has no types."""
 Schema = Any

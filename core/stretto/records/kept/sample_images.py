@@ -14,8 +14,6 @@ from stretto.models.images import MAX_FILE_BYTES, ImageFile
 from stretto.records.files import open_record
 from stretto.records.kept.sample_files import FOLDER
 
-__all__ = ["SampleImages", "is_image_name"]
-
 _NAME = re.compile(r"\A[0-9a-f]{64}\Z")
 
 
@@ -35,7 +33,7 @@ class SampleImages:
         self._folder = folder / FOLDER / "images"
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a file of this name. It is not read."""
+        """Return whether there is a file of this name. It is not read."""
         return self._path(name).is_file()
 
     def read(self, name: str) -> bytes | None:

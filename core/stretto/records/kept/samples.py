@@ -8,7 +8,6 @@ sample writer adds segments and merges them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -31,17 +30,6 @@ from stretto.records.timeline import Purpose
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = [
-    "CHEAP_COLUMNS",
-    "ORDERS",
-    "TEXT_COLUMNS",
-    "TOKEN_COLUMNS",
-    "Bounds",
-    "SampleFilter",
-    "SampleOutcome",
-    "SampleStore",
-]
 
 Bounds = tuple[float | None, float | None]
 """Lowest and highest value, both included; None for no bound."""
@@ -265,12 +253,17 @@ class SampleStore:
         return dict(zip(places.tolist(), rows, strict=True))
 
 
-@dataclass(frozen=True)
-class _RowGroup:
-    """One row group of a segment."""
+def open_samples(folder: Path) -> SampleStore:
+    """Return the samples of the run in `folder`.
 
-    segment: SegmentName
-    group: int
+    Raises:
+        ConfigError: if the folder holds no samples.
+    """
+    if not (folder / FOLDER).is_dir():
+        raise ConfigError(
+            f"{folder} holds no samples: it is no run, it samples nothing, or it has `samples.keep: none`"
+        )
+    return SampleStore(folder)
 
 
 class _SegmentReader:
@@ -281,8 +274,8 @@ class _SegmentReader:
         self._kind: SegmentKind = kind
         self._open: dict[SegmentName, Any] = {}
         self._tables: dict[SegmentName, Table] = {}
-        self._places: list[_RowGroup] = []
-        self._numbers: dict[_RowGroup, int] = {}
+        self._parts: list[tuple[SegmentName, int]] = []
+        """All row groups, each by its segment and its number there."""
 
     def refresh(self) -> tuple[SegmentName, ...]:
         """Open the segments that are new, and return all that count.
@@ -308,68 +301,53 @@ class _SegmentReader:
             except (ArrowException, OSError) as error:
                 raise ConfigError(f"{self._folder}: a segment of samples cannot be read: {error}") from error
             self._tables = {name: table for name, table in self._tables.items() if name in self._open}
-            self._number_places()
+            self._parts = [
+                (name, group) for name, file in self._open.items() for group in range(file.num_row_groups)
+            ]
             return tuple(names)
         raise ConfigError(f"{self._folder}: the segments of samples change faster than they can be opened")
-
-    def _number_places(self) -> None:
-        self._places = [
-            _RowGroup(name, group)
-            for name, file in self._open.items()
-            for group in range(file.num_row_groups)
-        ]
-        self._numbers = {place: number for number, place in enumerate(self._places)}
 
     def table(self, columns: Sequence[str], ticket: int | None) -> Table:
         """Return these columns of all rows, or of all row groups that may have a ticket, with the number of
         each row's row group (`part`) and its place there (`offset`)."""
         import pyarrow as pa
 
-        tables = [
-            self._with_places(name, self._part_of(name, columns, ticket), ticket) for name in self._open
-        ]
-        if not tables:
-            kept = schema_of(self._kind)
-            places = [("part", pa.int64()), ("offset", pa.int64())]
-            schema = pa.schema([*(kept.field(name) for name in columns), *places])
-            return pa.Table.from_batches([], schema=schema)
-        return pa.concat_tables(tables)
-
-    def _part_of(self, name: SegmentName, columns: Sequence[str], ticket: int | None) -> Table:
+        columns = list(columns)
+        parts = [part for part in range(len(self._parts)) if ticket is None or self._may_have(part, ticket)]
         if ticket is not None:
-            return self._open[name].read_row_groups(self._groups_with(name, ticket), list(columns))
-        if name not in self._tables:
-            self._tables[name] = self._open[name].read(list(columns))
-        return self._tables[name]
-
-    def _groups_with(self, name: SegmentName, ticket: int) -> list[int]:
-        """Return the row groups of a segment that may have rows of a ticket, by their statistics."""
-        metadata = self._open[name].metadata
-        column = metadata.schema.names.index("ticket")
-        groups: list[int] = []
-        for group in range(metadata.num_row_groups):
-            statistics = metadata.row_group(group).column(column).statistics
-            if statistics is None or statistics.min <= ticket <= statistics.max:
-                groups.append(group)
-        return groups
-
-    def _with_places(self, name: SegmentName, table: Table, ticket: int | None) -> Table:
-        metadata = self._open[name].metadata
-        groups = range(metadata.num_row_groups) if ticket is None else self._groups_with(name, ticket)
-        sizes = [metadata.row_group(group).num_rows for group in groups]
-        parts = np.repeat([self._numbers[_RowGroup(name, group)] for group in groups], sizes).astype(np.int64)
+            tables = [self.read(part, columns) for part in parts]
+        else:
+            for name in self._open.keys() - self._tables.keys():
+                self._tables[name] = self._open[name].read(columns)
+            tables = [self._tables[name] for name in self._open]
+        sizes = [self._metadata(part).num_rows for part in parts]
+        numbers = np.repeat(parts, sizes).astype(np.int64)
         offsets = np.concatenate([np.arange(size) for size in (0, *sizes)]).astype(np.int64)
-        return table.append_column("part", _numbers(parts)).append_column("offset", _numbers(offsets))
+        kept = schema_of(self._kind)
+        empty = pa.Table.from_batches([], schema=pa.schema([kept.field(name) for name in columns]))
+        table = pa.concat_tables([empty, *tables])
+        return table.append_column("part", _numbers(numbers)).append_column("offset", _numbers(offsets))
+
+    def _may_have(self, part: int, ticket: int) -> bool:
+        """Whether a row group may have rows of a ticket, by its statistics."""
+        name, _ = self._parts[part]
+        column = self._open[name].metadata.schema.names.index("ticket")
+        statistics = self._metadata(part).column(column).statistics
+        return statistics is None or statistics.min <= ticket <= statistics.max
+
+    def _metadata(self, part: int) -> Any:
+        name, group = self._parts[part]
+        return self._open[name].metadata.row_group(group)
 
     def read(self, part: int, columns: Sequence[str]) -> Table:
         """Return these columns of one row group."""
-        place = self._places[part]
-        table = self._open[place.segment].read_row_group(place.group, list(columns))
+        name, group = self._parts[part]
+        table = self._open[name].read_row_group(group, list(columns))
         return with_columns(self._kind, table, columns)
 
     def last_ticket(self) -> int | None:
         """Return the ticket of the last row; None without rows."""
-        return self.read(-1, ["ticket"])["ticket"][-1].as_py() if self._places else None
+        return self.read(-1, ["ticket"])["ticket"][-1].as_py() if self._parts else None
 
     def take(
         self, parts: NDArray[np.int64], offsets: NDArray[np.int64], columns: Sequence[str]

@@ -27,8 +27,6 @@ from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.routing import Router
 from stretto.workflow import OnTokens
 
-__all__ = ["GeneratedSample", "Generations", "VersionFloor"]
-
 log = structlog.get_logger()
 
 _SILENT_ASKS = 3
@@ -318,7 +316,7 @@ class Generations:
             if generation.over:
                 return
             if generation.silent_periods >= _SILENT_ASKS and self._engines.stuck(engine):
-                log.warning("engine is stuck, another goes on", engine=engine, request=name)
+                log.warning("engine is stuck, another continues", engine=engine, request=name)
                 return
             generation.wake = anyio.Event()
             await self._ask(peer, generation, name)  # the request or the answer was lost
@@ -354,7 +352,7 @@ class Generations:
         await self._bus.publish(subject, message)
 
     async def _release(self, peer: Peer, generation: _Generation, name: str) -> None:
-        """Tell the engine that it can forget the request."""
+        """Let the engine forget the request."""
         verb, message = ("abort", Abort(name)) if generation.unfinished else ("confirm", Confirm((name,)))
         subject = self._context.names.worker("inference", peer.worker, peer.nonce, verb)
         await self._bus.publish(subject, message)

@@ -42,8 +42,6 @@ from stretto.workers.sampling.session import SessionServices
 from stretto.workers.sampling.ticket_runner import TicketRunner, VariantRollout
 from stretto.workers.sampling.verifier_client import VerifierClient
 
-__all__ = ["RolloutWorker"]
-
 _KEEP_ALIVE_S = 10.0
 _DRAIN_POLL_S = 0.05
 
@@ -181,7 +179,7 @@ class RolloutWorker:
             running[0].cancel()
 
     async def _keep_alive(self) -> None:
-        """Tell the server that tickets are still running, so that it does not deliver long ones again."""
+        """Report running tickets to the server, so that it does not deliver long ones again."""
         while True:
             await anyio.sleep(_KEEP_ALIVE_S)
             for _, delivery in list(self._running.values()):

@@ -17,8 +17,6 @@ from stretto.errors import NoAnswer
 from stretto.launcher import Role
 from stretto.workers.context import WorkerContext
 
-__all__ = ["Router"]
-
 log = structlog.get_logger()
 
 _STUCK_S = 30.0

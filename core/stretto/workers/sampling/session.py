@@ -29,8 +29,6 @@ from stretto.workers.sampling.generation import Generations, VersionFloor
 from stretto.workers.sampling.verifier_client import VerifierClient
 from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory, texts_and_columns
 
-__all__ = ["RolloutSession", "SessionServices", "TicketClocks", "sample_seed"]
-
 
 @dataclass(frozen=True)
 class SessionServices:

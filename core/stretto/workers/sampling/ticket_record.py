@@ -16,8 +16,6 @@ from stretto.models.images import with_names
 from stretto.models.tokenizer import Tokenizer
 from stretto.workflow import Trajectory
 
-__all__ = ["TicketNotes", "record_of"]
-
 _RECORD_CHARACTERS = 2**23
 """Most characters of one record. As UTF-8 they fit into the largest message that the bus sends."""
 

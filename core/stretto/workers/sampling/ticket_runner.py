@@ -29,18 +29,15 @@ from stretto.errors import ConfigError, EngineError, StrettoError, leaves
 from stretto.models.tokenizer import characters_of, fault_of, work_on_text
 from stretto.records.kept.kept_sample import digest_of, kept_samples
 from stretto.workers.context import WorkerContext
-from stretto.workers.sampling.answers import answers_of
 from stretto.workers.sampling.session import RolloutSession, SessionServices, TicketClocks
 from stretto.workers.sampling.ticket_record import TicketNotes, record_of
 from stretto.workers.sampling.trajectory_log import bundles_of, member_of, wire_trajectories
 from stretto.workflow import Prompt, Trajectory, Workflow
 
-__all__ = ["TicketRunner", "VariantRollout"]
-
 log = structlog.get_logger()
 
 _CHARACTERS_PER_TOKEN = 4
-"""About as many characters a token makes of text."""
+"""About the number of characters per token of text."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +162,8 @@ class TicketRunner:
         return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"]), characters)
 
     async def _store(self, attempt: _RunningTicket) -> tuple[list[Member], list[int]]:
-        """Write the trajectories to the log in a few messages, then the images that they name. For an
-        evaluation, write only the answers that the config keeps.
+        """Write the trajectories to the log in a few messages, then the images that they name. Those of an
+        evaluation are not for training: `_keep` writes them.
 
         Returns:
             The members of the group, and the sequence numbers of the images.
@@ -174,9 +171,8 @@ class TicketRunner:
         ticket, trajectories = attempt.ticket, attempt.trajectories
         wires = attempt.wires()
         if ticket.purpose == "eval":
-            answers_sequence = await self._keep_answers(ticket, trajectories)
             pairs = enumerate(zip(trajectories, wires, strict=True))
-            return [member_of(each, wire.id, answers_sequence, index) for index, (each, wire) in pairs], []
+            return [member_of(each, wire.id, 0, index) for index, (each, wire) in pairs], []
         members: list[Member] = []
         for sequence, bundle in await self._append(ticket, wires, self._context.names.trajectories):
             for index, wire in enumerate(bundle):
@@ -213,10 +209,12 @@ class TicketRunner:
         Return the record's sequence number, and the digest over all that is kept; 0 and no digest if the run
         does not keep the ticket's samples."""
         ticket, names = attempt.ticket, self._context.names
-        if not self._services.config.samples.keeps(ticket.id if ticket.purpose == "train" else ticket.row):
+        config = self._services.config
+        is_eval = ticket.purpose == "eval"
+        if not (config.keeps_row(ticket.row) if is_eval else config.samples.keeps(ticket.id)):
             return 0, ""
         wires = attempt.wires()
-        if failed or ticket.purpose == "eval":
+        if failed or is_eval:
             await self._append(ticket, wires, names.kept_trajectories)
             await self._append_images(attempt, wires)
 
@@ -238,19 +236,6 @@ class TicketRunner:
         tokens = sum(len(wire.tokens) for wire in wires)
         record, digest = await work_on_text(make_record, _CHARACTERS_PER_TOKEN * tokens)
         return await self._context.bus.store.append(names.records, record, id=f"{ticket.name}/record"), digest
-
-    async def _keep_answers(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> int:
-        """Write the answers of an evaluation ticket to the log, if the config keeps them. Return their
-        sequence number, or 0 if they are not kept."""
-        evaluation = self._context.composed.config.evaluation
-        if evaluation is None or not evaluation.keep_answers:
-            return 0
-        answers = answers_of(
-            ticket, self._datasets["eval"][ticket.row], trajectories, self._services.tokenizer
-        )
-        return await self._context.bus.store.append(
-            self._context.names.kept_answers, answers, id=f"{ticket.name}/answers"
-        )
 
 
 class _RunningTicket:

@@ -12,8 +12,6 @@ from stretto.errors import EngineError, RewardError
 from stretto.reward import is_number
 from stretto.workflow import Trajectory, sample_numbers
 
-__all__ = ["bundles_of", "member_of", "wire_trajectories"]
-
 _BUNDLE_BYTES = 512 * 1024
 
 

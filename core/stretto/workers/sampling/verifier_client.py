@@ -27,8 +27,6 @@ from stretto.tools import ToolAnswer, ToolsConfig
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.routing import Router
 
-__all__ = ["VerifierClient"]
-
 M = TypeVar("M", bound=Message)
 
 

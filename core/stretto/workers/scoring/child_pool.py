@@ -24,8 +24,6 @@ from stretto.errors import RewardError
 from stretto.user_code.sandbox import kill
 from stretto.workers.output import ChildOutput
 
-__all__ = ["ChildEnded", "ChildPool", "Program"]
-
 T = TypeVar("T")
 
 log = structlog.get_logger()

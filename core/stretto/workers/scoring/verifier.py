@@ -35,8 +35,6 @@ from stretto.user_code.guard import guarded
 from stretto.workers.context import WorkerContext
 from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
 
-__all__ = ["VerifierWorker"]
-
 log = structlog.get_logger()
 
 S = TypeVar("S", bound="_Service")

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from stretto.rl.batch import Batch
 
-__all__ = ["BatchStore"]
-
 _READS_AT_ONCE = 32
 _ANSWER_S = 600.0
 """Deadline of a request for rows of another rank; a rank that dies ends the run long before."""
@@ -161,7 +159,7 @@ class BatchStore:
         """Read announced rows from the log ahead of time.
 
         Args:
-            complete: drop all other rows, except those of the present batch.
+            complete: drop all other rows, except those of the current batch.
         """
         if not self._placement.graph.samples:
             return

@@ -19,8 +19,6 @@ from stretto.weights import Canary
 if TYPE_CHECKING:
     from stretto.rl.batch import Batch
 
-__all__ = ["Probe", "probe_of"]
-
 _SIDE = 56
 """Pixels of a side of the canary's image: whole patches for the models of today, so nothing is rescaled."""
 

@@ -23,8 +23,6 @@ from stretto.component import Context
 from stretto.errors import EngineError
 from stretto.models.version_files import RunFolders
 
-__all__ = ["folder_to_load", "folder_to_save"]
-
 log = structlog.get_logger()
 
 _MANIFEST = "manifest.json"
@@ -47,8 +45,8 @@ async def folder_to_load(message: LoadCheckpoint, context: Context) -> AsyncGene
 
 @asynccontextmanager
 async def folder_to_save(message: Save, context: Context, uploaded: dict[str, str]) -> AsyncGenerator[str]:
-    """Yield a folder for this trainer's files of a checkpoint. At the end of the block, upload those for a
-    store.
+    """Yield a folder for this trainer's files of a checkpoint. If the checkpoint belongs in a store, upload
+    the files at the end of the block.
 
     Args:
         uploaded: gets name -> SHA-256 of the files that were uploaded.

@@ -30,8 +30,6 @@ from stretto.workers.training.canary import Probe
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DigestPublisher", "Publication"]
-
 _MOST_COPIED = 2 * 2**30
 """Largest weights that are copied, in bytes: no more than the file that a transport holds in memory by
 default. A copy takes about an eighth of the time of hashing and writing."""
@@ -61,7 +59,7 @@ class Publication:
     def begin(
         self, version: int, needed: Collection[int], traceparent: str, *, loaded: bool = False
     ) -> Future[WeightsNote | None]:
-        """Begin to publish the engine's present weights as a version. All ranks of the group call it; the
+        """Begin to publish the engine's current weights as a version. All ranks of the group call it; the
         result of ranks without a publisher is None. What the compute thread is asked for afterwards waits for
         its part of the work.
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from stretto.rl.batch import Batch
 
-__all__ = ["ROW", "StepFigures", "StepRecorder"]
-
 log = structlog.get_logger()
 
 ROW = "kept_row"

@@ -25,10 +25,9 @@ import numpy as np
 import structlog
 
 from stretto import tracing
-from stretto.algorithm import Algorithm, Call, Loss, Stateful
+from stretto.algorithm import Call, Loss, Stateful
 from stretto.assembly.contracts import expect_contract
-from stretto.assembly.dataflow import graph_of
-from stretto.assembly.placement import Placement, group_of_worker, model_folder, split_groups, split_rows
+from stretto.assembly.placement import group_of_worker, model_folder, split_groups, split_rows
 from stretto.bus.listening import url_host
 from stretto.bus.messages import training as messages
 from stretto.bus.messages.base import Message
@@ -65,8 +64,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.rl.batch import Batch
-
-__all__ = ["TrainerWorker"]
 
 log = structlog.get_logger()
 
@@ -113,11 +110,9 @@ class TrainerWorker:
                 "disk that the machines of the trainers and the kernel share",
                 path="out",
             )
-        algorithm: Algorithm = context.make("algorithm")
-        self._algorithm = algorithm
-        self._graph = graph_of(algorithm.calls(), algorithm.models)
+        self._algorithm, self._graph = context.assembly.algorithm, context.assembly.graph
         self._calls = {call.name: call for call in self._graph.calls}
-        self._placement = Placement(context.composed.config, self._graph)
+        self._placement = context.assembly.placement
         name, self._rank = group_of_worker(context.worker)
         self._group = self._placement.groups[name]
         self._part = self._group.part_of(self._rank)
@@ -260,7 +255,7 @@ class TrainerWorker:
         await self._context.bus.serve(self._context.subject(verb), kind, run_on_all_ranks)
 
     def _runs_on_all_ranks(self, message: Message) -> bool:
-        """Whether all ranks do a request. A pure function runs only on rank 0; the others ask for its
+        """Return whether all ranks do a request. A pure function runs only on rank 0; the others ask for its
         columns later."""
         return not (isinstance(message, messages.RunCall) and self._calls[message.name].op == "function")
 

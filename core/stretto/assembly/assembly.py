@@ -1,0 +1,190 @@
+"""A composed run, assembled: its algorithm, dataflow, placement, workers and numbers.
+
+Private to the core. Each process of a run makes one `Assembly` after composition and hands it down. A worker
+makes its own from the configuration that the kernel sends.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from copy import copy
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.algorithm import Algorithm
+from stretto.assembly.compose import Composed
+from stretto.assembly.dataflow import Graph, graph_of
+from stretto.assembly.placement import Placement, group_of_worker, sections
+from stretto.assembly.variants import run_of_variant
+from stretto.assembly.worker_numbers import NUMBER_KEYS, WorkerNumbers
+from stretto.component import Context
+from stretto.config import RunConfig
+from stretto.errors import ConfigError, offer
+from stretto.launcher import Job, Resources, Role, thread_variables
+
+_KERNEL = "kernel"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker process of the run."""
+
+    id: str
+    role: Role
+    resources: Resources
+    unit: str = ""
+    """Workers with the same unit must run on one machine; empty if the worker may run anywhere."""
+
+    def job(self, command: tuple[str, ...] = (), log: str = "", imports: tuple[str, ...] = ()) -> Job:
+        """Return the job that starts the worker. Without a command it is enough to find the worker a place.
+
+        Args:
+            log: file that gets the output.
+            imports: modules that take long to import and that the worker needs.
+        """
+        return Job(
+            worker=self.id,
+            role=self.role,
+            command=command,
+            env=thread_variables(self.resources),
+            resources=self.resources,
+            log=log,
+            imports=imports,
+            unit=self.unit,
+        )
+
+
+class Assembly:
+    """The parts of a run that follow from its run file. They are made when they are first asked for.
+
+    Args:
+        composed: the run as it was composed.
+        folder: the run's folder; empty in a process that has no access to it, None for a new run.
+        run: id of the run. A new run gets one.
+        worker: id of the worker that this process is. A worker gets the numbers in force from the kernel.
+
+    Raises:
+        ConfigError: if the file with changed numbers of workers is damaged.
+    """
+
+    def __init__(
+        self, composed: Composed, *, folder: str | Path | None = None, run: str = "", worker: str = _KERNEL
+    ) -> None:
+        path = self.folder = _new_folder(composed.config) if folder is None else Path(folder)
+        self.numbers = WorkerNumbers(composed, path if worker == _KERNEL else None)
+        self.composed = composed.with_numbers(self.numbers.in_force())
+        self.context = Context(
+            run=new_run_id(path) if folder is None else run,
+            name=composed.config.name,
+            seed=composed.config.seed,
+            model=composed.config.model,
+            folder="" if folder == "" else str(path),
+            sandbox=composed.config.sandbox,
+            worker=worker,
+        )
+        """What the factories of components get."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The run file, with the numbers of workers that are in force."""
+        return self.composed.config
+
+    @property
+    def trial_context(self) -> Context:
+        """What the factories of components get that are only tried: no folder, which they might write to."""
+        return msgspec.structs.replace(self.context, folder="")
+
+    def make(self, path: str) -> Any:
+        """Make the component that a section of the run chose (see `Composed.make`)."""
+        return self.composed.make(path, self.context)
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
+        """The algorithm's object. Raises as `Composed.make`, and so do `graph` and what follows from it."""
+        return self.make("algorithm")
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The algorithm's dataflow, checked. Raises `ConfigError` if it cannot run."""
+        return graph_of(self.algorithm.calls(), self.algorithm.models)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The models on the run's worker groups. Raises `ConfigError` if they cannot be placed."""
+        return Placement(self.config, self.graph)
+
+    @cached_property
+    def workers(self) -> list[Worker]:
+        """Every worker process that the run starts: those that its dataflow or evaluation needs."""
+        evaluates = self.config.evaluation is not None
+        roles: dict[Role, bool] = {
+            "inference": self.graph.samples or evaluates,
+            "rollout": self.graph.samples or evaluates,
+            "verifier": self.graph.scores or evaluates,
+        }
+        trainers = [
+            Worker(name, "trainer", group.section, group.unit_of(rank))
+            for group in self.placement.groups.values()
+            for rank, name in enumerate(group.workers)
+        ]
+        return trainers + [
+            Worker(name, role, self.resources_of(name))
+            for role, is_needed in roles.items()
+            if is_needed
+            for name in (f"{role}-{index}" for index in range(self.composed.section(NUMBER_KEYS[role])))
+        ]
+
+    def resources_of(self, worker: str) -> Resources:
+        """Return the resources of a worker's process.
+
+        Raises:
+            ConfigError: for a trainer of a group that the run does not have.
+        """
+        role = worker.partition("-")[0]
+        if role != "trainer":
+            return self.composed.section(role)
+        group, _ = group_of_worker(worker)
+        known = sections(self.config)
+        if group not in known:
+            hint = offer(group, known, "groups")
+            raise ConfigError(f"no worker group of this run has the worker {worker!r}{hint}")
+        return known[group]
+
+    def imports_of(self, worker: Worker) -> tuple[str, ...]:
+        """Return the modules that take long to import and that a worker's process imports."""
+        if worker.role == "trainer":
+            path = self.placement.groups[group_of_worker(worker.id)[0]].path
+        else:
+            path = str(worker.role)
+        components = self.composed.components
+        named = components[path].imports if path in components else None
+        return () if named is None else tuple(named(self.composed.section(path), self.config))
+
+    def renewed(self) -> Assembly:
+        """Return the run for its next kernel, with the numbers of workers that are in force then."""
+        return Assembly(self.numbers.composed, folder=self.folder, run=self.context.run)
+
+    def of_variant(self, name: str) -> Assembly:
+        """Return the run with the sections of one variant as its own. The placement is the run's."""
+        variant = copy(self)
+        variant.composed = run_of_variant(self.composed, name)
+        return variant
+
+
+def _new_folder(config: RunConfig) -> Path:
+    """Return the folder that a new run will write to."""
+    if config.out is not None:
+        return Path(config.out).expanduser().absolute()
+    now = datetime.now().astimezone()
+    return Path("runs", f"{config.name}-{now:%Y%m%d-%H%M%S}-{config.seed}").absolute()
+
+
+def new_run_id(folder: Path) -> str:
+    """Return an id for a run in this folder. It is unique on a bus that several runs share."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '-', folder.name)}-{secrets.token_hex(3)}"

@@ -1,0 +1,93 @@
+"""The numbers of a run's workers, and the place that set each.
+
+A number of the run file counts, whether it stands there, in a variant of the file's values or in an override.
+A number that was changed while the run lived, by `stretto scale` or by the run itself, replaces it until the
+run ends, through restarts of its kernel and through `stretto resume`. If a resume changes the number of the
+run file, that one counts again: `stretto resume RUN rollout.processes=4` starts 4. At the start of a kernel,
+`elastic` limits all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from stretto.assembly.compose import Composed
+from stretto.base.private_file import write_private
+from stretto.errors import ConfigError
+from stretto.launcher import Role
+
+NUMBER_KEYS: dict[Role, str] = {
+    "rollout": "rollout.processes",
+    "inference": "inference.replicas",
+    "verifier": "verifier.processes",
+}
+"""Role -> key of the run file that has its number of workers."""
+
+
+class _ChangedNumber(msgspec.Struct, frozen=True):
+    """A changed number."""
+
+    file: int
+    """The number of the run file when it was changed."""
+    now: int
+
+
+class WorkerNumbers:
+    """The numbers of one run's workers. Those that were changed are in `workers.json`.
+
+    Args:
+        composed: the run as it was composed.
+        folder: the run's folder; None in a process that gets the numbers in force from the kernel.
+
+    Raises:
+        ConfigError: if the file is damaged.
+    """
+
+    def __init__(self, composed: Composed, folder: Path | None) -> None:
+        self.composed = composed
+        self._file = folder and folder / "workers.json"
+        self._numbers = self._read()
+
+    def in_force(self) -> dict[str, tuple[int, str]]:
+        """Return the numbers that differ from the run file's, by dotted key, each with the place that set
+        it."""
+        numbers: dict[str, tuple[int, str]] = {
+            key: (number.now, f"{self._file}: {key}")
+            for key, number in self._numbers.items()
+            if number.file == self.composed.section(key)
+        }
+        for role, (fewest, most) in self.composed.config.elastic.ranges().items():
+            key = NUMBER_KEYS[role]
+            number: int = numbers[key][0] if key in numbers else self.composed.section(key)
+            if not fewest <= number <= most:
+                numbers[key] = min(max(number, fewest), most), self.composed.place(f"elastic.{role}")
+        return numbers
+
+    def change(self, key: str, number: int) -> None:
+        """Change the number at a key, also for later kernels of the run."""
+        assert self._file is not None, "only the kernel changes numbers"
+        self._numbers[key] = _ChangedNumber(self.composed.section(key), number)
+        write_private(self._file, msgspec.json.format(msgspec.json.encode(self._numbers)) + b"\n")
+
+    def _read(self) -> dict[str, _ChangedNumber]:
+        if self._file is None or not self._file.exists():
+            return {}
+        try:
+            numbers = msgspec.json.decode(self._file.read_bytes(), type=dict[str, _ChangedNumber])
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{self._file} is damaged: {error}; remove it, and the run file's numbers count again"
+            ) from error
+        return {key: number for key, number in numbers.items() if _has(self.composed, key)}
+
+
+def _has(composed: Composed, key: str) -> bool:
+    """Return whether a run still has a key: a resume may have removed a worker group."""
+    parts: Iterable[str] = key.split(".")
+    node: object = composed.config
+    for part in parts:
+        node = getattr(node, part, None)
+    return isinstance(node, int)

@@ -1,0 +1,176 @@
+"""Find models that do not exist, that do not fit together, or that have no room for the run's samples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from stretto.assembly.assembly import Assembly
+from stretto.component import Problem
+from stretto.config import RunConfig
+from stretto.engine import Sampling
+from stretto.models.files import known_config, text_config
+from stretto.models.vision import is_vision_language
+from stretto.training.config import ModelTrainingConfig
+
+_FILE_SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def model_problems(assembly: Assembly) -> Iterator[Problem]:
+    """Check the sources of the models, and whether the models fit together."""
+    config, graph, placement = assembly.config, assembly.graph, assembly.placement
+    components = assembly.composed.components
+    sampling = graph.samples or config.evaluation is not None
+    if config.model is not None:
+        yield from source_problems("model", config.model)
+        inference = components["inference"]
+        if sampling:
+            yield from _context_problems(config)
+            yield from token_problems(config)
+        trained = isinstance(placement.lead.section, ModelTrainingConfig)
+        if trained and graph.samples and config.steps and not inference.needs_model:
+            yield Problem(
+                "inference.use",
+                f"{inference.name!r} samples answers without {config.model!r}, and the run trains that model "
+                "on them; choose an engine that has the model, or `training: mock`",
+                "warning",
+            )
+        if sampling and not inference.reads_images and is_vision_language(known_config(config.model)):
+            yield Problem(
+                "inference.use",
+                f"{inference.name!r} reads text only, but {config.model!r} is a vision-language model",
+            )
+    else:
+        paths = [group.path for group in placement.groups.values()]
+        for path in [*paths, *(["inference"] if sampling else [])]:
+            if components[path].needs_model:
+                name = components[path].name
+                yield Problem(
+                    "model", f"required by the {path} engine {name!r}; give a local folder or a hub id"
+                )
+    for name, own in config.models.items():
+        if own.path is not None:
+            yield from source_problems(f"models.{name}.path", own.path)
+            yield from _vocabulary_problems(f"models.{name}.path", own.path, config.model)
+        if own.lr is not None and not graph.models[name].trainable:
+            yield Problem(f"models.{name}.lr", "has no effect: the algorithm does not train it", "warning")
+    if config.evaluation is not None and graph.models[graph.lead].head != "policy":
+        yield Problem(
+            "evaluation",
+            f"it samples answers from the model {graph.lead!r}, which is not a policy; remove `evaluation`",
+        )
+    section, source = placement.lead.section, path_of(config, graph.lead)
+    lora = section.lora if isinstance(section, ModelTrainingConfig) else None
+    if sampling and lora is not None and lora.send == "adapter" and source != config.model:
+        yield Problem(
+            f"{placement.lead.path}.lora.send",
+            f"is 'adapter': inference workers would apply the adapter to {config.model!r}, but the run "
+            f"trains {source!r}; set it to 'merged'",
+        )
+
+
+def _context_problems(config: RunConfig) -> Iterator[Problem]:
+    """Find samples that are longer than the model's positions, if its config is on this machine."""
+    positions = text_config(config.model).get("max_position_embeddings")
+    if positions is None:
+        return
+    room: int | None = getattr(config.inference, "context_length", None)
+    for path, sampling in _samplings(config):
+        if room is None and sampling.max_tokens >= positions:
+            yield Problem(
+                f"{path}.max_tokens",
+                f"is {sampling.max_tokens}, but {config.model!r} has {positions} positions for prompt and "
+                "answer",
+            )
+        elif room is not None and path != "sampling" and sampling.max_tokens >= room:
+            yield Problem(
+                f"{path}.max_tokens",
+                f"is {sampling.max_tokens}, but inference.context_length, for prompt and answer, is {room}",
+            )
+    canary = config.inference.canary
+    if canary is not None and canary.tokens > min(room or positions, positions):
+        yield Problem(
+            "inference.canary.tokens",
+            f"is {canary.tokens}, more than a sample can have ({min(room or positions, positions)})",
+        )
+
+
+def token_problems(config: RunConfig) -> Iterator[Problem]:
+    """Find token ids that the model does not have, if its config is on this machine."""
+    vocabulary, reported = _vocabulary(config.model), set[tuple[str, int]]()
+    for path, sampling in _samplings(config):
+        for key, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+            unknown = [token for token in ids if vocabulary and not 0 <= token < vocabulary]
+            if unknown and (key, unknown[0]) not in reported:  # an evaluation takes over keys of `sampling`
+                reported.add((key, unknown[0]))
+                yield Problem(
+                    f"{path}.{key}",
+                    f"has the token {unknown[0]}, but {config.model!r} has a vocabulary of {vocabulary}: the "
+                    "ids begin at 0",
+                )
+
+
+def _samplings(config: RunConfig) -> Iterator[tuple[str, Sampling]]:
+    """Yield the run's ways to sample, each with its dotted key."""
+    yield "sampling", config.sampling
+    if config.evaluation is not None and config.evaluation.sampling is not None:
+        yield "evaluation.sampling", config.evaluation.sampling
+
+
+def path_of(config: RunConfig, model: str) -> str | None:
+    """Return the folder or hub id of a model of the algorithm."""
+    settings = config.models.get(model)
+    return (settings.path if settings else None) or config.model
+
+
+def _vocabulary_problems(path: str, model: str, run_model: str | None) -> Iterator[Problem]:
+    """Refuse a vocabulary of another size: every model of a run gets the token ids of `model`'s tokenizer."""
+    own, expected = _vocabulary(model), _vocabulary(run_model)
+    if own and expected and own != expected:
+        yield Problem(
+            path,
+            f"{model!r} has a vocabulary of {own} tokens, but the run's model ({run_model}) has {expected}: "
+            "both get the same token ids, so they must have the same tokenizer",
+        )
+
+
+def _vocabulary(model: str | None) -> int | None:
+    """Return the size of a model's vocabulary; None if its config cannot be read on this machine."""
+    config = known_config(model)
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+
+
+def source_problems(path: str, model: str) -> Iterator[Problem]:
+    """Check that a model is a folder with a model, or a hub id that exists."""
+    if Path(model).is_file():
+        yield Problem(path, f"{model!r} is a file; expected the folder of a model, or a hub id")
+        return
+    if Path(model).is_dir():
+        if not Path(model, "config.json").exists():
+            yield Problem(path, f"{model!r} is not a model: the folder has no config.json")
+        return
+    parts = model.split("/")
+    looks_like_path = model.startswith((".", "/", "~")) or len(parts) > 2 or model.endswith(_FILE_SUFFIXES)
+    if looks_like_path or (len(parts) == 2 and Path(parts[0]).is_dir()):
+        yield Problem(path, f"no such folder: {model!r}")
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        yield Problem(path, f"{model!r} is neither a folder nor a hub id such as 'org/name'")
+    else:
+        yield from _hub_problems(path, model)
+
+
+def _hub_problems(path: str, model: str) -> Iterator[Problem]:
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(model, timeout=5.0)
+    except RepositoryNotFoundError:
+        yield Problem(path, f"no model {model!r}: the hub does not have it, and there is no such folder")
+    except Exception as error:  # noqa: BLE001 - the exceptions differ between versions of the hub's client
+        reason = type(error).__name__
+        text = f"{model!r} not verified: there is no such folder, and the hub cannot be reached ({reason})"
+        yield Problem(path, text, "warning")

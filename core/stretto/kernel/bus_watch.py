@@ -1,0 +1,63 @@
+"""The kernel's watch over nats-server: it ends the run if the bus or its store is out for too long."""
+
+from __future__ import annotations
+
+import anyio
+import structlog
+
+from stretto.bus.client import Bus
+from stretto.bus.messages.membership import SERVER
+from stretto.bus.server import restart_server
+from stretto.kernel.ending import Ending
+from stretto.kernel.fleet.fleet import Fleet
+from stretto.kernel.setup import RunSetup
+
+log = structlog.get_logger()
+
+_STORE_S = 30.0
+"""A server that answers pings, but nothing that asks its store, is started again after this many seconds."""
+
+
+async def watch_bus(setup: RunSetup, bus: Bus, ending: Ending) -> None:
+    """End the run when the bus has been out for `bus.outage_s`.
+
+    It counts the seconds in which this process ran, so a machine that slept has not missed anything.
+    """
+    outage_s = setup.config.bus.outage_s
+    out_s, poll_s = 0.0, min(1.0, outage_s / 4)
+    while out_s <= outage_s:
+        await anyio.sleep(poll_s)
+        out_s = 0.0 if bus.connected else out_s + poll_s
+    ending.end(
+        "failed",
+        f"no connection to nats-server at {bus.url} for {outage_s:g} s (bus.outage_s); "
+        f"`stretto resume {setup.folder}` continues the run",
+    )
+
+
+async def watch_store(setup: RunSetup, bus: Bus, ending: Ending) -> None:
+    """Start the bundled nats-server again when it answers pings, but not what asks its store.
+
+    After a write that failed, the server writes to that stream no more, even if its disk has room again.
+    The run ends a little before workers give up by themselves.
+    """
+    folder, config = setup.folder, setup.config.bus
+    next_restart_s = _STORE_S
+    while (waited_s := _waited_for_store_s(bus, setup.fleet)) < 0.9 * config.outage_s:
+        if waited_s < _STORE_S:
+            next_restart_s = _STORE_S
+        elif waited_s >= next_restart_s and config.url is None:
+            next_restart_s = waited_s + _STORE_S
+            log.warning("the store does not answer; starting nats-server again", seconds=waited_s)
+            restart_server(folder / "bus")
+        await anyio.sleep(1)
+    ending.end(
+        "failed",
+        f"no answer from the store of nats-server at {bus.url} for {waited_s:.0f} s (bus.outage_s "
+        f"is {config.outage_s:g}); see {folder / 'bus' / 'nats.log'}, then `stretto resume {folder}`",
+    )
+
+
+def _waited_for_store_s(bus: Bus, fleet: Fleet) -> float:
+    waits = [bus.unanswered.longest(), *(member.wait for member in fleet.members.values())]
+    return max((wait.seconds for wait in waits if wait is not None and wait.who == SERVER), default=0.0)

@@ -1,0 +1,56 @@
+"""Restarts of the run's processes: one loop for workers, the sample writer and trackers."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import anyio
+
+from stretto.kernel.fleet.forks import ForkedProcess
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The unexpected end of a process, or its start that failed."""
+
+    why: str
+    lasted: bool
+    """Whether the process lived or did enough that the count of failures in a row begins again."""
+
+
+async def supervised(
+    live: Callable[[], Awaitable[Failure | None]],
+    restart: Callable[[float], Awaitable[bool]],
+    *,
+    first_pause_s: float,
+    longest_pause_s: float,
+    most: float = math.inf,
+) -> Failure | None:
+    """Run a process until it ends as expected, and again after each failure. Return the last failure if there
+    were more than `most` in a row.
+
+    Args:
+        live: runs the process to its end. Returns None if it need not run again.
+        restart: waits for a pause in seconds, which doubles with each failure in a row. Returns whether the
+            process may run again.
+    """
+    failures, pause_s = 0, 0.0
+    while (failure := await live()) is not None:
+        failures = 1 if failure.lasted else failures + 1
+        if failures > most:
+            return failure
+        pause_s = first_pause_s if failures == 1 else min(2 * pause_s, longest_pause_s)
+        if not await restart(pause_s):
+            return None
+    return None
+
+
+async def ended(process: subprocess.Popen[bytes] | ForkedProcess, limit_s: float = math.inf) -> bool:
+    """Wait for the end of a process, and return whether it came in time."""
+    with anyio.move_on_after(limit_s):
+        while process.poll() is None:
+            await anyio.sleep(0.05)
+    return process.poll() is not None

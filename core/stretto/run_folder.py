@@ -1,0 +1,284 @@
+"""A run's folder: what a run has written, for notebooks, for commands and for pages that show runs.
+
+    from pathlib import Path
+    from stretto.run_folder import RunFolder
+
+    run = RunFolder(Path("runs/quickstart-1"))
+    run.series("reward")                              # (step, value) of each step
+    run.samples.find(order="-reward", limit=3)        # the kept samples with the highest rewards
+
+A folder can be read while the run continues, and nothing here asks its kernel. The files are described in
+docs/metrics.md and docs/samples.md; `stretto.charts` has how their figures are shown.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from stretto.bus.guard import is_locked
+from stretto.errors import ConfigError
+from stretto.records.comparison import Comparison, RunFigures, compare_runs, labels_of
+from stretto.records.document import read_document
+from stretto.records.files import read_record
+from stretto.records.intervals import Estimate
+from stretto.records.kept.answers import KeptAnswer, read_answers
+from stretto.records.kept.sample_images import SampleImages
+from stretto.records.kept.samples import Bounds, SampleFilter, SampleOutcome, SampleStore, open_samples
+from stretto.records.metrics import ACCURACY, MAIN_FIGURES, METRICS, MetricsReader, is_figure
+from stretto.records.status import STATUS, Status, read_status, standstill
+from stretto.records.timeline import (
+    CallSpan,
+    CauseKind,
+    EvaluationSpan,
+    Event,
+    KernelEnded,
+    KernelStarted,
+    Purpose,
+    StepSpan,
+    SwapSpan,
+    TicketDone,
+    TicketIssued,
+    TicketRetired,
+    TicketTaken,
+    WorkerChanged,
+    read_timeline,
+    time_range,
+)
+from stretto.records.values import dotted_values
+
+__all__ = [
+    "ACCURACY",
+    "MAIN_FIGURES",
+    "Bounds",
+    "CallSpan",
+    "CauseKind",
+    "Comparison",
+    "Estimate",
+    "EvaluationSpan",
+    "Event",
+    "KeptAnswer",
+    "KernelEnded",
+    "KernelStarted",
+    "Purpose",
+    "RunFigures",
+    "RunFolder",
+    "SampleFilter",
+    "SampleOutcome",
+    "SampleStore",
+    "State",
+    "Status",
+    "StepSpan",
+    "SwapSpan",
+    "TicketDone",
+    "TicketIssued",
+    "TicketRetired",
+    "TicketTaken",
+    "WorkerChanged",
+    "compare_runs",
+    "find_runs",
+    "is_figure",
+    "is_run",
+    "labels_of",
+    "open_samples",
+]
+
+State = Literal["running", "completed", "interrupted", "failed", "stopped"]
+"""`stopped`: no kernel owns the run, and none has written its summary."""
+
+_CONFIG = "config.yaml"
+_SUMMARY = "summary.json"
+
+
+class _KnownSummary(msgspec.Struct, kw_only=True):
+    """What views use of a summary. Summaries have more."""
+
+    status: str = ""
+    reason: str = ""
+    version: int = 0
+    steps: int = 0
+    wall_s: float = 0.0
+    ledger: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    staleness: dict[int, int] = {}
+    problems: list[str] = []
+
+
+class RunFolder:
+    """The folder of one run. Each part is read when it is first asked for, and again after `refresh`.
+
+    Everything that reads raises ConfigError if a file is damaged; the text names the file. Not for several
+    threads.
+
+    Raises:
+        ConfigError: if the folder holds no run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / _CONFIG).is_file():
+            raise ConfigError(f"{folder} holds no run: it has no {_CONFIG}")
+        self.folder = folder.absolute()
+        self._reader = MetricsReader(self.folder)
+
+    def refresh(self) -> None:
+        """Forget what may have changed. Of the metrics, only appended lines are read again."""
+        for name in ("config", "summary", "status", "state", "_metrics"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def name(self) -> str:
+        """The run's name, from its run file."""
+        return str(self.config.get("name", self.folder.name))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The run file as composed. Values that it reads from the environment are references, not values."""
+        return read_document(self.folder / _CONFIG)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` that belong to steps, in order."""
+        return self._metrics.steps
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` that belong to evaluations, in order. `step` is the version that was
+        evaluated."""
+        return self._metrics.evaluations
+
+    @cached_property
+    def summary(self) -> dict[str, Any] | None:
+        """The content of `summary.json`; None before the end of the run."""
+        file = self.folder / _SUMMARY
+        try:
+            text = read_record(file)
+            msgspec.json.decode(text, type=_KnownSummary)
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{file} is not the summary of a run: {error}") from error
+
+    @cached_property
+    def status(self) -> Status | None:
+        """The content of `status.json`, which its kernel wrote last; None if there is none yet."""
+        return read_status(self.folder)
+
+    @cached_property
+    def state(self) -> State:
+        """Whether a kernel owns the run; if none does, how the run ended."""
+        if is_locked(self.folder / "bus" / "kernel.lock"):
+            return "running"
+        ended = (self.summary or {}).get("status")
+        return ended if ended in ("completed", "interrupted", "failed") else "stopped"
+
+    @property
+    def standstill(self) -> str:
+        """A sentence that says that the kernel which owns the run does not work; empty if it does, and after
+        the end of the run."""
+        if self.status is None or self.state != "running":
+            return ""
+        return standstill(self.folder, self.status)
+
+    @property
+    def started(self) -> float:
+        """Unix time at which the run was started for the first time."""
+        first = self.folder / "config-1.yaml"  # the first values, if a resume has changed them
+        return (first if first.exists() else self.folder / _CONFIG).stat().st_mtime
+
+    @property
+    def wall_s(self) -> float | None:
+        """The run's duration: the seconds in which a kernel owned it, up to its end. If it has not ended, up
+        to its status, or up to its newest line of metrics if no status can be read. None before the first
+        of these."""
+        if self.summary is not None and self.state != "running":
+            return self.summary["wall_s"]
+        with suppress(ConfigError):  # `status` itself says it to whoever shows the status
+            if self.status is not None:
+                return self.status.wall_s
+        newest = (*self.steps[-1:], *self.evaluations[-1:])
+        return max((line["time_s"] for line in newest if "time_s" in line), default=None)
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """Return (step, value) of each line in which a figure is a finite number. Keys that begin with
+        `evaluation/` are those of evaluations."""
+        lines = self.evaluations if key.startswith("evaluation/") else self.steps
+        return [(line["step"], float(value)) for line in lines if is_figure(value := line.get(key))]
+
+    def figures(self) -> list[str]:
+        """Return the keys that `series` knows, in the order of their first line. Lines of one run differ in
+        their keys."""
+        return [key for key in self._metrics.figures if key != "step"]
+
+    def values(self) -> dict[str, str]:
+        """Return the values of `config` by their dotted keys, such as `training.lr`, as JSON."""
+        return dict(dotted_values(self.config))
+
+    def events(self, since: float | None = None, until: float | None = None) -> Iterator[Event]:
+        """Yield the events of `timeline.jsonl` in order: what happened when, as the kernel saw it.
+
+        Args:
+            since: Unix seconds; None for the beginning.
+            until: Unix seconds; None for the end. A span that is over later is not among the events.
+        """
+        return read_timeline(self.folder, since, until)
+
+    def time_range(self) -> tuple[float, float] | None:
+        """Return the times of the first and the newest event, in Unix seconds; None without an event."""
+        return time_range(self.folder)
+
+    @cached_property
+    def samples(self) -> SampleStore:
+        """The kept samples. It also finds those that the run keeps later."""
+        return SampleStore(self.folder)
+
+    def image(self, sha256: str) -> bytes | None:
+        """Return the file of an image that a workflow added to a kept sample; None if it is not kept."""
+        return SampleImages(self.folder).read(sha256)
+
+    def answers(self, version: int) -> list[KeptAnswer]:
+        """Return the kept answers of the evaluation of a version, with their texts, in the order of rows."""
+        return read_answers(self.samples, version, texts=True)
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Return the folders of the checkpoints by their versions, in order. Files may be damaged."""
+        written = sorted(self.folder.glob("checkpoints/step-*/manifest.json"))
+        return {int(file.parent.name.removeprefix("step-")): file.parent for file in written}
+
+    @cached_property
+    def _metrics(self) -> MetricsReader:
+        self._reader.read()
+        return self._reader
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds a run: its values, and something that a kernel has written."""
+    return (folder / _CONFIG).is_file() and any(
+        (folder / name).exists() for name in ("bus", STATUS, METRICS, _SUMMARY)
+    )
+
+
+def find_runs(folder: Path) -> list[RunFolder]:
+    """Return the run in `folder`, or all runs below it, in the order of their paths. Hidden folders, links
+    and folders that this user cannot read are left out.
+
+    Raises:
+        ConfigError: if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"no folder {str(folder)!r}")
+    return [RunFolder(path) for path in _run_folders(folder)]
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    for path, below, _ in os.walk(folder):
+        if is_run(Path(path)):
+            below.clear()  # a run has no runs inside
+            yield Path(path)
+        below[:] = sorted(name for name in below if not name.startswith("."))

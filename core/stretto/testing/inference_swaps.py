@@ -1,0 +1,151 @@
+"""The tests of `InferenceConformance` about swaps of the weights."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from stretto.errors import WeightsError
+from stretto.models.digest import digest_of
+from stretto.testing.served_engine import EngineUnderTest, ServedEngine, hashes_of, request
+from stretto.testing.tiny_model import TinyModel
+
+__all__ = ["SwapTests"]
+
+_BLOCK = 16
+"""Engines store keys and values in blocks of a multiple of this many tokens, or token by token."""
+
+
+class SwapTests:
+    """What `InferenceConformance` tests of swaps, with its fixtures."""
+
+    engine: ClassVar[EngineUnderTest]
+
+    def test_a_swap_reports_what_is_served_and_what_it_cost(
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """The digest equals the digest of the tensors, which the test computes again."""
+        before = served.load()
+        start = time.monotonic()
+        reports = [served.swap(models[1].reference), served.swap(models[0].reference)]
+        took = time.monotonic() - start
+        after = served.load()
+        for report, model in zip(reports, reversed(models), strict=True):
+            hashes = hashes_of(model.reference.tensors())
+            assert report.digest == digest_of(hashes.items())
+            assert report.hashes in ({}, hashes)
+            assert report.pause_s >= 0
+        assert (reports[1].version, after.version) == (served.version, served.version)
+        assert after.swaps - before.swaps == 2
+        pauses = [report.pause_s for report in reports]
+        assert after.pause_s - before.pause_s == pytest.approx(sum(pauses), abs=1e-6)
+        assert after.pause_max_s == pytest.approx(max(before.pause_max_s, *pauses))
+        assert sum(pauses) <= took
+
+    def test_answers_in_flight_go_on_with_new_weights_and_each_logprob_is_its_versions_own(
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """Under `on_swap: recompute`, over three swaps."""
+        queries = [request(6 + 40 * i, n=2, max_tokens=600) for i in range(3)]
+        served.ask(*queries)
+        for tokens, model in ((20, models[1]), (60, models[0]), (100, models[1])):
+            served.until((queries[0].id, 0), tokens=tokens)
+            served.swap(model.reference)
+        spans: list[int] = []
+        for query in queries:
+            for sample in served.finished(query):
+                assert (sample.finish, len(sample.tokens)) == ("length", 600)
+                assert sample.versions == sorted(sample.versions)
+                served.assert_own_logprobs(query, sample)
+                spans.append(len(set(sample.versions)))
+        assert max(spans) == 4, f"no answer spans all swaps: {spans}"
+
+    def test_keep_cache_goes_on_over_what_older_weights_computed(
+        self, models: tuple[TinyModel, TinyModel], tmp_path: Path
+    ) -> None:
+        """The first token after the swap shows it; the engine may compute keys and values of the last block
+        again. An answer that is wholly of the new version uses only its weights, also when the engine knew
+        the prompt before, or was computing it at the swap."""
+        older, newer = models[0].reference, models[1].reference
+        with ServedEngine(self.engine, models[0].folder, tmp_path, on_swap="keep_cache").running() as served:
+            served.swap(older)
+            prompt = request(300).prompt_ids.numpy().tolist()
+            query, repeated = request(prompt, n=4, max_tokens=150), request(prompt, max_tokens=10)
+            served.ask(query)
+            served.until(*((query.id, i) for i in range(4)), tokens=20)
+            beginning = [request(800, max_tokens=5) for _ in range(3)]
+            served.ask(*beginning)
+            served.swap(newer)
+            fresh = served.answer(repeated)
+            assert set(fresh.versions) == {1}
+            for fresh_query, sample in (
+                (repeated, fresh),
+                *((early, served.finished(early)[0]) for early in beginning),
+            ):
+                if set(sample.versions) == {1}:
+                    served.assert_own_logprobs(fresh_query, sample)
+            for sample in served.finished(query):
+                switch = sample.versions.index(1)
+                assert sample.versions == [0] * switch + [1] * (150 - switch)
+                before = older.logprobs(prompt, sample.tokens)[:switch]
+                np.testing.assert_allclose(sample.logprobs[:switch], before, atol=self.engine.tolerance)
+                text = [*prompt, *sample.tokens[: switch + 1]]
+                possible = {*range(160, len(text) - 2, _BLOCK), *range(len(text) - 4, len(text) - 1)}
+                off = {k: abs(newer.last_over(older, text, k) - sample.logprobs[switch]) for k in possible}
+                assert min(off.values()) <= self.engine.tolerance, f"kept tokens -> difference: {off}"
+
+    def test_a_prompt_known_from_older_weights_is_computed_anew(
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """A swap back to earlier weights does not bring back their cache either."""
+        prompt = request(400).prompt_ids.numpy().tolist()
+        for model in (models[1], models[0], models[1]):
+            for _ in range(2):
+                query = request(prompt, max_tokens=5)
+                served.assert_own_logprobs(query, served.answer(query))
+            served.swap(model.reference)
+
+    def test_a_request_waits_for_the_version_it_needs_and_holds_up_nobody(
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """With more waiting samples than slots."""
+        now = served.version
+        needy = request(n=served.load().slots + 1, min_version=now + 1)
+        served.ask(needy)
+        old = served.answer(request(min_version=now))
+        assert set(old.versions) == {now}
+        load = served.load()
+        assert (load.waiting, load.running) == (len(needy.seeds), 0)
+        served.swap(models[1].reference)
+        for sample in served.finished(needy):
+            assert (sample.finish, set(sample.versions)) == ("length", {now + 1})
+            served.assert_own_logprobs(needy, sample)
+
+    @pytest.mark.parametrize("fault", ["missing", "shape", "unknown"])
+    def test_weights_that_do_not_fit_leave_the_old_ones(
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel], fault: str
+    ) -> None:
+        """The error names the tensor, and answers in flight continue."""
+        import torch
+
+        tensors = models[1].reference.tensors()
+        name = own = next(each for each in tensors if each.endswith(".norm.weight"))
+        norm = tensors.pop(name)
+        if fault == "shape":
+            tensors[name] = torch.cat([norm, norm])
+        elif fault == "unknown":
+            name = "model.normal.weight"
+            tensors |= {own: norm, name: norm.clone()}
+        running, later = request(max_tokens=200), request()
+        served.ask(running)
+        served.until((running.id, 0), tokens=5)
+        with pytest.raises(WeightsError, match=name):
+            served.swap_tensors(tensors)
+        assert served.load().version == served.version
+        for query, sample in ((later, served.answer(later)), (running, served.finished(running)[0])):
+            assert (sample.finish, set(sample.versions)) == ("length", {served.version})
+            served.assert_own_logprobs(query, sample)

@@ -1,0 +1,347 @@
+"""An inference engine in its own event loop, which tests call as a worker does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import numpy as np
+from anyio.abc import TaskStatus
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from numpy.typing import NDArray
+
+from stretto.array import Array
+from stretto.component import Context
+from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load, Sampling, SwapReport
+from stretto.errors import EngineError, one_error
+from stretto.models.digest import tensor_hash
+from stretto.models.version_files import FolderPublisher, open_version
+from stretto.testing.component import composed_run
+from stretto.testing.tiny_model import SPECIAL, VOCABULARY, Reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["EngineUnderTest", "Sample", "ServedEngine"]
+
+
+@dataclass(frozen=True)
+class EngineUnderTest:
+    """The engine under test, named as in a run file, and the options that it supports."""
+
+    use: str
+    """Name of the engine."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """More keys of the section `inference`. The tests' model has 1,024 positions; the engine must serve them
+    all."""
+    plugins: tuple[str, ...] = ()
+    """Plugin files to load the engine from, if it is not an installed component."""
+    seeds: bool = False
+    """Whether the same seed gives the same answer, independent of other requests."""
+    refuses: frozenset[str] = frozenset()
+    """Which of `top_p`, `top_k`, `min_p` and `logit_bias` the engine refuses with an error that names them.
+    `top_k+top_p` means that it refuses only both together."""
+    servers: bool = False
+    """Whether its worker runs the model in child processes. The tests then also kill these alone."""
+    tolerance: float = 1e-3
+    """Maximum difference between a logprob and that of the reference, in nats, in float32."""
+    start_s: float = 120.0
+    """Maximum duration of a start, in seconds."""
+
+    def make(self, model: Path, folder: Path, **options: Any) -> InferenceEngine:
+        """Make the engine, not started, in a run whose folder is `folder`."""
+        section = {"use": self.use, **self.options, **options}
+        (folder / "composed").mkdir(parents=True, exist_ok=True)
+        composed = composed_run("inference", section, {}, self.plugins, folder / "composed" / "run")
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        context = Context(
+            run="conformance",
+            name="conformance",
+            seed=0,
+            model=str(model),
+            folder=str(folder),
+            worker="inference-0",
+        )
+        return composed.make("inference", context)
+
+
+@dataclass
+class Sample:
+    """One sample, assembled from its chunks."""
+
+    start: int = 0
+    """Position of the first token that arrived."""
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    finish: Finish = ""
+    error: str = ""
+    arrivals: list[float] = field(default_factory=list[float])
+    """Time of arrival of each chunk, from `time.monotonic`."""
+
+    def add(self, chunk: Chunk) -> None:
+        """Add the next chunk.
+
+        Raises:
+            AssertionError: if it is not the next chunk, or not a valid chunk.
+        """
+        assert not self.finish, f"a chunk after the last one: {chunk}"
+        if not self.arrivals:
+            self.start = chunk.position
+        assert chunk.position == self.start + len(self.tokens), f"a missing or repeated token: {chunk}"
+        types = (chunk.tokens.dtype, chunk.logprobs.dtype, chunk.versions.dtype)
+        assert types == (np.int32, np.float32, np.int32), f"columns of {types}"
+        assert len(chunk.tokens) == len(chunk.logprobs) == len(chunk.versions), (
+            f"columns of different lengths: {chunk}"
+        )
+        assert (chunk.finish == "error") == bool(chunk.error), f"`error` and `finish` disagree: {chunk}"
+        assert len(chunk.tokens) or chunk.finish, "an empty chunk"
+        self.arrivals.append(time.monotonic())
+        self.tokens += chunk.tokens.tolist()
+        self.logprobs += chunk.logprobs.tolist()
+        self.versions += chunk.versions.tolist()
+        self.finish, self.error = chunk.finish, chunk.error
+
+    def copy(self) -> Sample:
+        """Return a copy of the current state."""
+        return Sample(
+            self.start,
+            self.tokens[:],
+            self.logprobs[:],
+            self.versions[:],
+            self.finish,
+            self.error,
+            self.arrivals[:],
+        )
+
+
+Key = tuple[str, int]
+"""Id of a request, and index of a sample."""
+
+
+class ServedEngine:
+    """An engine in its own event loop, and all chunks that it has emitted. Tests call it from their thread.
+
+    It receives weights in folders, as with the transport `file`: version 0, 1, ... in the order of `swap`.
+    """
+
+    def __init__(self, under_test: EngineUnderTest, model: Path, folder: Path, **options: Any) -> None:
+        self.engine = under_test.make(model, folder, **options)
+        self.under_test = under_test
+        self.weights: dict[int, Reference] = {}
+        """The reference of each version."""
+        self.messages = 0
+        """Number of calls of `emit` so far."""
+        self._publisher = FolderPublisher(folder / "weights", keep=3, shard_gb=1.0)
+        self._published = count()
+        self._portal: BlockingPortal
+        self._samples: dict[Key, Sample] = {}
+        self._open_keys: dict[Key, None] = {}
+        self._broken: BaseException | None = None
+        """The exception that ended the engine."""
+        self._violations: list[AssertionError] = []
+        self._news = anyio.Event()
+        self._over = anyio.Event()
+
+    @contextmanager
+    def running(self) -> Generator[ServedEngine]:
+        """Start the engine, and stop it at the end of the block."""
+        with start_blocking_portal("asyncio") as portal:
+            self._portal = portal
+            end, _ = portal.start_task(self._live)
+            try:
+                yield self
+            finally:
+                portal.call(self._over.set)
+                end.result(self.under_test.start_s)
+                self._publisher.close()
+
+    # -------------------------------------------------------------------------- what a worker does
+
+    def ask(self, *requests: GenerateRequest, images: Sequence[bytes] = ()) -> None:
+        """Send requests to the engine, with the files of their images if they have any."""
+        more = {"images": images} if images else {}
+        for request in requests:
+            have = request.have or (0,) * len(request.seeds)
+            self._open_keys |= {(request.id, i): None for i in range(len(request.seeds)) if have[i] >= 0}
+        self._portal.call(lambda: [self.engine.generate(request, **more) for request in requests])
+
+    def abort(self, request: str) -> None:
+        """Abort a request."""
+        self._portal.call(self.engine.abort, request)
+
+    def load(self) -> Load:
+        """Return the load figures of the engine."""
+        return self._portal.call(self.engine.load)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """Return the engine's logprobs of given sequences."""
+        arrays = [np.array(sequence, np.int32) for sequence in sequences]
+        return self._portal.call(self.engine.logprobs, arrays)
+
+    def swap(self, reference: Reference) -> SwapReport:
+        """Make the engine serve the weights of a model as the next version."""
+        report = self.swap_tensors(reference.tensors())
+        self.weights[report.version] = reference
+        return report
+
+    def swap_tensors(self, tensors: Mapping[str, Tensor]) -> SwapReport:
+        """Make the engine serve tensors as the next version, whether they fit or not."""
+        return self._portal.call(self._swap, next(self._published), tensors)
+
+    def stop(self) -> None:
+        """Stop the engine before the end of the test."""
+        self._portal.call(self.engine.stop)
+
+    @property
+    def version(self) -> int:
+        """The newest version that the engine received."""
+        return max(self.weights)
+
+    # ---------------------------------------------------------------------------------- the answers
+
+    def until(self, *keys: Key, tokens: int | None = None, within_s: float = 60.0) -> list[Sample]:
+        """Wait until each sample has finished or has `tokens` tokens, and return the samples."""
+        return self._portal.call(self._until, keys, tokens, within_s)
+
+    def finished(self, request: GenerateRequest) -> list[Sample]:
+        """Wait for all samples of a request and return them."""
+        return self.until(*((request.id, i) for i in range(len(request.seeds))))
+
+    def answers(self, *requests: GenerateRequest) -> list[list[Sample]]:
+        """Send requests and return the finished samples of each."""
+        self.ask(*requests)
+        return [self.finished(request) for request in requests]
+
+    def answer(self, request: GenerateRequest) -> Sample:
+        """Send a request and return its only sample."""
+        return self.answers(request)[0][0]
+
+    def until_load(self, condition: Callable[[Load], bool], within_s: float = 10.0) -> Load:
+        """Wait until the load figures fulfil a condition, and return them."""
+        deadline = time.monotonic() + within_s
+        while not condition(load := self.load()):
+            assert time.monotonic() < deadline, f"the load figures never fulfilled the condition: {load}"
+            time.sleep(0.002)
+        return load
+
+    def settle(self) -> None:
+        """Abort all unfinished samples and wait until the engine is idle."""
+        open_ = [key for key in self._open_keys if not self._samples.get(key, Sample()).finish]
+        for request in {key[0] for key in open_}:
+            self.abort(request)
+        self.until(*open_)
+        self._open_keys.clear()
+        self.until_load(lambda load: load.running == load.waiting == 0)
+
+    def assert_own_logprobs(self, asked: GenerateRequest, sample: Sample, begun: Sequence[int] = ()) -> None:
+        """Assert that each token has the logprob that the reference of its version computes."""
+        prompt, answer = asked.prompt_ids.numpy().tolist(), [*begun, *sample.tokens]
+        for version in set(sample.versions):
+            forward = self.weights[version].logprobs(prompt, answer, asked.sampling.temperature)[len(begun) :]
+            own = np.array(sample.versions) == version
+            off = np.abs(forward - sample.logprobs)[own]
+            assert off.max() <= self.under_test.tolerance, (
+                f"{asked.id}: logprobs differ from version {version}'s by {off.max():.2g}, first at token "
+                f"{np.flatnonzero(own)[off > self.under_test.tolerance][0]} of {len(answer)}"
+            )
+
+    # --------------------------------------------------------------------------- on the event loop
+
+    async def _live(self, *, task_status: TaskStatus[None]) -> None:
+        try:
+            with one_error():
+                async with anyio.create_task_group() as tasks:
+                    with anyio.fail_after(self.under_test.start_s):
+                        await self.engine.start(self._emit, tasks)
+                    task_status.started()
+                    await self._over.wait()
+                    tasks.cancel_scope.cancel()
+        except BaseException as error:
+            self._broken = error
+            self._news.set()
+            raise
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.engine.stop()
+
+    def _emit(self, chunks: list[Chunk]) -> None:
+        try:
+            assert chunks, "an empty message"
+            self.messages += 1
+            for chunk in chunks:
+                self._samples.setdefault((chunk.request, chunk.sample), Sample()).add(chunk)
+        except AssertionError as error:  # it must fail the test, not the engine
+            self._violations.append(error)
+        self._news.set()
+        self._news = anyio.Event()
+
+    async def _until(self, keys: Sequence[Key], tokens: int | None, within_s: float) -> list[Sample]:
+        with anyio.move_on_after(within_s) as scope:
+            while not all(self._reached(key, tokens) for key in keys) and not self._violations:
+                if self._broken is not None:
+                    raise EngineError("the engine has ended") from self._broken
+                await self._news.wait()
+        if self._violations:
+            raise self._violations.pop()
+        missing = [key for key in keys if not self._reached(key, tokens)]
+        assert not scope.cancelled_caught, (
+            f"after {within_s:g} s, these samples are incomplete: {missing[:5]}"
+        )
+        return [self._samples[key].copy() for key in keys]
+
+    def _reached(self, key: Key, tokens: int | None) -> bool:
+        sample = self._samples.get(key, Sample())
+        return bool(sample.finish) or (tokens is not None and len(sample.tokens) >= tokens)
+
+    async def _swap(self, version: int, tensors: Mapping[str, Tensor]) -> SwapReport:
+        note = self._publisher.publish(version, tensors.items())
+        update = open_version(note, Path(note.address))
+        try:
+            with anyio.fail_after(self.under_test.start_s):
+                return await self.engine.swap(update)
+        finally:
+            update.close()
+
+
+_ids = count()
+
+
+def request(
+    prompt: int | Sequence[int] = 12,
+    n: int = 1,
+    *,
+    seed: int = 0,
+    min_version: int = 0,
+    begun: Sequence[Sequence[int]] = (),
+    have: tuple[int, ...] = (),
+    deadline_s: float = 600.0,
+    max_tokens: int = 20,
+    ignore_eos: bool = True,
+    **sampling: Any,
+) -> GenerateRequest:
+    """Make a request with the given prompt, or with a random prompt of the given length."""
+    number = next(_ids)
+    if isinstance(prompt, int):
+        prompt = np.random.default_rng(number).integers(len(SPECIAL), VOCABULARY, prompt).tolist()
+    return GenerateRequest(
+        id=f"{number}/1/0",
+        prompt_ids=Array.of(prompt, np.int32),
+        seeds=tuple(range(seed, seed + n)),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, **sampling),
+        min_version=min_version,
+        begun=tuple(Array.of(tokens, np.int32) for tokens in begun),
+        have=have,
+        deadline_s=deadline_s,
+    )
+
+
+def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the hash of each tensor, by name."""
+    return {name: tensor_hash(tensor) for name, tensor in tensors.items()}

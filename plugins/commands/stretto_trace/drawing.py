@@ -1,0 +1,260 @@
+"""The timeline of a run, drawn for Perfetto's viewer.
+
+The file has a track for each worker, with its life; below it are a rollout worker's tickets, or the versions
+that an inference worker serves. Further tracks have the steps with what each waited for, the calls of each
+worker group, the evaluations, the finished groups that wait for their step, and counters. Arrows lead from a
+ticket to the step that trained it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stretto.charts import FIGURES
+from stretto.errors import ConfigError, printable
+from stretto.run_folder import CallSpan, RunFolder, SwapSpan
+from stretto_trace.perfetto import PerfettoFile, SpanTracks
+from stretto_trace.story import Attempt, Life, Story
+
+_FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
+"""Keys of `metrics.jsonl` that have a counter."""
+
+
+def write_trace(folder: Path, file: Path) -> None:
+    """Write the trace of the run in a folder, which may still continue.
+
+    Raises:
+        ConfigError: if the folder holds no run or no timeline, or if the file cannot be written.
+    """
+    record = RunFolder(folder)
+    story = Story.of(record.events())
+    if story is None:
+        raise ConfigError(
+            f"{folder} has no events in timeline.jsonl: the run has not begun, or an older stretto ran it"
+        )
+    aside = file.with_name(f".{file.name}")
+    try:
+        with aside.open("wb") as stream:
+            _Drawing(PerfettoFile(stream, story.start), story, record).draw()
+        aside.replace(file)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------- the picture
+
+
+class _Drawing:
+    """Draws a story."""
+
+    def __init__(self, trace: PerfettoFile, story: Story, record: RunFolder) -> None:
+        self._trace = trace
+        self._story = story
+        self._record = record
+        self._flows = {id(attempt): number for number, attempt in enumerate(story.attempts, start=1)}
+
+    def draw(self) -> None:
+        run = self._trace.track(f"run {self._record.name}")
+        self._draw_kernels(run)
+        self._draw_steps(run)
+        self._draw_evaluations(run)
+        self._draw_counters(run)
+        self._draw_waiting(run)
+        self._draw_calls()
+        self._draw_workers()
+
+    def _draw_kernels(self, run: int) -> None:
+        track = self._trace.track("kernel", run)
+        for started, end, status in self._story.kernels:
+            facts = {
+                "lease_epoch": started.lease_epoch,
+                "from_version": started.version,
+                "status": status or None,
+            }
+            self._trace.span(track, started.time, end, "kernel", "kernel", facts)
+
+    def _draw_steps(self, run: int) -> None:
+        track = self._trace.track("steps", run)
+        lines = {line["step"]: line for line in self._record.steps}
+        trained: dict[int, list[int]] = {}
+        for attempt in self._story.attempts:
+            if attempt.step is not None:
+                trained.setdefault(id(attempt.step), []).append(self._flows[id(attempt)])
+        before, seen = self._story.start, set[int]()
+        for step in self._story.steps:
+            start = max(step.start, before)
+            for cause, wait_start, wait_end in step.wait_spans():
+                wait_start, wait_end = max(before, wait_start), max(before, wait_end)
+                name = f"waiting for {cause}"
+                self._trace.span(track, wait_start, wait_end, name, "wait", {"step": step.version})
+            line = lines.get(step.version, {})
+            facts = {
+                "step": step.version,
+                "tickets": ", ".join(str(ticket) for ticket in step.tickets),
+                "repeated": step.version in seen,
+                **{
+                    name: line.get(name)
+                    for name in ("reward", "loss", "staleness", "staleness_max", "tokens")
+                },
+            }
+            ends = trained.get(id(step), ())
+            self._trace.span(track, start, step.time, f"step {step.version}", "step", facts, ends=ends)
+            before = step.time
+            seen.add(step.version)
+
+    def _draw_evaluations(self, run: int) -> None:
+        track = self._trace.track("evaluations", run)
+        before = self._story.start
+        for each in self._story.evaluations:
+            facts = {
+                "version": each.version,
+                "accuracy": each.accuracy,
+                "samples": each.samples,
+                "failed": each.failed,
+            }
+            start = max(each.start, before)
+            self._trace.span(
+                track, start, each.time, f"evaluation of version {each.version}", "evaluation", facts
+            )
+            before = each.time
+
+    def _draw_counters(self, run: int) -> None:
+        for name, series in (
+            ("tickets in flight", self._story.in_flight),
+            ("finished groups", self._story.waiting),
+        ):
+            track = self._trace.counter(name, "", run)
+            for time, value in series:
+                self._trace.count(track, time, value)
+        track = self._trace.counter("generated tokens", "tokens/s", run)
+        for time, value in self._generation_speeds():
+            self._trace.count(track, time, value)
+        lines = {line["step"]: line for line in self._record.steps}
+        for key in _FIGURES:
+            track = self._trace.counter(FIGURES[key].label, FIGURES[key].unit, run)
+            for step in self._story.steps:
+                if (value := _number(lines.get(step.version, {}), key)) is not None:
+                    self._trace.count(track, step.time, value)
+
+    def _generation_speeds(self) -> Iterator[tuple[float, float]]:
+        """Yield the tokens per second of the groups that were finished between two steps, in order."""
+        done = sorted(
+            (attempt.done.time, attempt.done.tokens) for attempt in self._story.attempts if attempt.done
+        )
+        place, before = 0, self._story.start
+        for step in self._story.steps:
+            tokens = 0
+            while place < len(done) and done[place][0] <= step.time:
+                tokens += done[place][1]
+                place += 1
+            if step.time > before:
+                yield before, tokens / (step.time - before)
+            before = step.time
+
+    def _draw_waiting(self, run: int) -> None:
+        """Draw the groups between their last trajectory and their step, and attempts that nobody took."""
+        story, trace = self._story, self._trace
+        lanes = SpanTracks(trace, "groups waiting for their step", run)
+        waiting = [attempt for attempt in story.attempts if attempt.step is not None]
+        for attempt in sorted(waiting, key=lambda each: each.end):
+            assert attempt.step is not None
+            end = max(attempt.end, attempt.step.start)
+            track, facts = lanes.take(attempt.end, end), {"step": attempt.step.version}
+            flows = [self._flows[id(attempt)]]
+            trace.span(track, attempt.end, end, attempt.name, "waiting", facts, flows=flows)
+        lanes = SpanTracks(trace, "tickets that nobody took", run)
+        for attempt in sorted(story.attempts, key=lambda each: each.start):
+            if not attempt.worker:
+                track = lanes.take(attempt.start, attempt.end)
+                trace.span(track, attempt.start, attempt.end, attempt.name, "ticket", self._facts(attempt))
+
+    def _draw_calls(self) -> None:
+        groups: dict[str, list[CallSpan]] = {}
+        for call in self._story.calls:
+            groups.setdefault(call.group, []).append(call)
+        for group, calls in sorted(groups.items()):
+            track, before = self._trace.track(f"worker group {group}"), 0.0
+            for call in calls:
+                facts = {"call": call.call, "version": call.version, "seconds_of_work": call.seconds}
+                start = max(call.start, before)
+                self._trace.span(track, start, call.time, call.call, "call", facts)
+                before = call.time
+
+    def _draw_workers(self) -> None:
+        names = {life.worker for life in self._story.lives} | {each.worker for each in self._story.attempts}
+        attempts: dict[str, list[Attempt]] = {}
+        for attempt in self._story.attempts:
+            attempts.setdefault(attempt.worker, []).append(attempt)
+        for name in sorted(names - {""}):
+            track = self._trace.track(printable(name))
+            for life in self._story.lives:
+                if life.worker == name:
+                    self._draw_life(track, life)
+            swaps = [swap for swap in self._story.swaps if swap.worker == name]
+            if swaps:
+                self._draw_weights(track, name, swaps)
+            self._draw_tickets(track, attempts.get(name, []))
+
+    def _draw_life(self, track: int, life: Life) -> None:
+        ready = life.end if life.ready is None else life.ready
+        facts = {"ended": printable(life.how) or None}
+        self._trace.span(track, life.joined, ready, "loading", "worker", {} if life.ready else facts)
+        if life.ready is not None:
+            self._trace.span(track, ready, life.end, "ready", "worker", facts)
+
+    def _draw_weights(self, parent: int, worker: str, swaps: list[SwapSpan]) -> None:
+        """Draw the versions that an inference worker serves, and the swaps between them."""
+        track = self._trace.track("weights", parent)
+        ends = [life.end for life in self._story.lives if life.worker == worker]
+        for place, swap in enumerate(swaps):
+            facts = {"version": swap.version, "pause_s": swap.pause_s, "for_evaluation_alone": swap.exact}
+            name = f"swap to version {swap.version}"
+            self._trace.span(track, swap.start, swap.time, name, "swap", facts)
+            gone = min((end for end in ends if end >= swap.time), default=self._story.end)
+            until = min(gone, swaps[place + 1].start) if place + 1 < len(swaps) else gone
+            use = f"version {swap.version}{' (evaluation)' if swap.exact else ''}"
+            self._trace.span(track, swap.time, max(until, swap.time), use, "weights", facts)
+
+    def _draw_tickets(self, parent: int, attempts: list[Attempt]) -> None:
+        for purpose, name in (("train", "tickets"), ("eval", "evaluation tickets")):
+            lanes = SpanTracks(self._trace, name, parent)
+            chosen = [attempt for attempt in attempts if attempt.issued.purpose == purpose]
+            for attempt in sorted(chosen, key=lambda each: each.start):
+                track = lanes.take(attempt.start, attempt.end)
+                flows = [self._flows[id(attempt)]] if attempt.step is not None else []
+                facts = self._facts(attempt)
+                category = "ticket" if purpose == "train" else "evaluation ticket"
+                self._trace.span(
+                    track, attempt.start, attempt.end, attempt.name, category, facts, flows=flows
+                )
+
+    def _facts(self, attempt: Attempt) -> dict[str, str | int | float | None]:
+        issued, done = attempt.issued, attempt.done
+        facts: dict[str, str | int | float | None] = {
+            "ticket": issued.ticket,
+            "attempt": issued.attempt,
+            "row": issued.row,
+            "min_version": issued.min_version,
+            "worker": printable(attempt.worker) or None,
+            "outcome": attempt.outcome,
+            "reason": printable(attempt.reason) or None,
+            "trained_at_step": attempt.step.version if attempt.step else None,
+            "queued_s": round(attempt.start - issued.time, 4),
+        }
+        if done is not None:
+            facts |= {
+                "samples": done.samples,
+                "reward": done.reward,
+                "tokens": done.tokens,
+                "oldest_version": done.oldest,
+                "generate_s": done.generate_s,
+                "score_s": done.score_s,
+            }
+        return facts
+
+
+def _number(line: Mapping[str, Any], figure: str) -> float | None:
+    value = line.get(figure)
+    return value if isinstance(value, (int, float)) else None

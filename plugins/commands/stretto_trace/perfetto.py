@@ -1,0 +1,147 @@
+"""A file in Perfetto's trace format: tracks with spans and counters. It knows nothing of runs.
+
+The format is protobuf, from the package `perfetto` (extra `trace`). Spans of one track do not overlap. A flow
+is a chain of arrows: it leads through the spans that name it in `flows`, in the order of their times, to the
+one that names it in `ends`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from typing import BinaryIO
+
+from stretto.errors import ConfigError
+
+try:
+    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
+        BUILTIN_CLOCK_BOOTTIME,
+        BUILTIN_CLOCK_REALTIME,
+        CounterDescriptor,
+        TracePacket,
+        TrackDescriptor,
+        TrackEvent,
+    )
+    from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
+except ImportError as error:
+    raise ConfigError("a trace needs perfetto: pip install 'stretto[trace]'") from error
+
+Facts = Mapping[str, str | int | float | bool | None]
+"""What the viewer shows of a span. A fact of None is left out."""
+
+_SEQUENCE = 1
+
+
+class PerfettoFile:
+    """Writes a trace into an open file, packet by packet. Times are Unix seconds.
+
+    Args:
+        start: a time near the beginning. The viewer needs one moment to show the time of day.
+    """
+
+    def __init__(self, file: BinaryIO, start: float) -> None:
+        self._builder = StreamingTraceProtoBuilder(file)
+        self._tracks = 0
+        packet = self._packet(start)
+        for clock in (BUILTIN_CLOCK_BOOTTIME, BUILTIN_CLOCK_REALTIME):  # the trace's own clock is the first
+            packet.clock_snapshot.clocks.add(clock_id=clock, timestamp=_ns(start))
+        self._builder.write_packet(packet)
+
+    def track(self, name: str, parent: int | None = None) -> int:
+        """Add a track, below another one or at the top, and return its id.
+
+        The viewer keeps the order in which tracks are added. It draws tracks of the same name below the same
+        parent as one.
+        """
+        return self._write_track(TrackDescriptor(name=name), parent)
+
+    def counter(self, name: str, unit: str, parent: int) -> int:
+        """Add a track of a figure that changes with time, and return its id."""
+        return self._write_track(
+            TrackDescriptor(name=name, counter=CounterDescriptor(unit_name=unit)), parent
+        )
+
+    def span(
+        self,
+        track: int,
+        start: float,
+        end: float,
+        name: str,
+        category: str,
+        facts: Facts,
+        *,
+        flows: Iterable[int] = (),
+        ends: Iterable[int] = (),
+    ) -> None:
+        """Write a span. Spans of a track have to come in their order."""
+        packet = self._packet(start)
+        event = packet.track_event
+        event.type, event.track_uuid, event.name = TrackEvent.TYPE_SLICE_BEGIN, track, name
+        event.categories.append(category)
+        event.flow_ids.extend(flows)
+        event.terminating_flow_ids.extend(ends)
+        for key, value in facts.items():
+            if value is None:
+                continue
+            annotation = event.debug_annotations.add(name=key)
+            if isinstance(value, bool):
+                annotation.bool_value = value
+            elif isinstance(value, int):
+                annotation.int_value = value
+            elif isinstance(value, float):
+                annotation.double_value = value
+            else:
+                annotation.string_value = value
+        self._builder.write_packet(packet)
+        packet = self._packet(end)
+        packet.track_event.type, packet.track_event.track_uuid = TrackEvent.TYPE_SLICE_END, track
+        self._builder.write_packet(packet)
+
+    def count(self, track: int, time: float, value: float) -> None:
+        """Write the value of a counter from this time on."""
+        packet = self._packet(time)
+        packet.track_event.type, packet.track_event.track_uuid = TrackEvent.TYPE_COUNTER, track
+        packet.track_event.double_counter_value = value
+        self._builder.write_packet(packet)
+
+    def _write_track(self, descriptor: TrackDescriptor, parent: int | None) -> int:
+        self._tracks += 1
+        descriptor.uuid = self._tracks
+        descriptor.child_ordering = TrackDescriptor.EXPLICIT
+        descriptor.sibling_order_rank = self._tracks
+        if parent is not None:
+            descriptor.parent_uuid = parent
+        packet = TracePacket(track_descriptor=descriptor, trusted_packet_sequence_id=_SEQUENCE)
+        self._builder.write_packet(packet)
+        return self._tracks
+
+    def _packet(self, time: float) -> TracePacket:
+        return TracePacket(timestamp=_ns(time), trusted_packet_sequence_id=_SEQUENCE)
+
+
+class SpanTracks:
+    """Tracks of one name for spans that overlap: as many as there are spans at once.
+
+    Args:
+        parent: the track below which they are.
+    """
+
+    def __init__(self, trace: PerfettoFile, name: str, parent: int) -> None:
+        self._trace = trace
+        self._name = name
+        self._parent = parent
+        self._free: list[tuple[float, int]] = []
+
+    def take(self, start: float, end: float) -> int:
+        """Return a track that is free for this time. Calls have to come in the order of `start`."""
+        if self._free and self._free[0][0] <= start:
+            _, track = heapq.heappop(self._free)
+        else:
+            track = self._trace.track(self._name, self._parent)
+        heapq.heappush(self._free, (end, track))
+        return track
+
+
+def _ns(time: float) -> int:
+    """Return nanoseconds of a time with 4 decimals. As a float, it has no more than 7."""
+    return round(time * 10_000) * 100_000

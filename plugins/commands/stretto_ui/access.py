@@ -1,0 +1,112 @@
+"""Who may read the page: the token, the cookie that replaces it, the Host check, and the headers of answers.
+
+The server only reads, and it answers only a browser that has had the token. A page of another site cannot
+use that browser's cookie: the cookie is `SameSite=Strict`, and the Host check refuses a foreign name that was
+made to point here (DNS rebinding). Text of models cannot run as a script: the content security policy admits
+only the server's own files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+# Not a redirect: a browser that follows a link of another site would not send the new Strict cookie along.
+_WELCOME = (
+    '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/"><title>stretto</title>'
+)
+_REFUSAL = (
+    "This page needs the token of its server.\n"
+    "Open the whole address that `stretto ui` printed when it started, with `?token=...`.\n"
+)
+
+
+class Access:
+    """The access to one server.
+
+    Args:
+        host: the address or name on which the server listens.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.token = secrets.token_urlsafe(24)
+        """The secret of the address that the command prints. It is valid until the server stops."""
+        # Cookies do not distinguish the ports of one machine, so each server has a name of its own.
+        self._cookie = f"stretto-{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
+        self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    @web.middleware
+    async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer an allowed request with the handler, and every other one with a refusal. All answers get the
+        headers."""
+        try:
+            response = await self._admit(request, handler)
+        except web.HTTPException as error:
+            response = web.Response(status=error.status, text=f"{error.status}: {error.reason}\n")
+        response.headers.update(_HEADERS)
+        return response
+
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not self._knows(request.headers.get("Host", "")):
+            return web.Response(status=421, text="421: this server has another name\n")
+        if request.method not in ("GET", "HEAD"):
+            return web.Response(
+                status=405, text="405: this server only reads\n", headers={"Allow": "GET, HEAD"}
+            )
+        if request.path == "/" and "token" in request.query:
+            return self._welcome(request.query["token"])
+        if not self._is_token(request.cookies.get(self._cookie, "")):
+            return web.Response(status=401, text=_REFUSAL)
+        return await handler(request)
+
+    def _knows(self, host: str) -> bool:
+        """Whether a Host header names this server. An address is no name that could be made to point here, so
+        every address is accepted; so is every port, because ssh may forward another."""
+        name = host.rpartition(":")[0] if _has_port(host) else host
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return name.lower() in self._names
+        return True
+
+    def _welcome(self, token: str) -> web.Response:
+        """Turn the token of the address into a cookie, and lead to the page without it."""
+        if not self._is_token(token):
+            return web.Response(status=401, text=_REFUSAL)
+        response = web.Response(text=_WELCOME, content_type="text/html")
+        response.set_cookie(self._cookie, token, httponly=True, samesite="Strict", path="/")
+        return response
+
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode(), self.token.encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this machine's loopback, and nothing else."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _has_port(host: str) -> bool:
+    return ":" in host and not host.endswith("]")

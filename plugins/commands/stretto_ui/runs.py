@@ -1,0 +1,160 @@
+"""The runs below a folder, under ids that say nothing about paths."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stretto.charts import recent
+from stretto.errors import ConfigError
+from stretto.run_folder import ACCURACY, RunFolder, find_runs, is_run
+from stretto_ui.samples import Samples
+
+_SEARCH_S = 5.0
+"""Search the folder for new runs at most this often."""
+_OPEN = 6
+"""Number of runs whose metrics stay in memory after a page has read them: a long run takes some 100 MB."""
+_CURVE = 48
+"""Number of points of the small curve in the list of runs."""
+
+
+class ListedRun:
+    """One run. One thread reads it at a time."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.folder = folder
+        self.path = str(folder.relative_to(root))
+        """The run's folder as seen from the folder of the page; `.` if they are the same."""
+        self.id = hashlib.sha256(self.path.encode()).hexdigest()[:12]
+        self.samples = Samples(folder)
+        self._record: RunFolder | None = None
+        self._row: dict[str, Any] = {}
+        self._row_stamp: object = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def read(self) -> Generator[RunFolder]:
+        """Lend the run's record, with what was appended to its files.
+
+        Raises:
+            ConfigError: if the run's folder is gone, or a file in it is a link that leads out of it.
+        """
+        with self._lock:
+            self._refuse_links()
+            self._record = self._record or RunFolder(self.folder)
+            self._record.refresh()
+            yield self._record
+
+    def row(self) -> dict[str, Any]:
+        """Return the run's row in the list of runs.
+
+        Raises:
+            ConfigError: like `read`; also if a file of the run is damaged.
+        """
+        stamp = self._stamp()
+        if stamp != self._row_stamp or self._row["state"] == "running":
+            was_open = self._record is not None
+            with self.read() as record:
+                self._row, self._row_stamp = {"id": self.id, "path": self.path, **_row(record)}, stamp
+            if not was_open and self._row["state"] != "running":
+                self.close()
+        return self._row
+
+    def close(self) -> None:
+        """Free the memory of the record."""
+        with self._lock:
+            self._record = None
+        self.samples = Samples(self.folder)
+
+    def _stamp(self) -> object:
+        files = [self.folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]
+        states = [file.stat() for file in files if file.exists()]
+        return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]
+
+    def _refuse_links(self) -> None:
+        if not self.folder.is_dir():
+            raise ConfigError(f"{self.path}: the folder of this run is gone")
+        for file in (*self.folder.iterdir(), *self.folder.glob("samples/**/*")):
+            if file.is_symlink() and not file.resolve().is_relative_to(self.folder):
+                raise ConfigError(f"{self.path}/{file.name} is a link that leads out of the run's folder")
+
+
+class Runs:
+    """All runs below a folder, or the one run in it. Only these can be read; a request names them by id."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.single = is_run(self.folder)
+        """Whether the folder itself is a run."""
+        self._known: dict[str, ListedRun] = {}
+        self._open: list[ListedRun] = []
+        """The runs that were read last, the newest at the end."""
+        self._searched = -_SEARCH_S
+        self._lock = threading.Lock()
+
+    def all(self) -> list[ListedRun]:
+        """Return the runs, new ones included.
+
+        Raises:
+            ConfigError: if the folder is gone.
+        """
+        with self._lock:
+            if time.monotonic() >= self._searched + _SEARCH_S:
+                found = [ListedRun(self.folder, record.folder) for record in find_runs(self.folder)]
+                self._known = {run.id: self._known.get(run.id, run) for run in found}
+                self._searched = time.monotonic()
+            return list(self._known.values())
+
+    def get(self, run_id: str) -> ListedRun:
+        """Return the run with this id, to read it.
+
+        Raises:
+            KeyError: if there is none.
+        """
+        self.all()
+        with self._lock:
+            run = self._known[run_id]
+            self._open = [*(each for each in self._open if each is not run), run]
+            closing, self._open = self._open[:-_OPEN], self._open[-_OPEN:]
+        for each in closing:
+            each.close()
+        return run
+
+
+def _row(record: RunFolder) -> dict[str, Any]:
+    document, steps = record.config, record.steps
+    last = steps[-1] if steps else {}
+    rewards = [value for _, value in record.series("reward")]
+    accuracies = [value for _, value in record.series(ACCURACY)]
+    model = document.get("model")
+    return {
+        "name": record.name,
+        "state": record.state,
+        "step": last.get("step", 0),
+        "total": document.get("steps", 0),
+        "reward": recent(rewards),
+        "curve": rewards[:: max(1, len(rewards) // _CURVE)],
+        "accuracy": accuracies[-1] if accuracies else None,
+        "best": max(accuracies, default=None),
+        "algorithm": _use(document.get("algorithm")),
+        "model": model if isinstance(model, str) else None,
+        "wall_s": record.wall_s,
+        "started": record.started,
+        "changed": _changed(record.folder),
+    }
+
+
+def _use(section: Any) -> str | None:
+    """Return the component that a section of the run file names."""
+    return str(section["use"]) if isinstance(section, dict) and "use" in section else None
+
+
+def _changed(folder: Path) -> float:
+    """Return when the run last wrote a figure, in Unix seconds."""
+    files = [folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]
+    return max(file.stat().st_mtime for file in files if file.exists())

@@ -1,0 +1,156 @@
+"""Kept samples of a run, as the page shows them."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from stretto.errors import ConfigError
+from stretto.models.images import ImageError, ImageFile, decode, file_of, images_of, names_in
+from stretto.run_folder import RunFolder, SampleFilter, SampleStore
+from stretto_ui.token_text import pieces
+
+_MOST_ROWS = 200
+"""Most rows of one answer."""
+_THUMBNAIL = 384
+"""Most pixels of an image's side."""
+_PREVIEW = 240
+"""Characters of a text in the list."""
+
+
+class Samples:
+    """The samples of one run. It has a lock of its own, because a search for a text may take seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._store = SampleStore(folder)
+        self._lock = threading.Lock()
+
+    def page(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return one page of rows that fit, with the number of all that fit. A search for a text counts
+        nothing: it stops at the end of the page.
+
+        Raises:
+            ConfigError: if a condition cannot be read.
+        """
+        wanted, limit = filter_of(query), _count(query, "limit", 50, _MOST_ROWS)
+        offset = _count(query, "offset", 0, 2**53)
+        with self._lock:
+            rows = self._store.find(
+                wanted, limit=limit + 1, offset=offset, order=query.get("order", "-sequence"), texts=True
+            )
+            total = None if wanted.text is not None else self._store.count(wanted)
+        return {"rows": [_preview(row) for row in rows[:limit]], "more": len(rows) > limit, "total": total}
+
+    def group(self, query: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return the rows of all attempts of a ticket, with their texts and without their tokens.
+
+        Raises:
+            ConfigError: if the request names no ticket.
+        """
+        with self._lock:
+            return self._store.find(_ticket_of(query), limit=None, texts=True)
+
+    def image(self, query: Mapping[str, str]) -> bytes:
+        """Return a small PNG of an image whose file this machine has: the one with the SHA-256 `sha256` in a
+        conversation of a ticket, or else number `number` of the ticket's row.
+
+        Raises:
+            ConfigError: if the row is not kept or has no such image, if no image of that SHA-256 is kept, or
+                if its file cannot be read.
+        """
+        names = [name for row in self.group(query)[:1] for name in names_in(row["dataset_row"])]
+        if (digest := query.get("sha256")) is not None:
+            file = self._file_of(digest, names)
+            if file is None:
+                raise ConfigError(f"ticket {query['ticket']} has no image {digest} in a file")
+            pixels = decode(file)
+        else:
+            number = _count(query, "number", 0, 2**53)
+            if number >= len(names) or not isinstance(names[number], str):
+                raise ConfigError(f"the row of ticket {query['ticket']} has no image {number} in a file")
+            [image] = images_of({"image": names[number]})
+            pixels = image.pixels
+        pixels.thumbnail((_THUMBNAIL, _THUMBNAIL))
+        png = io.BytesIO()
+        pixels.save(png, "PNG")
+        return png.getvalue()
+
+    def _file_of(self, digest: str, names: Sequence[Any]) -> bytes | None:
+        """Return the file of an image that a workflow added, or of one of a row's images; None if it is
+        neither."""
+        if (file := RunFolder(self._folder).image(digest)) is not None:
+            return file
+        for name in names:
+            # The image of another name may be missing here.
+            with suppress(ImageError):
+                if isinstance(name, str) and ImageFile(file := file_of(name)).digest == digest:
+                    return file
+        return None
+
+    def tokens(self, query: Mapping[str, str], model: str | None) -> dict[str, Any]:
+        """Return one trajectory of a ticket with its tokens and the text of each.
+
+        Raises:
+            ConfigError: if the ticket has no such trajectory.
+        """
+        with self._lock:
+            rows = self._store.find(_ticket_of(query), limit=None, texts=False, tokens=True)
+        row = next((row for row in rows if row["id"] == query.get("sample")), None)
+        if row is None:
+            raise ConfigError(f"ticket {query['ticket']} has no sample {query.get('sample', '')[:80]!r}")
+        return row | {"pieces": pieces(model, row["tokens"] or [])}
+
+    def staleness(self) -> list[tuple[int, int]]:
+        """Return (staleness, number of trained trajectories), by staleness."""
+        with self._lock:
+            return list(self._store.staleness().items())
+
+
+def filter_of(query: Mapping[str, str]) -> SampleFilter:
+    """Return the conditions of a request. A range is two keys, such as `reward_from` and `reward_to`.
+
+    Raises:
+        ConfigError: if a condition cannot be read.
+    """
+    conditions: dict[str, Any] = {
+        name: query[name] for name in ("purpose", "finish", "outcome", "worker", "text") if query.get(name)
+    }
+    if query.get("ticket"):
+        conditions["ticket"] = query["ticket"]
+    for name in ("step", "reward", "length", "staleness"):
+        bounds = query.get(f"{name}_from") or None, query.get(f"{name}_to") or None
+        if bounds != (None, None):
+            conditions[name] = bounds
+    try:
+        return msgspec.convert(conditions, SampleFilter, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"a filter cannot be read: {error}") from error
+
+
+def _ticket_of(query: Mapping[str, str]) -> SampleFilter:
+    if not query.get("ticket"):
+        raise ConfigError("the request names no ticket")
+    return filter_of({"ticket": query["ticket"], "purpose": query.get("purpose", "train")})
+
+
+def _count(query: Mapping[str, str], name: str, otherwise: int, most: int) -> int:
+    text = query.get(name, "") or str(otherwise)
+    if not text.isdecimal() or int(text) > most:
+        raise ConfigError(f"{name} is a number from 0 to {most}, not {text[:40]!r}")
+    return int(text)
+
+
+def _preview(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the beginning of its texts alone: a page of long answers would take megabytes."""
+    texts = cast("dict[str, str | None]", {name: row[name] for name in ("prompt_text", "text")})
+    short = {name: text if text is None else text[:_PREVIEW] for name, text in texts.items()}
+    return {
+        name: value for name, value in row.items() if name not in ("messages", "dataset_row", "digest")
+    } | short

@@ -1,0 +1,372 @@
+"""The server of the page. It reads the folders of runs, and has no request that changes anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+import ssl
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+
+from stretto.charts import COLOURS, FIGURES
+from stretto.errors import ConfigError
+from stretto.run_folder import compare_runs
+from stretto_ui.access import Access, is_loopback
+from stretto_ui.curves import ShownCurve, curve
+from stretto_ui.lanes import lanes
+from stretto_ui.overview import overview
+from stretto_ui.runs import ListedRun, Runs
+
+_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".LICENSE": "text/plain",
+}
+_log = logging.getLogger(__name__)
+_SHUTDOWN_S = 2.0
+"""Seconds for which the server's end waits for requests that are not answered yet."""
+_COMPRESSED = 1024
+"""Compress answers from this many bytes on."""
+_MOST_POINTS = 4000
+_MOST_KEYS = 400
+
+Query = Mapping[str, str]
+
+
+class _Page:
+    """The answers of one server."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    def index(self, query: Query) -> Any:
+        """The list of runs."""
+        del query
+        rows: list[dict[str, Any]] = []
+        problems: list[str] = []
+        for run in self._runs.all():
+            try:
+                rows.append(run.row())
+            except Exception as error:  # noqa: BLE001 - `_fault` says why
+                problems.append(_fault(error, run.path))
+        folder, single = str(self._runs.folder), self._runs.single
+        return {"folder": folder, "single": single, "runs": rows, "problems": problems}
+
+    def figures(self, query: Query) -> Any:
+        """How views show each figure."""
+        del query
+        return {
+            key: {**msgspec.structs.asdict(figure), "name": figure.name, "title": figure.title}
+            for key, figure in FIGURES.items()
+        }
+
+    def comparison(self, query: Query) -> Any:
+        """Several runs compared, as `stretto compare` does it."""
+        ids = query.get("runs", "").split(",")
+        try:
+            runs = [self._runs.get(each) for each in ids]
+        except KeyError as error:
+            text = f"there is no run {str(error.args[0])[:40]!r} below this folder, or no longer"
+            raise ConfigError(text) from error
+        with ExitStack() as lent:
+            # In one order, so that two requests never wait for each other.
+            ordered = sorted(set(runs), key=lambda run: run.id)
+            records = {run.id: lent.enter_context(run.read()) for run in ordered}
+            compared = compare_runs([records[run.id] for run in runs])
+        for each in ids:  # closes those that are too many
+            self._runs.get(each)
+        return compared
+
+    def overview(self, run: ListedRun, query: Query) -> Any:
+        """The first view of a run."""
+        del query
+        with run.read() as record:
+            return {"id": run.id, "path": run.path, **overview(record)}
+
+    def series(self, run: ListedRun, query: Query) -> Any:
+        """Curves in a window. Versions of evaluations are their steps."""
+        keys = [unquote(key) for key in query.get("keys", "").split(",")[:_MOST_KEYS]]
+        x = query.get("x", "step")
+        if x not in ("step", "time_s"):
+            raise ConfigError(f"no x-axis {x!r}: step, time_s")
+        start, end = _number(query, "start"), _number(query, "end")
+        points = int(_number(query, "points") or 1000)
+        smoothing = _number(query, "smoothing") or 0.0
+        if not 0 <= smoothing < 1 or not 1 <= points <= _MOST_POINTS:
+            raise ConfigError(f"smoothing is 0 to below 1, points is 1 to {_MOST_POINTS}")
+        curves: dict[str, ShownCurve] = {}
+        with run.read() as record:
+            for key in keys:
+                lines = record.evaluations if key.startswith("evaluation/") else record.steps
+                weight = 0.0 if key.startswith("evaluation/") else smoothing
+                curves[key] = curve(lines, key, x=x, start=start, end=end, points=points, smoothing=weight)
+        return {"x": x, "curves": curves}
+
+    def staleness(self, run: ListedRun, query: Query) -> Any:
+        """How many trajectories were trained at each staleness."""
+        del query
+        with run.read() as record:
+            summary = record.summary
+        if summary is not None:
+            counts = [(int(staleness), count) for staleness, count in summary.get("staleness", {}).items()]
+            return {"counts": sorted(counts), "source": ""}
+        return {"counts": run.samples.staleness(), "source": "from the kept samples"}
+
+    def timeline(self, run: ListedRun, query: Query) -> Any:
+        """The timeline in a window; null if the run has none."""
+        width = int(_number(query, "width") or 1000)
+        if not 1 <= width <= _MOST_POINTS:
+            raise ConfigError(f"width is 1 to {_MOST_POINTS} pixels")
+        with run.read() as record:
+            shown = record
+        return lanes(shown, _number(query, "start"), _number(query, "end"), width)
+
+    def samples(self, run: ListedRun, query: Query) -> Any:
+        """A page of the kept samples that fit."""
+        return run.samples.page(query)
+
+    def group(self, run: ListedRun, query: Query) -> Any:
+        """All samples of a ticket."""
+        return run.samples.group(query)
+
+    def tokens(self, run: ListedRun, query: Query) -> Any:
+        """One sample with its tokens."""
+        with run.read() as record:
+            model = record.config.get("model")
+        return run.samples.tokens(query, model)
+
+    def image(self, run: ListedRun, query: Query) -> bytes:
+        """A small PNG of one image of a ticket's row or conversations."""
+        return run.samples.image(query)
+
+    def config(self, run: ListedRun, query: Query) -> Any:
+        """The values of a run by their dotted keys."""
+        del query
+        with run.read() as record:
+            return {"name": record.name, "values": list(record.values().items())}
+
+
+def application(folder: Path, access: Access) -> web.Application:
+    """Return the server's application.
+
+    Raises:
+        ConfigError: if there is no such folder.
+    """
+    runs = Runs(folder)
+    runs.all()
+    page = _Page(runs)
+    app = web.Application(middlewares=[access.check, _errors])
+    app.router.add_get("/", _file("index.html"))
+    # Browsers ask for it where a document names no icon, such as the one that takes the token.
+    app.router.add_get("/favicon.ico", _file("icon.svg"))
+    for name in _static_files():
+        app.router.add_get(f"/static/{name}", _file(name))
+    app.router.add_get("/static/colours.css", _content(_colours().encode(), "text/css"))
+    app.router.add_get("/api/runs", _answer(page.index))
+    app.router.add_get("/api/figures", _answer(page.figures))
+    app.router.add_get("/api/compare", _answer(page.comparison))
+    for name, handler in {
+        "": page.overview,
+        "/series": page.series,
+        "/staleness": page.staleness,
+        "/timeline": page.timeline,
+        "/samples": page.samples,
+        "/group": page.group,
+        "/tokens": page.tokens,
+        "/image": page.image,
+        "/config": page.config,
+    }.items():
+        app.router.add_get(f"/api/runs/{{run}}{name}", _of_run(runs, handler))
+    return app
+
+
+async def serve(
+    folder: Path,
+    host: str,
+    port: int,
+    announce: Callable[[str], None],
+    *,
+    certificate: Path | None = None,
+    insecure: bool = False,
+) -> None:
+    """Serve the page until SIGINT or SIGTERM.
+
+    Args:
+        port: 0 for any free port.
+        announce: gets the address with its token when the server listens.
+        certificate: certificate for TLS; its key is in the file with the suffix `.key`.
+        insecure: other machines may reach the page without TLS.
+
+    Raises:
+        ConfigError: if there is no such folder, if the address or the certificate cannot be used, or if other
+            machines would reach the page without TLS.
+    """
+    if certificate is None and not insecure and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host}: whoever can read the network would read the page and its token; give "
+            "--certificate for TLS (stretto certs makes one), use a tunnel to loopback, or say --insecure"
+        )
+    tls = _server_context(certificate) if certificate is not None else None
+    access = Access(host)
+    runner = web.AppRunner(
+        application(folder, access), access_log=None, handle_signals=False, shutdown_timeout=_SHUTDOWN_S
+    )
+    await runner.setup()
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    try:
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        shown = f"[{host}]" if ":" in host else host
+        announce(f"http{'s' if tls else ''}://{shown}:{runner.addresses[0][1]}/?token={access.token}")
+        await ended.wait()
+    finally:
+        await runner.cleanup()
+
+
+def _server_context(certificate: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, certificate.with_suffix(".key"), password="")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--certificate {certificate}: expected a certificate, and its key in "
+            f"{certificate.with_suffix('.key').name} beside it: {error}"
+        ) from error
+    return context
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        response = await handler(request)
+    except web.HTTPException:
+        raise
+    except Exception as error:  # noqa: BLE001
+        status = 400 if isinstance(error, ConfigError) else 500
+        response = _json({"error": _fault(error, "this run")}, status)
+    if isinstance(response, web.Response) and (response.content_length or 0) >= _COMPRESSED:
+        response.enable_compression()
+    return response
+
+
+def _fault(error: Exception, run: str) -> str:
+    """Return why a run cannot be shown. Its files can hold anything, so a view can fail in any way: that
+    is an error of the one run."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    _log.error("cannot show a run", exc_info=error)
+    return f"the files of {run} cannot be shown: {type(error).__name__}: {error}"
+
+
+def _of_run(
+    runs: Runs, handler: Callable[[ListedRun, Query], Any]
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def answer(run_id: str, query: Query) -> Any:
+        try:
+            run = runs.get(run_id)
+        except KeyError:
+            return _json({"error": "there is no such run below this folder, or no longer"}, status=404)
+        return handler(run, query)
+
+    async def respond(request: web.Request) -> web.Response:
+        return await _in_thread(partial(answer, request.match_info["run"], request.query))
+
+    return respond
+
+
+def _answer(handler: Callable[[Query], Any]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def respond(request: web.Request) -> web.Response:
+        return await _in_thread(partial(handler, request.query))
+
+    return respond
+
+
+async def _in_thread(work: Callable[[], Any]) -> web.Response:
+    """Read files and encode the answer outside the event loop. Bytes are a PNG. The thread is a daemon: the
+    server's end does not wait for a disk that does not answer."""
+    answered: Future[web.Response] = Future()
+    answered.set_running_or_notify_cancel()
+
+    def response() -> web.Response:
+        answer = work()
+        if isinstance(answer, web.Response):
+            return answer
+        if isinstance(answer, bytes):
+            return web.Response(body=answer, content_type="image/png")
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+    def run() -> None:
+        try:
+            answered.set_result(response())
+        except Exception as error:  # noqa: BLE001 - raised again where the request waits
+            answered.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(answered)
+
+
+def _json(value: Any, status: int) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _static_files() -> list[str]:
+    folder = Path(str(files("stretto_ui") / "static"))
+    return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
+
+
+def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the handler of one file of the page. The files are read once: no request names a path."""
+    file = files("stretto_ui") / "static" / name
+    return _content(file.read_bytes(), _TYPES[Path(name).suffix])
+
+
+def _colours() -> str:
+    """Return the style sheet with the colours of runs in both themes, and their number."""
+    numbered = list(enumerate(COLOURS))
+    light = "".join(f"--c{number}:{colour.light};" for number, colour in numbered)
+    dark = "".join(f"--c{number}:{colour.dark};" for number, colour in numbered)
+    classes = "".join(f".k{number}{{background:var(--c{number})}}" for number, _ in numbered)
+    return f':root{{--hues:{len(COLOURS)};{light}}}:root[data-theme="dark"]{{{dark}}}{classes}'
+
+
+def _content(body: bytes, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the handler that answers with a file's content."""
+
+    async def respond(request: web.Request) -> web.Response:
+        del request
+        return web.Response(body=body, content_type=content_type, charset="utf-8")
+
+    return respond
+
+
+def _number(query: Query, name: str) -> float | None:
+    text = query.get(name, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is not a number: {text[:40]!r}")
+    return value

@@ -1,0 +1,210 @@
+"""The commands `runs`, `samples`, `compare`, `plot` and `report`. The list of all commands imports this
+module, so what they need is imported in the functions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stretto.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from stretto.run_folder import RunFolder
+
+_Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs.")
+]
+
+
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="A folder with runs, at any depth.")
+    ] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """List all runs below a folder, the newest first."""
+    import msgspec
+
+    from stretto_views.runs import runs_below, runs_table
+    from stretto_views.tables import print_table
+
+    rows = runs_below(folder)
+    if as_json:
+        typer.echo(msgspec.json.encode(rows))
+    elif rows:
+        print_table(runs_table(rows, folder.absolute()))
+    else:
+        typer.echo(f"no run in {folder}")
+
+
+def samples(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    ticket: Annotated[
+        int | None, typer.Option(min=0, help="Number of the ticket; with --purpose eval, of an evaluation's.")
+    ] = None,
+    step: Annotated[str | None, typer.Option(metavar="A:B", help="Steps in which they were trained.")] = None,
+    reward: Annotated[str | None, typer.Option(metavar="A:B", help="Lowest and highest reward.")] = None,
+    length: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Number of tokens with the prompt.")
+    ] = None,
+    staleness: Annotated[str | None, typer.Option(metavar="A:B", help="Staleness at the train step.")] = None,
+    finish: Annotated[str | None, typer.Option(help="Why sampling ended: stop or length.")] = None,
+    text: Annotated[str | None, typer.Option(help="A text in the prompt or in the answer.")] = None,
+    outcome: Annotated[
+        str | None, typer.Option(help="trained, filtered, expired, failed, evaluated or pending.")
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="The same as --outcome failed.")] = False,
+    purpose: Annotated[str | None, typer.Option(help="Only those of `train`, or of `eval`.")] = None,
+    worker: Annotated[str | None, typer.Option(help="Rollout or inference worker.")] = None,
+    order: Annotated[
+        str, typer.Option(help="For example reward; -reward begins with the highest.")
+    ] = "sequence",
+    limit: Annotated[int, typer.Option(min=1, help="Most samples to show.")] = 20,
+    offset: Annotated[int, typer.Option(min=0, help="Leave out this many samples first.")] = 0,
+    group: Annotated[
+        bool, typer.Option("--group", help="Show the whole groups, their samples side by side.")
+    ] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="With jsonl and parquet: also tokens, logprobs, versions, …")
+    ] = False,
+    format: Annotated[str, typer.Option(help="text, jsonl or parquet.")] = "text",
+    output: Annotated[Path | None, typer.Option(help="Write to this file.", metavar="FILE")] = None,
+) -> None:
+    """Show the samples that a run has kept, also while it runs: prompts, answers, rewards, outcomes."""
+    from rich.console import Console
+
+    from stretto.run_folder import open_samples
+    from stretto_views.samples import (
+        bounds_of,
+        print_groups,
+        print_samples,
+        sample_filter,
+        why_none,
+        write_lines,
+        write_parquet,
+    )
+
+    if format not in ("text", "jsonl", "parquet"):
+        raise ConfigError(f"--format {format!r}: expected text, jsonl or parquet")
+    if format == "parquet" and output is None:
+        raise ConfigError("--format parquet needs --output FILE")
+    if tokens and format == "text":
+        raise ConfigError("--tokens goes with --format jsonl or --format parquet")
+    wanted = sample_filter(
+        ticket=ticket,
+        step=bounds_of(step, "--step"),
+        reward=bounds_of(reward, "--reward"),
+        length=bounds_of(length, "--length"),
+        staleness=bounds_of(staleness, "--staleness"),
+        finish=finish,
+        text=text,
+        outcome="failed" if failed else outcome,
+        purpose=purpose or (None if ticket is None else "train"),
+        worker=worker,
+    )
+    store = open_samples(folder)
+    rows = store.find(wanted, limit=limit, offset=offset, order=order, tokens=tokens)
+    if format == "parquet":
+        assert output is not None
+        write_parquet(rows, output)
+        return
+    with output.open("w") if output else nullcontext(sys.stdout) as file:
+        if format == "jsonl":
+            write_lines(rows, lambda line: print(line, file=file))
+            return
+        console = Console(file=file, markup=False, emoji=False, highlight=False, soft_wrap=not group)
+        if group:
+            print_groups(store, rows, console)
+        else:
+            print_samples(rows, console)
+    if not rows:
+        typer.echo(why_none(store, wanted), err=True)
+
+
+def compare(
+    folders: _Runs,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Compare runs: figures, values that differ, curves at equal steps, accuracies with 95 % intervals."""
+    import msgspec
+
+    from stretto.run_folder import compare_runs
+    from stretto_views.compare import comparison_tables
+    from stretto_views.tables import print_table
+
+    comparison = compare_runs(_runs_in(folders))
+    if as_json:
+        typer.echo(msgspec.json.encode(comparison))
+        return
+    for title, table in comparison_tables(comparison):
+        typer.echo(f"\n{printable(title)}")
+        print_table(table)
+
+
+def plot(
+    folders: _Runs,
+    keys: Annotated[
+        str,
+        typer.Option(
+            "--key", metavar="KEY,…", help="Keys of metrics.jsonl, such as reward,loss,evaluation/accuracy."
+        ),
+    ] = "",
+    window: Annotated[
+        int, typer.Option("--smooth", min=1, metavar="STEPS", help="Draw means over this many steps.")
+    ] = 1,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Draw into an .svg file.")
+    ] = None,
+) -> None:
+    """Draw the curves of one run, or of several over each other, in the terminal or into a file."""
+    from stretto_views.plot import draw_file, draw_text, wanted_panels
+
+    wanted = [key.strip() for key in keys.split(",") if key.strip()]
+    panels = wanted_panels(_runs_in(folders), wanted, window)
+    if out is not None:
+        draw_file(panels, out)
+        typer.echo(f"drawn: {out}")
+        return
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    typer.echo(draw_text(panels, shutil.get_terminal_size((100, 24)).columns, coloured=coloured))
+
+
+def report(
+    folders: _Runs,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="The HTML file to write; default report.html."),
+    ] = None,
+) -> None:
+    """Write one HTML file that shows a run, or several: curves, evaluations, ledger, advice, values.
+
+    The file needs no network and no other file.
+    """
+    from stretto_views.report import write_report
+
+    if out is None and (out := Path("report.html")).exists():
+        raise ConfigError(f"{out} exists; name the file to write, or to replace, with --out")
+    write_report(_runs_in(folders), out)
+    typer.echo(f"written: {out}")
+
+
+def _runs_in(folders: list[Path]) -> list[RunFolder]:
+    """Return the runs in these folders, and below those that are no runs.
+
+    Raises:
+        ConfigError: if a folder holds no run.
+    """
+    from stretto.run_folder import find_runs
+
+    found: list[RunFolder] = []
+    for folder in folders:
+        if not (runs := find_runs(folder)):
+            raise ConfigError(f"{folder} holds no run")
+        found += runs
+    return found

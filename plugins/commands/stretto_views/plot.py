@@ -1,0 +1,123 @@
+"""`stretto plot`: curves of runs in the terminal, or as an SVG file.
+
+One panel for each key, all runs over each other. Held-out accuracies are points in the panel of the reward,
+and in a panel of their own where a run has no reward.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from stretto.charts import COLOURS, FIGURES, Panel, RunCurve, chart_file, figure, panels_of, thin_points
+from stretto.errors import ConfigError, offer, printable
+from stretto.run_folder import ACCURACY, MAIN_FIGURES, RunFolder
+
+_MOST_POINTS = 4000
+_LINES_HIGH = 16
+"""Height of a panel in the terminal."""
+_TICKS = 6
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+"""Without colours, each of several runs is drawn with its letter."""
+
+
+def wanted_panels(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -> list[Panel]:
+    """Return a panel for each key.
+
+    Args:
+        keys: keys of `metrics.jsonl`; empty for reward, loss, entropy and gradient norm.
+        window: number of steps over which lines are smoothed.
+
+    Raises:
+        ConfigError: if no run has figures of a key, or if a run's metrics are damaged.
+    """
+    known = dict.fromkeys(key for run in runs for key in run.figures())
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"no run has the key {key!r}{offer(key, known, 'keys')}")
+    panels = panels_of(runs, keys or MAIN_FIGURES, window)
+    if not panels:
+        raise ConfigError(f"no figures yet in {', '.join(str(run.folder) for run in runs)}")
+    return panels
+
+
+# ---------------------------------------------------------------------------------------- drawing
+
+
+def draw_text(panels: Sequence[Panel], width: int, *, coloured: bool) -> str:
+    """Return the panels as text, one below the other.
+
+    Raises:
+        ConfigError: if plotext is not installed.
+    """
+    plotext: Any = _require("plotext")
+    return "\n\n".join(_draw_text(plotext, panel, width, coloured) for panel in panels)
+
+
+def _draw_text(plotext: Any, panel: Panel, width: int, coloured: bool) -> str:
+    """Return one panel as text: a line for each run, with the sign that draws it, then the plot."""
+    plot = plotext.figure
+    plot.clear()
+    plot.theme("colorless")
+    plot.plot_size(width, _LINES_HIGH)
+    heads: list[str] = []
+    several = len(panel.curves) > 1
+    for curve in panel.curves:
+        letter = _LETTERS[curve.run % len(_LETTERS)] if several and not coloured else "hd"
+        colour = COLOURS[curve.run % len(COLOURS)].terminal if coloured else None
+        for points, symbol in ((curve.line, letter), (curve.points, "●")):
+            if points:
+                xs, ys = zip(*thin_points(points, width if symbol == "●" else _MOST_POINTS), strict=True)
+                signal = plot.signal(list(xs), list(ys), marker=plotext.marker(symbol, pixel=colour))
+                signal.lines(points is curve.line)
+                plot.draw(signal)
+        heads.append(_head(curve, panel.key, letter if several else "", colour))
+    steps = [x for curve in panel.curves for x, _ in (*curve.line, *curve.points)]
+    ticks = sorted(
+        {round(min(steps) + (max(steps) - min(steps)) * part / _TICKS) for part in range(_TICKS + 1)}
+    )
+    plot.ruler("x").ticks(ticks, list(map(str, ticks)))
+    drawing = str(plot.build())
+    return "\n".join([*heads, drawing.rstrip("\n") if coloured else plotext.uncolorize(drawing).rstrip("\n")])
+
+
+def _head(curve: RunCurve, key: str, letter: str, colour: int | None) -> str:
+    """Return the line above a plot that names a run, with its newest figures."""
+    shown, accuracy, parts = figure(key), FIGURES[ACCURACY], list[str]()
+    if curve.line:
+        parts.append(f"{shown.label} {shown.text(curve.line[-1][1])} at step {curve.line[-1][0]}")
+    if curve.points:
+        version, value = curve.points[-1]
+        parts.append(f"● {accuracy.label} {accuracy.text(value)} at version {version}")
+    sign = "" if colour is not None or not letter else f"{letter}  "
+    text = printable(f"{sign}{curve.label}: {', '.join(parts)}")
+    return text if colour is None else f"\x1b[38;5;{colour}m{text}\x1b[0m"
+
+
+def draw_file(panels: Sequence[Panel], file: Path) -> None:
+    """Draw the panels into an SVG file, as the report does.
+
+    Raises:
+        ConfigError: if the file's name has another ending, or if the file cannot be written.
+    """
+    if file.suffix != ".svg":
+        raise ConfigError(f"{file}: expected a name that ends with .svg")
+    try:
+        file.write_text(chart_file(panels))
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error}") from error
+
+
+def _require(module: str) -> ModuleType:
+    """Import a library of the extra `plot`.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"`stretto plot` needs {module}: pip install 'stretto[plot]'") from error

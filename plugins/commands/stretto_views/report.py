@@ -1,0 +1,315 @@
+"""`stretto report`: a run, or several, as one HTML file that needs no network and has no script.
+
+Everything that comes from a run is escaped, and control characters are shown as escapes. The page's policy
+forbids scripts and every address, so text that were taken for markup could not do anything either.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.charts import (
+    COLOURS,
+    FIGURES,
+    Bar,
+    bar_chart,
+    chart_style,
+    duration_text,
+    figure,
+    lane_chart,
+    line_chart,
+    panels_of,
+    safe,
+)
+from stretto.errors import ConfigError, printable
+from stretto.run_folder import (
+    ACCURACY,
+    CallSpan,
+    Comparison,
+    EvaluationSpan,
+    Event,
+    RunFolder,
+    StepSpan,
+    SwapSpan,
+    TicketDone,
+    compare_runs,
+    labels_of,
+)
+from stretto_views.report_samples import samples_html
+
+_CURVES = (
+    *("reward", "loss", "entropy", "grad_norm", "length", "staleness", "behaviour_kl", "truncated", "step_s"),
+    "step_tokens_per_s",
+)
+"""Keys of the figures that have a chart. That of the reward has held-out accuracies as points."""
+_STYLE = Path(__file__).with_name("report.css")
+_STEPS_IN_TIMELINE = 12
+_MARGIN_S = 60.0
+"""The last evaluation and the end of a run follow its last step."""
+_MOST_BARS = 4000
+_LANES = ("step", "evaluation", "call", "swap", "ticket")
+"""Kinds of lanes in the order of the page's timeline. Lanes of one kind are in the order of their names."""
+
+
+def write_report(runs: Sequence[RunFolder], file: Path) -> None:
+    """Write the report of runs.
+
+    Raises:
+        ConfigError: if the files of a run are damaged, or if the report cannot be written.
+    """
+    text = report_html(runs)
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error}") from error
+
+
+def report_html(runs: Sequence[RunFolder]) -> str:
+    """Return the report of runs as one HTML page.
+
+    Raises:
+        ConfigError: if the files of a run are damaged.
+    """
+    labels = labels_of(runs)
+    comparison = compare_runs(runs)
+    several = len(runs) > 1
+    title = f"{', '.join(dict.fromkeys(run.name for run in runs))}: report"
+    sections = [
+        f"<h1>{safe(title)}</h1>",
+        f'<p class="dim">written {time.strftime("%Y-%m-%d %H:%M")}</p>',
+        _legend(labels) if several else "",
+        _section("Summary", _summary(comparison)),
+        _section("Curves", _charts(runs)),
+        _section("Evaluations", _evaluations(comparison)),
+        _section("Staleness of trained samples", _staleness(runs, labels)),
+        _section("Values that differ", _differences(comparison, labels)) if several else "",
+        *(
+            _section(f"{name} of {label}" if several else name, draw(run))
+            for name, draw in _OF_EACH_RUN.items()
+            for run, label in zip(runs, labels, strict=True)
+        ),
+    ]
+    style = chart_style() + _STYLE.read_text()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; form-action 'none'; base-uri 'none'"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{safe(title)}</title><style>{style}</style></head><body>{''.join(sections)}</body></html>\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------- sections
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{safe(title)}</h2>{content}</section>" if content else ""
+
+
+def _legend(labels: Sequence[str]) -> str:
+    keys = (f'<span class="key run{n % len(COLOURS)}"></span>{safe(label)}' for n, label in enumerate(labels))
+    return f"<p>{' &emsp; '.join(keys)}</p>"
+
+
+def _summary(comparison: Comparison) -> str:
+    def row(name: str, texts: Iterable[str]) -> str:
+        return f"<tr><th>{name}</th>{''.join(f'<td>{safe(text)}</td>' for text in texts)}</tr>"
+
+    def figures(key: str, values: Iterable[float | None]) -> str:
+        return row(figure(key).name, map(figure(key).text, values))
+
+    runs = comparison.runs
+    accuracy = FIGURES[ACCURACY]
+    rows = [
+        row("run", (run.label for run in runs)),
+        row("state", (run.state for run in runs)),
+        row("seed", (str(run.seed) for run in runs)),
+        row("steps", (str(run.steps) for run in runs)),
+        figures("reward", (run.reward for run in runs)),
+        row(accuracy.label, (_text(run.last) for run in runs)),
+        row(f"best {accuracy.label}", (_text(run.best) for run in runs)),
+        figures("step_s", (run.step_s for run in runs)),
+        figures("step_tokens_per_s", (run.tokens_per_s for run in runs)),
+        row("duration", (duration_text(run.wall_s) for run in runs)),
+        row("folder", (run.folder for run in runs)),
+    ]
+    groups = "".join(
+        f"<p>{len(group.runs)} runs that differ in their seed: {safe(', '.join(group.runs))}: "
+        f"{accuracy.label} {accuracy.text(group.accuracy)}, "
+        f"standard deviation {accuracy.text(group.accuracy_sd)}</p>"
+        for group in comparison.groups
+    )
+    means = '<p class="dim">Figures of steps are means of the last 10.</p>'
+    return f'<div class="wide"><table>{"".join(rows)}</table></div>{means}{groups}'
+
+
+def _charts(runs: Sequence[RunFolder]) -> str:
+    charts: list[str] = []
+    for panel in panels_of(runs, _CURVES):
+        known = figure(panel.key)
+        head = f'<h3 title="{safe(known.meaning)}">{safe(known.title)}</h3>'
+        charts.append(f'<div class="card" id="curve-{panel.key}">{head}{line_chart(panel.curves)}</div>')
+    return f'<div class="grid-of-charts">{"".join(charts)}</div>' if charts else ""
+
+
+def _evaluations(comparison: Comparison) -> str:
+    if not any(run.last for run in comparison.runs):
+        return ""
+    labels = [run.label for run in comparison.runs]
+    rows = ((str(version), *map(FIGURES[ACCURACY].text, values)) for version, values in comparison.accuracies)
+    table = _table(("version", *labels), rows, "n")
+    paired = "".join(
+        f"<p>{safe(each.run)} minus {safe(each.minus)} at version {each.version}, paired by {each.rows} "
+        f"rows: {safe(str(each.difference))}</p>"
+        for each in comparison.paired
+    )
+    return table + paired
+
+
+def _staleness(runs: Sequence[RunFolder], labels: Sequence[str]) -> str:
+    counts = [
+        {int(key): int(count) for key, count in (run.summary or {}).get("staleness", {}).items()}
+        for run in runs
+    ]
+    known = [(each, label) for each, label in zip(counts, labels, strict=True) if each]
+    if not known:
+        return ""
+    chart = bar_chart([each for each, _ in known], [label for _, label in known])
+    return f'<div class="card" id="staleness">{chart}</div>'
+
+
+def _timeline(run: RunFolder) -> str:
+    """Draw the last train steps: who worked when, and what the steps waited for."""
+    events = _newest_events(run)
+    steps = [event for event in events if isinstance(event, StepSpan)][-_STEPS_IN_TIMELINE:]
+    if not steps:
+        return ""
+    start, end = steps[0].start, steps[-1].time
+    lanes: dict[str, list[Bar]] = {"steps": []}
+    for event in events:
+        match event:
+            case StepSpan():
+                waits = "".join(f", waited {seconds:.2f} s for {cause}" for cause, seconds in event.waits)
+                text = f"step {event.version}: {event.time - event.start:.2f} s{waits}"
+                lane, bar = "steps", Bar(event.start, event.time, "step", text)
+            case CallSpan():
+                text = f"{event.call}: {event.seconds:.2f} s"
+                lane, bar = event.group, Bar(event.start, event.time, "call", text)
+            case TicketDone():
+                text = f"ticket {event.ticket}: {event.seconds:.2f} s, reward {event.reward:.3g}"
+                lane, bar = event.worker, Bar(event.time - event.seconds, event.time, "ticket", text)
+            case SwapSpan():
+                text = f"swap to version {event.version}, pause {event.pause_s:.3f} s"
+                lane, bar = event.worker, Bar(event.start, event.time, "swap", text)
+            case EvaluationSpan():
+                lane, bar = (
+                    "evaluations",
+                    Bar(event.start, event.time, "evaluation", f"version {event.version}"),
+                )
+            case _:
+                continue
+        if bar.start < end and bar.end > start:
+            lanes.setdefault(printable(lane), []).append(bar)
+    lanes = dict(sorted(lanes.items(), key=lambda lane: (_LANES.index(lane[1][0].kind), lane[0])))
+    if sum(map(len, lanes.values())) > _MOST_BARS:
+        lanes = {name: bars[:: 1 + len(bars) * len(lanes) // _MOST_BARS] for name, bars in lanes.items()}
+    shown = f"steps {steps[0].version} to {steps[-1].version}, {end - start:.1f} s"
+    return f'<p class="dim">{shown}</p><div class="card wide lanes">{lane_chart(lanes, start, end)}</div>'
+
+
+def _newest_events(run: RunFolder) -> list[Event]:
+    """Return the events of the last steps, and maybe of some steps before; of all steps if these are not
+    known."""
+    times = run.time_range()
+    if times is None:
+        return []
+    seconds = sum(line["step_s"] for line in run.steps[-_STEPS_IN_TIMELINE - 1 :])
+    newest = list(run.events(since=times[1] - seconds - _MARGIN_S))
+    steps = sum(isinstance(event, StepSpan) for event in newest)
+    return newest if steps >= _STEPS_IN_TIMELINE else list(run.events())
+
+
+def _ledger(run: RunFolder) -> str:
+    summary: Mapping[str, Any] = run.summary or {}
+    ledger: Mapping[str, int] = summary.get("ledger") or (run.steps[-1]["ledger"] if run.steps else {})
+    if not ledger:
+        return ""
+    issued, *accounts = ledger.items()
+    sums = " + ".join(f"{name.replace('_', ' ')} {count}" for name, count in accounts)
+    reasons: Mapping[str, int] = summary.get("reasons") or (run.status.reasons if run.status else {})
+    rows = "".join(
+        f'<tr><td class="n">{count} ×</td><td>{safe(reason)}</td></tr>'
+        for reason, count in sorted(reasons.items(), key=lambda item: -item[1])[:20]
+    )
+    return f"<p>{issued[0]} {issued[1]} = {safe(sums)}</p>" + (f"<table>{rows}</table>" if rows else "")
+
+
+def _advice(run: RunFolder) -> str:
+    summary: Mapping[str, Any] | None = run.summary
+    if summary is not None:
+        given = [
+            (
+                each["since"],
+                each["message"] if each["until"] is None else f"{each['message']} (until {each['until']})",
+            )
+            for each in summary.get("advice", [])
+        ]
+    else:
+        given = [(each.since, each.message) for each in (run.status.advice if run.status else [])]
+    problems: Sequence[str] = (summary or {}).get("problems", [])
+    items = [f"since step {since}: {message}" for since, message in given] + list(problems)
+    return f"<ul>{''.join(f'<li>{safe(item)}</li>' for item in items)}</ul>" if items else ""
+
+
+def _differences(comparison: Comparison, labels: Sequence[str]) -> str:
+    if not comparison.differences:
+        return ""
+    return _table(
+        ("key", *labels), ((key, *map(_text, values)) for key, values in comparison.differences.items())
+    )
+
+
+def _configuration(run: RunFolder) -> str:
+    rows = "".join(
+        f"<tr><td>{safe(key)}</td><td>{safe(value)}</td></tr>" for key, value in run.values().items()
+    )
+    return f"<details><summary>all keys</summary><table>{rows}</table></details>"
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """Return a table.
+
+    Args:
+        kind: class of all columns but the first.
+    """
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        first, *others = map(safe, cells)
+        begin = f'<{tag} class="{kind}">' if kind else f"<{tag}>"
+        return f"<tr><{tag}>{first}</{tag}>{''.join(f'{begin}{each}</{tag}>' for each in others)}</tr>"
+
+    body = "".join(row("td", cells) for cells in rows)
+    return f'<div class="wide"><table>{row("th", heads)}{body}</table></div>'
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+_OF_EACH_RUN = {
+    "Timeline": _timeline,
+    "Tickets": _ledger,
+    "Advice": _advice,
+    "Samples": samples_html,
+    "Configuration": _configuration,
+}
+"""Title -> the function that draws this section of one run."""

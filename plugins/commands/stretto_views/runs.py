@@ -1,0 +1,94 @@
+"""`stretto runs`: all runs below a folder, from what their kernels wrote last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from stretto.charts import FIGURES, duration_text
+from stretto.errors import ConfigError, printable
+from stretto.run_folder import ACCURACY, RunFolder, find_runs
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, as the table shows it."""
+
+    name: str
+    state: str
+    step: int | None = None
+    """Number of finished steps; None if the run has no status."""
+    steps: int | None = None
+    reward: float | None = None
+    """Mean reward of the newest 10 steps."""
+    accuracy: float | None = None
+    """Held-out accuracy of the newest evaluation."""
+    best: float | None = None
+    """The highest held-out accuracy."""
+    started: float
+    """Unix time of the run's first start."""
+    duration_s: float | None = None
+    """The run's duration (see `RunFolder.wall_s`)."""
+    folder: str
+    fault: str = ""
+    """Why the run cannot be read; empty if it can."""
+
+
+def runs_below(folder: Path) -> list[RunRow]:
+    """Return the runs in and below a folder, the newest first. A run that cannot be read has a fault.
+
+    Raises:
+        ConfigError: if there is no such folder.
+    """
+    return sorted(map(_row, find_runs(folder)), key=lambda row: -row.started)
+
+
+def _row(run: RunFolder) -> RunRow:
+    folder = str(run.folder)
+    try:
+        status = run.status
+        if status is None:
+            return RunRow(name=run.name, state=run.state, started=run.started, folder=folder)
+        newest = status.evaluations[-1] if status.evaluations else None
+        return RunRow(
+            name=status.name,
+            state=run.state,
+            step=status.version,
+            steps=status.steps,
+            reward=status.recent.get("reward"),
+            accuracy=newest.accuracy if newest else None,
+            best=status.best.accuracy if status.best else None,
+            started=run.started,
+            duration_s=run.wall_s,
+            folder=folder,
+        )
+    except ConfigError as error:
+        return RunRow(
+            name=run.folder.name, state="unreadable", started=run.started, folder=folder, fault=str(error)
+        )
+
+
+def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
+    """Return the table of runs. Folders are relative to `root`."""
+    table = Table(box=None, pad_edge=False)
+    reward, accuracy = FIGURES["reward"], FIGURES[ACCURACY]
+    numbers = ("step", reward.label, accuracy.label, "best", "duration")
+    for column in ("name", "state", *numbers[:-1], "started", "duration", "folder"):
+        table.add_column(
+            column,
+            justify="right" if column in numbers else "left",
+            no_wrap=column not in ("name", "folder"),
+            overflow="fold",
+        )
+    for row in rows:
+        step = "-" if row.step is None else f"{row.step}/{row.steps}"
+        figures = (reward.text(row.reward), accuracy.text(row.accuracy), accuracy.text(row.best))
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
+        duration = duration_text(row.duration_s)
+        folder = f"{Path(row.folder).relative_to(root)}{f': {row.fault}' if row.fault else ''}"
+        cells = (row.name, row.state, step, *figures, started, duration, folder)
+        table.add_row(*map(printable, cells))
+    return table

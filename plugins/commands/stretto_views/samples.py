@@ -1,0 +1,247 @@
+"""`stretto samples RUN`: show the kept samples of a run, also while it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stretto.errors import ConfigError, offer, printable
+from stretto.run_folder import Bounds, Purpose, SampleFilter, SampleOutcome, SampleStore
+
+Row = dict[str, Any]
+
+_WORDS = {"outcome": get_args(SampleOutcome), "purpose": get_args(Purpose)}
+"""Option -> the words that it accepts."""
+_PARQUET_ROWS = 1000
+_MOST_COLUMNS = 4
+"""Samples of a group that stand side by side."""
+_INDENT = "    "
+_IMAGE = re.compile("[0-9a-f]{64}")
+
+
+def bounds_of(text: str | None, option: str) -> Bounds:
+    """Return the bounds that a user wrote: `3:5`, `3:`, `:5`, or `3` for that value alone.
+
+    Raises:
+        ConfigError: if the text is none of these.
+    """
+    if text is None:
+        return None, None
+    low, colon, high = text.partition(":")
+    try:
+        lowest = float(low) if low else None
+        return (lowest, lowest) if not colon else (lowest, float(high) if high else None)
+    except ValueError:
+        raise ConfigError(f"{option} {text!r}: expected A:B, A:, :B or A, with numbers") from None
+
+
+def sample_filter(**conditions: Any) -> SampleFilter:
+    """Return a filter from what a user wrote.
+
+    Raises:
+        ConfigError: if a word is none that a condition accepts.
+    """
+    for name, accepted in _WORDS.items():
+        if (word := conditions[name]) not in (None, *accepted):
+            raise ConfigError(f"--{name} {word!r}{offer(word, accepted, 'accepted')}")
+    return SampleFilter(**conditions)
+
+
+def why_none(store: SampleStore, wanted: SampleFilter) -> str:
+    """Return the sentence that no sample fits; if steps were asked for, with those that have samples."""
+    purpose: Purpose = wanted.purpose or "train"
+    kind, what = ("evaluations", "version") if purpose == "eval" else ("training", "step")
+    steps = [
+        row["step"]
+        for order in ("step", "-step")
+        for row in store.find(SampleFilter(purpose=purpose), order=order, limit=1, texts=False)
+        if row["step"] is not None
+    ]
+    if wanted.step == (None, None) or not steps:
+        return "no sample fits"
+    return f"no sample fits; samples of {kind} are kept from {what} {steps[0]} to {steps[-1]}"
+
+
+def write_lines(rows: Iterable[Row], write: Callable[[str], object]) -> None:
+    """Write each row as one JSON object."""
+    for row in rows:
+        write(json.dumps(row))
+
+
+def write_parquet(rows: Sequence[Row], file: Path) -> None:
+    """Write rows to a Parquet file. Columns that hold structures are JSON.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    flat = [{name: _flat(name, value) for name, value in row.items()} for row in rows]
+    try:
+        parquet.write_table(
+            pa.Table.from_pylist(flat), file, compression="zstd", row_group_size=_PARQUET_ROWS
+        )
+    except OSError as error:
+        raise ConfigError(f"--output {file}: cannot write there: {error}") from error
+
+
+def print_samples(rows: Iterable[Row], console: Console) -> None:
+    """Print rows one below the other."""
+    for row in rows:
+        console.print(Text(_headline(row), style="bold"))
+        for title, body in _sections(row):
+            console.print(Text(f"  {title}", style="dim"))
+            console.print(Text("\n".join(f"{_INDENT}{line}" for line in body)))
+        console.print()
+
+
+def print_groups(store: SampleStore, rows: Iterable[Row], console: Console) -> None:
+    """Print the groups of some rows, the samples of each side by side."""
+    attempts = dict.fromkeys((row["purpose"], row["ticket"], row["attempt"]) for row in rows)
+    for purpose, ticket, attempt in attempts:
+        found = store.find(SampleFilter(ticket=ticket, purpose=purpose), limit=None)
+        group = [row for row in found if row["attempt"] == attempt]
+        first = group[0]
+        console.print(Text(f"ticket {_name(first)}, row {first['row']}, {fate_of(first)}", style="bold"))
+        for title, body in common_sections(first):
+            console.print(Text(f"  {title}", style="dim"))
+            console.print(Text("\n".join(f"{_INDENT}{line}" for line in body)))
+        for start in range(0, len(group), _MOST_COLUMNS):
+            console.print(_side_by_side(group[start : start + _MOST_COLUMNS]))
+        console.print()
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _flat(name: str, value: Any) -> Any:
+    is_json = name in ("metrics", "messages", "dataset_row", "images") and value is not None
+    return json.dumps(value) if is_json else value
+
+
+def _headline(row: Row) -> str:
+    figures = [row["id"], fate_of(row), *figures_of(row), _makers(row)]
+    return printable("  ".join(figure for figure in figures if figure))
+
+
+def _name(row: Row) -> str:
+    return str(row["id"]) if row["index"] is None else str(row["id"]).rpartition("/")[0]
+
+
+def fate_of(row: Row) -> str:
+    """Describe in words what became of a row."""
+    match row["outcome"]:
+        case "trained":
+            return f"trained in step {row['step']} at staleness {row['staleness']}"
+        case "evaluated":
+            return f"evaluation of version {row['step']}"
+        case "pending":
+            return "not trained yet"
+        case outcome:
+            return f"{outcome}: {printable(row['reason'])}" if row["reason"] else str(outcome)
+
+
+def figures_of(row: Row) -> Iterator[str]:
+    """Yield the reward, its parts, and how the policy sampled the trajectory, each as a text."""
+    if row["reward"] is not None:
+        yield f"reward {row['reward']:g}"
+    for name, value in row["metrics"].items():
+        if value is not None:
+            yield f"{name} {value:g}"
+    if row["length"]:
+        yield f"{row['sampled']} of {row['length']} tokens sampled"
+        yield f"ended by {row['finish']}"
+        versions = {row["oldest"], row["newest"]}
+        yield f"version {'-'.join(map(str, sorted(versions)))}"
+
+
+def _makers(row: Row) -> str:
+    engine = f", {row['engine']}" if row["engine"] else ""
+    parts = f"generation {row['generate_s']:.2f} s, reward {row['score_s']:.2f} s"
+    return f"{row['worker']}{engine}, {row['seconds']:.2f} s ({parts})"
+
+
+def _sections(row: Row) -> Iterator[tuple[str, list[str]]]:
+    """Yield titles and lines of a row."""
+    yield from common_sections(row)
+    yield from sections_of_one(row)
+
+
+def sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:
+    """Yield titles and printable lines of what a sample has for itself: its conversation, or its answer."""
+    if row["messages"]:
+        yield "conversation", list(_conversation(row["messages"]))
+    if row["text"] is not None and not row["messages"]:
+        yield "answer", _lines(row["text"] or "(empty)")
+
+
+def common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:
+    """Yield titles and printable lines of what the samples of a group share: prompt and row."""
+    yield "prompt", _lines(row["prompt_text"] or "")
+    columns = row["dataset_row"]
+    if isinstance(columns, dict):
+        rest = {name: value for name, value in columns.items() if name != "prompt"}
+        if rest:
+            yield "row", [printable(f"{name}: {_short(value)}") for name, value in rest.items()]
+
+
+def _conversation(messages: Any) -> Iterator[str]:
+    """Yield the lines of a chat, with its tool calls."""
+    if not isinstance(messages, list):  # it was too long, and was cut
+        yield from _lines(str(messages))
+        return
+    for message in messages:
+        if not isinstance(message, Mapping):
+            continue
+        name = f" {message['name']}" if message.get("name") else ""
+        yield printable(f"[{message.get('role', '?')}{name}]")
+        yield from (f"  {line}" for line in _lines(_content(message.get("content"))))
+        for call in message.get("tool_calls") or ():
+            yield printable(
+                f"  calls {_short(call.get('function', call) if isinstance(call, Mapping) else call)}"
+            )
+
+
+def _content(content: Any) -> str:
+    """Return the content of a message as a text, in which each image is a name in its place."""
+    return "".join(map(_part, content)) if isinstance(content, list) else _short(content)
+
+
+def _part(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": "image", "sha256": str(name)} if _IMAGE.fullmatch(name):
+            return f"[image {name[:8]}…]"
+        case _:
+            return _short(part)
+
+
+def _side_by_side(group: Sequence[Row]) -> Table:
+    table = Table(pad_edge=False, expand=True)
+    for row in group:
+        table.add_column(Text(printable(str(row["id"]))), ratio=1, overflow="fold")
+    table.add_row(*(Text("\n".join(figures_of(row))) for row in group))
+    table.add_section()
+    bodies = (
+        "\n".join(_conversation(row["messages"]) if row["messages"] else _lines(row["text"] or ""))
+        for row in group
+    )
+    table.add_row(*map(Text, bodies))
+    return table
+
+
+def _lines(text: str) -> list[str]:
+    return [printable(line) for line in text.split("\n")]
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
