@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,6 @@ from stretto.testing.simulation.loop import Process
 
 if TYPE_CHECKING:
     from stretto.testing.simulation.universe import Universe
-
-__all__ = ["POINTS", "Fault", "Tape", "draw", "inject"]
 
 _CALM_S = 4.0
 """How long bad weather lasts."""
@@ -86,13 +84,20 @@ _VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 1, "kernel":
 _SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0)
 
 
-def draw(rng: Random, number: int, until_s: float) -> tuple[Fault, ...]:
-    """Draw faults, half of them at named points."""
-    return tuple(sorted((_draw(rng, until_s) for _ in range(number)), key=lambda fault: fault.at))
+def draw(rng: Random, number: int, until_s: float, kinds: Collection[str] = ()) -> tuple[Fault, ...]:
+    """Draw faults, half of them at named points.
+
+    Args:
+        number: number of faults.
+        until_s: virtual seconds after which no fault begins, those at named points excepted.
+        kinds: kinds to draw from; all if empty.
+    """
+    weights = {kind: weight for kind, weight in KINDS.items() if not kinds or kind in kinds}
+    return tuple(sorted((_draw(rng, until_s, weights) for _ in range(number)), key=lambda fault: fault.at))
 
 
-def _draw(rng: Random, until_s: float) -> Fault:
-    kind = rng.choices([*KINDS], [*KINDS.values()])[0]
+def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
+    kind = rng.choices([*weights], [*weights.values()])[0]
     seconds = round(rng.choice(_SECONDS) * rng.uniform(0.7, 1.3), 3)
     who = rng.choices([*_VICTIMS], [*_VICTIMS.values()])[0]
     if kind == "scale":

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, NoReturn
 
-__all__ = ["Deadlock", "Escaped", "Livelock", "Process", "SimulatedLoop", "Thread", "current_process"]
-
 TICK_S = 1e-6
 """Time that each callback takes. Code that waits until a deadline has passed would otherwise wait for ever,
 because a timer wakes it at exactly that time."""
@@ -145,6 +143,7 @@ class _Task(asyncio.Task[Any]):
     """A task whose hash is a number, so that sets of tasks have the same order in each run."""
 
     _count = 0
+    """Tasks of the newest loop."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         _Task._count += 1
@@ -164,6 +163,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
+        _Task._count = 0
         self.set_task_factory(lambda loop, coroutine, **options: _Task(coroutine, loop=loop, **options))
         self.set_exception_handler(self._on_exception)
         self._rng = Random(f"order {seed}")

@@ -10,8 +10,6 @@ from stretto.bus.messages.journal import JournalBatch, JournalEntry, JournalEval
 from stretto.bus.messages.tickets import GroupDone, GroupFailed
 from stretto.bus.payloads import is_split
 
-__all__ = ["Oracle"]
-
 
 class Oracle:
     """Watches what is stored, and judges the end. `violations` names what must not be.

@@ -29,8 +29,6 @@ from anyio._backends import _asyncio as backend
 from stretto.testing.simulation.loop import Escaped, SimulatedLoop, current_process
 from stretto.testing.simulation.transport import SimulatedTransport
 
-__all__ = ["World", "patched"]
-
 _EPOCH = 1_800_000_000.0
 """Wall time at the virtual time 0, in seconds since 1970."""
 _THREAD_S = 1e-3
@@ -109,12 +107,20 @@ class _OrderedSet(dict[Any, None]):
 
 
 class _CancelScope(backend.CancelScope):
-    """anyio's cancel scope, which cancels tasks and inner scopes in the same order in each run."""
+    """anyio's cancel scope, which cancels tasks and inner scopes in the same order in each run. Its hash is a
+    number, so that sets of scopes have the same order, too."""
+
+    count = 0
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        _CancelScope.count += 1
+        self._number = _CancelScope.count
         super().__init__(*args, **options)
         self._child_scopes: Any = _OrderedSet()
         self._tasks: Any = _OrderedSet()
+
+    def __hash__(self) -> int:
+        return self._number
 
 
 @contextlib.contextmanager
@@ -158,8 +164,12 @@ def patched(world: World) -> Generator[None]:
 
     real_strftime = time.strftime
 
-    def token_hex(number: int = 32) -> str:
-        return world.random.randbytes(number).hex()
+    # Each library has a stream of its own: what one of them draws only once for many universes, such as while
+    # it is imported, moves none of the others.
+    tokens, numbers, names, nats_tokens = (Random(world.random.random()) for _ in range(4))
+
+    def hex_of(stream: Random) -> Callable[..., str]:
+        return lambda number=32: stream.randbytes(number).hex()
 
     places: list[tuple[Any, str, Any]] = [
         (time, "monotonic", world.now),
@@ -169,15 +179,15 @@ def patched(world: World) -> Generator[None]:
         (time, "sleep", world.sleep),
         (time, "strftime", strftime),
         (os, "getpid", _process_id),
-        (tempfile, "_get_candidate_names", lambda: iter(lambda: token_hex(4), None)),
-        (secrets, "token_bytes", lambda number=32: world.random.randbytes(number)),
-        (secrets, "token_hex", token_hex),
-        (secrets, "randbits", world.random.getrandbits),
-        (secrets, "randbelow", world.random.randrange),
-        (nats.nuid, "token_bytes", world.random.randbytes),
-        (nats.nuid, "randbelow", world.random.randrange),
-        (nats.aio.client, "token_hex", token_hex),
-        (nats.js.client, "token_hex", token_hex),
+        (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
+        (secrets, "token_bytes", lambda number=32: tokens.randbytes(number)),
+        (secrets, "token_hex", hex_of(tokens)),
+        (secrets, "randbits", numbers.getrandbits),
+        (secrets, "randbelow", numbers.randrange),
+        (nats.nuid, "token_bytes", nats_tokens.randbytes),
+        (nats.nuid, "randbelow", nats_tokens.randrange),
+        (nats.aio.client, "token_hex", hex_of(nats_tokens)),
+        (nats.js.client, "token_hex", hex_of(nats_tokens)),
         (nats.aio.client, "TcpTransport", SimulatedTransport),
         (backend, "CancelScope", _CancelScope),
         (backend.AsyncIOBackend, "run_sync_in_worker_thread", classmethod(in_thread)),
@@ -189,6 +199,7 @@ def patched(world: World) -> Generator[None]:
     # A class method has to be kept as it stands in its class. anyio loads its names when they are asked for.
     before = [(owner, name, vars(owner).get(name) or getattr(owner, name)) for owner, name, _ in places]
     state = random.getstate()
+    _CancelScope.count = 0
     try:
         for owner, name, value in places:
             setattr(owner, name, value)

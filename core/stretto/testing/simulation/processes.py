@@ -27,8 +27,6 @@ from stretto.testing.simulation.patches import World
 from stretto.workers import worker
 from stretto.workers.heartbeats import Heartbeats
 
-__all__ = ["Machine", "SimulatedConfig", "SimulatedLauncher"]
-
 log = structlog.get_logger()
 
 _EXIT_S = 4.0

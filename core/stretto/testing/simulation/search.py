@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import resource
 import shutil
@@ -11,40 +12,81 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
 
-from stretto.testing.simulation.faults import Fault, Tape
+from stretto.assembly.compose import compose
+from stretto.errors import RunError
+from stretto.testing.simulation.faults import Fault, Tape, draw
+from stretto.testing.simulation.run_file import simulated
 from stretto.testing.simulation.universe import Outcome, Universe
-
-__all__ = ["run_tape", "search", "shrink", "warm_up"]
 
 _CPU_S = 60
 """Processor seconds after which a universe is killed."""
 _PR_SET_PDEATHSIG = 1
 
 
-def warm_up() -> None:
-    """Import what universes share before they are forked, and keep the garbage collector away from it."""
-    import torch
+def tapes_of(
+    file: Path,
+    seeds: Iterable[int],
+    *,
+    overrides: Sequence[str] = (),
+    num_faults: int = 6,
+    kinds: Collection[str] = (),
+) -> list[Tape]:
+    """Return a tape of a run file for each seed. Its faults are drawn over the time that the run needs
+    without any.
 
-    import stretto_mock.inference
-    import stretto_mock.training
+    Args:
+        overrides: values such as `steps=20`.
+        num_faults: number of faults of each universe.
+        kinds: kinds of faults, of `KINDS`; all if empty.
 
-    del stretto_mock
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    Raises:
+        ConfigError: if the run file cannot be composed or simulated.
+        RunError: if the run does not complete without faults.
+    """
+    document = compose(file, overrides).document
+    calm = Tape(seed=0, run=dict(document), faults=())
+    simulated(document, Path())  # raises here, and not in a fork
+    outcome = run_tape(calm)
+    if outcome.failed:
+        raise RunError("without any fault, the simulated run fails:\n" + "\n".join(story(calm, outcome)))
+    return [
+        msgspec.structs.replace(
+            calm, seed=seed, faults=draw(Random(f"faults {seed}"), num_faults, 0.8 * outcome.virtual_s, kinds)
+        )
+        for seed in seeds
+    ]
+
+
+def search(tapes: Iterable[Tape], jobs: int = 1) -> Iterator[tuple[Tape, Outcome]]:
+    """Yield each tape with what became of its universe, in order.
+
+    Args:
+        jobs: number of universes at the same time.
+    """
+    tapes = list(tapes)
+    if not tapes:
+        return
+    calm = msgspec.structs.replace(tapes[0], faults=())
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, fork, initializer=_warm_up, initargs=(calm,)) as pool:
+        try:
+            yield from zip(tapes, pool.map(run_tape, tapes), strict=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def run_tape(tape: Tape) -> Outcome:
     """Run a universe in a forked process, with an own folder, and return what became of it. Nothing of it is
     left afterwards."""
-    memory = Path("/dev/shm")  # noqa: S108 - only where nothing has to survive
-    folder = Path(tempfile.mkdtemp(prefix="universe-", dir=memory if memory.is_dir() else None))
+    folder = _new_folder()
     reading, writing = os.pipe()
     try:
         pid = os.fork()
@@ -60,30 +102,6 @@ def run_tape(tape: Tape) -> Outcome:
     if not data:
         return Outcome(status="died", reason=f"exit status {os.waitstatus_to_exitcode(status)}")
     return msgspec.msgpack.decode(data, type=Outcome)
-
-
-def _child(tape: Tape, folder: Path, writing: int) -> None:
-    """Body of the fork. It does not return: what is left of the universe's coroutines never runs."""
-    try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
-        try:
-            outcome = Universe(tape, folder).run()
-        except BaseException as error:  # noqa: BLE001 - the parent reports it
-            outcome = Outcome(status="crashed", reason="".join(traceback.format_exception(error)))
-        with os.fdopen(writing, "wb") as pipe:
-            pipe.write(msgspec.msgpack.encode(outcome))
-    finally:
-        os._exit(0)
-
-
-def search(
-    tapes: Iterable[Tape], run: Callable[[Tape], Outcome] = run_tape
-) -> Iterator[tuple[Tape, Outcome]]:
-    """Yield each tape with what became of its universe."""
-    for tape in tapes:
-        yield tape, run(tape)
 
 
 def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape, Outcome]:
@@ -108,11 +126,50 @@ def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape,
 
 
 def story(tape: Tape, outcome: Outcome) -> Iterator[str]:
-    """Yield the lines that tell what happened in a universe."""
-    yield f"seed {tape.seed}: {outcome.status}: {outcome.reason}"
+    """Yield lines that say what happened in a universe."""
+    yield f"seed {tape.seed}: {outcome.status}{outcome.reason and ': '}{outcome.reason}"
     for fault in tape.faults:
         fields: dict[str, Any] = msgspec.to_builtins(fault)
-        yield "fault " + ", ".join(f"{key} {value}" for key, value in fields.items())
-    yield from (f"violation: {each}" for each in outcome.violations)
-    yield from (f"error: {each}" for each in outcome.errors)
+        yield "  fault: " + ", ".join(f"{key} {value}" for key, value in fields.items())
+    yield from (f"  violation: {each}" for each in outcome.violations)
+    yield from (f"  error: {each}" for each in outcome.errors)
     yield from outcome.log
+
+
+def _warm_up(calm: Tape) -> None:
+    """Run a universe in this process, whose forks then need not import and compose what it has. Keep the
+    garbage collector away from that."""
+    _die_with_parent()
+    folder = _new_folder()
+    try:
+        Universe(calm, folder).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    gc.collect()
+    gc.freeze()
+
+
+def _new_folder() -> Path:
+    memory = Path("/dev/shm")  # noqa: S108 - only where nothing has to survive
+    return Path(tempfile.mkdtemp(prefix="universe-", dir=memory if memory.is_dir() else None))
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _child(tape: Tape, folder: Path, writing: int) -> None:
+    """Body of the fork. It does not return: what is left of the universe's coroutines never runs."""
+    try:
+        _die_with_parent()
+        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+        gc.disable()  # it ends what nobody awaits any more, at a moment that no seed decides
+        try:
+            outcome = Universe(tape, folder).run()
+        except BaseException as error:  # noqa: BLE001 - the parent reports it
+            outcome = Outcome(status="crashed", reason="".join(traceback.format_exception(error)))
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(msgspec.msgpack.encode(outcome))
+    finally:
+        os._exit(0)

@@ -139,6 +139,8 @@ class Server:
         self._numbered = 0
         self._exact: dict[str, dict[tuple[int, bytes], tuple[Connection, bytes, str]]] = {}
         self._patterns: dict[tuple[int, bytes], tuple[Connection, bytes, str, list[str]]] = {}
+        self._matching: dict[str, list[tuple[Connection, bytes, str]]] = {}
+        """Subject -> the patterns' subscribers, as long as no pattern comes or goes."""
         self._homes: dict[str, Stream | None] = {}
         """Subject -> the stream that stores it."""
         SimulatedTransport.server = self
@@ -227,6 +229,7 @@ class Server:
         connection.subscriptions[sid] = subject, group
         key = connection.number, sid
         if "*" in subject or ">" in subject:
+            self._matching.clear()
             self._patterns[key] = connection, sid, group, subject.split(".")
         else:
             self._exact.setdefault(subject, {})[key] = connection, sid, group
@@ -235,18 +238,23 @@ class Server:
         """End a subscription."""
         subject, _ = connection.subscriptions.pop(sid, ("", ""))
         key = connection.number, sid
-        self._patterns.pop(key, None)
+        if self._patterns.pop(key, None) is not None:
+            self._matching.clear()
         subscribers = self._exact.get(subject, {})
         subscribers.pop(key, None)
         if not subscribers:
             self._exact.pop(subject, None)
 
     def _subscribers(self, subject: str) -> list[tuple[Connection, bytes, str]]:
-        words = subject.split(".")
-        found = [*self._exact.get(subject, {}).values()]
-        found += [
-            (who, sid, group) for who, sid, group, form in self._patterns.values() if matches(form, words)
-        ]
+        if (exact := self._exact.get(subject)) is not None:
+            return [*exact.values(), *self._by_pattern(subject)]
+        return self._by_pattern(subject)
+
+    def _by_pattern(self, subject: str) -> list[tuple[Connection, bytes, str]]:
+        if (found := self._matching.get(subject)) is None:
+            words = subject.split(".")
+            found = [each[:3] for each in self._patterns.values() if matches(each[3], words)]
+            self._matching[subject] = found
         return found
 
     def has_interest(self, subject: str) -> bool:

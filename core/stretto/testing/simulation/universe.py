@@ -20,7 +20,7 @@ import stretto.kernel.observe.report
 import stretto.workers.context
 import stretto.workers.scoring.verifier
 import stretto.workers.worker
-import stretto_mock.inference
+from stretto.assembly.assembly import Assembly, new_run_id
 from stretto.assembly.compose import compose_mapping
 from stretto.base.cores import CoreUse
 from stretto.bus.joining import operator_bootstrap
@@ -32,14 +32,14 @@ from stretto.kernel import life
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.ending import Interruptions
 from stretto.kernel.setup import RunSetup
+from stretto.models.tokenizer import load_tokenizer
 from stretto.testing.simulation import processes
 from stretto.testing.simulation.faults import Tape, inject
 from stretto.testing.simulation.loop import Deadlock, Livelock, Process, SimulatedLoop
 from stretto.testing.simulation.oracles import Oracle
 from stretto.testing.simulation.patches import World, patched
+from stretto.testing.simulation.run_file import simulated
 from stretto.testing.simulation.server import Server
-
-__all__ = ["Outcome", "Universe"]
 
 _LIMIT_S = 300.0
 """Virtual seconds after which a run that has not ended is stuck."""
@@ -107,9 +107,11 @@ class Universe:
         """Run until the run has ended for good, or is stuck."""
         cpu = time.process_time
         began = cpu()
+        load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
         processes.use(self.world, self.machine)
         with patched(self.world), _replaced(), _logged(self.tell):
             self._composed = compose_mapping(self._document())
+            self._run = new_run_id(self.folder / "run")
             oracle = Oracle(self._composed.config.queue.max_staleness)
             self.server.observers.append(oracle)
             inject(self, self.tape.faults)
@@ -130,23 +132,17 @@ class Universe:
         )
 
     def _document(self) -> dict[str, Any]:
-        """Return the run file, with its paths."""
-        rows, weights = self.folder / "rows.jsonl", self.folder / "weights"
-        weights.mkdir()
-        lines = (f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(_NUM_ROWS))
-        rows.write_text("".join(lines))
-        own = {
-            "out": str(self.folder / "run"),
-            "plugins": [str(Path(__file__).with_name("plugin.py"))],
-            "dataset": {"use": "jsonl", "path": str(rows)},
-            "weights": {"use": "file", "folder": str(weights)},
-            "bus": {"url": "nats://simulated:4222"},
-        }
-        document = {**self.tape.run, **own}
-        if "evaluation" in document:
-            document["evaluation"] = {**document["evaluation"], "dataset": own["dataset"]}
-        document["launcher"] = {**document.get("launcher", {}), "use": "simulated"}
-        return document
+        """Return the run file. A tape without a dataset gets sums of one."""
+        (self.folder / "weights").mkdir()
+        run = dict(self.tape.run)
+        if "dataset" not in run:
+            rows = self.folder / "rows.jsonl"
+            lines = (f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(_NUM_ROWS))
+            rows.write_text("".join(lines))
+            run["dataset"] = dataset = {"use": "jsonl", "path": str(rows)}
+            if "evaluation" in run:
+                run["evaluation"] = {**run["evaluation"], "dataset": dataset}
+        return simulated(run, self.folder)
 
     def _live(self) -> dict[str, Any]:
         try:
@@ -187,7 +183,7 @@ class Universe:
         async def main() -> None:
             try:
                 resumed = None if first else life._newest_checkpoint(out)
-                setup = RunSetup(self._composed, out, resumed=resumed)
+                setup = RunSetup(Assembly(self._composed, folder=out, run=self._run), resumed)
                 self._summary, _ = await life._live_and_sum_up(setup, Interruptions())
             except StrettoError as error:
                 self._summary = {"status": "refused", "reason": str(error)}
@@ -228,9 +224,10 @@ def _replaced() -> Generator[None]:
         (stretto.workers.worker, "_start_exit_watchdog", processes.start_exit_watchdog),
         (stretto.kernel.observe.report, "CoreMeter", _NoMeter),
         (life, "View", _NoView),
-        (stretto_mock.inference, "_TICK_S", 0.03),
     ]
     with ExitStack() as stack:
+        # By its name, because core knows no plugin. A tick costs as much as it does in production.
+        stack.enter_context(mock.patch("stretto_mock.inference._TICK_S", 0.03))
         for owner, name, value in places:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
