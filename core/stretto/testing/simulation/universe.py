@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -179,12 +180,14 @@ class Universe:
         kernel.on_end.append(lock.close)
         first = not self._kernels
         self._kernels += 1
+        interruptions = Interruptions()
+        kernel.on_signal.append(partial(_interrupt, kernel, interruptions))
 
         async def main() -> None:
             try:
                 resumed = None if first else life._newest_checkpoint(out)
                 setup = RunSetup(Assembly(self._composed, folder=out, run=self._run), resumed)
-                self._summary, _ = await life._live_and_sum_up(setup, Interruptions())
+                self._summary, _ = await life._live_and_sum_up(setup, interruptions)
             except StrettoError as error:
                 self._summary = {"status": "refused", "reason": str(error)}
             except Exception as error:  # noqa: BLE001 - a fault of stretto, which the outcome shows
@@ -212,6 +215,14 @@ def _resumable(summary: dict[str, Any]) -> bool:
     gone."""
     lost = summary["reason"].startswith("trainer-") and "was lost" in summary["reason"]
     return summary["status"] in ("interrupted", "repeated") or (summary["status"] == "failed" and lost)
+
+
+def _interrupt(kernel: Process, interruptions: Interruptions, number: int) -> None:
+    """Send a signal to a kernel. The second one ends its process if no kernel is there to obey."""
+    if interruptions.received and interruptions._obey is None:
+        kernel.end(-number)
+    else:
+        interruptions._receive(number, None)
 
 
 @contextmanager
