@@ -160,7 +160,7 @@ class Sequence:
         stream, consumer = self.queue, "takers"
         if self.readers and self.rng.random() < 0.6:
             stream, consumer = self.log, self.rng.choice(self.readers)
-        number = self.rng.randint(1, 3)
+        number, got = self.rng.randint(1, 3), list[Any]()
         for attempt in range(5):  # a real consumer hears of a new message a moment after its sender
             await asyncio.sleep(0.01 * attempt)
             got = await self._taken(stream, consumer, number)

@@ -163,6 +163,8 @@ def happen(universe: Universe, fault: Fault) -> None:
             universe.world.wall_offset_s += fault.seconds * (60 if fault.pick < 0.5 else -60)
         case _ if victim is not None:
             _hit(universe, victim, fault)
+        case _:
+            pass  # nobody is there to hit
     if fault.kind in ("late", "lose", "double", "unconfirmed", "busy store"):
         universe.later(_CALM_S, universe.server.calm)
 
@@ -186,3 +188,5 @@ def _hit(universe: Universe, victim: Process, fault: Fault) -> None:
             victim.signal(2)
         case "break":
             universe.server.break_connections(victim.name)
+        case _:
+            raise ValueError(f"no such kind of fault: {fault.kind}")

@@ -16,7 +16,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from random import Random
-from typing import Any, NoReturn
+from typing import Any
 
 TICK_S = 1e-6
 """Time that each callback takes. Code that waits until a deadline has passed would otherwise wait for ever,
@@ -142,16 +142,20 @@ def current_process() -> Process | None:
 class _Task(asyncio.Task[Any]):
     """A task whose hash is a number, so that sets of tasks have the same order in each run."""
 
-    _count = 0
+    count = 0
     """Tasks of the newest loop."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        _Task._count += 1
-        self._number = _Task._count
+        _Task.count += 1
+        self._number = _Task.count
         super().__init__(*args, **options)
 
     def __hash__(self) -> int:
         return self._number
+
+
+def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    return _Task(coroutine, loop=loop, **options)
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
@@ -163,8 +167,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        _Task._count = 0
-        self.set_task_factory(lambda loop, coroutine, **options: _Task(coroutine, loop=loop, **options))
+        _Task.count = 0
+        self.set_task_factory(_task)
         self.set_exception_handler(self._on_exception)
         self._rng = Random(f"order {seed}")
         self._now = 1000.0
@@ -249,15 +253,17 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _process_events(self, event_list: object) -> None:
         """There are none."""
 
-    def _escape(self, *args: object, **options: object) -> NoReturn:
+    def _escape(self, *args: Any, **options: Any) -> Any:
         raise Escaped(
             f"{args[:2]}: threads, sockets, signals and processes are simulated by stretto.testing only"
         )
 
-    run_in_executor = _escape
+    run_in_executor: Any = _escape
     create_connection = create_server = create_datagram_endpoint = _escape
     subprocess_exec = subprocess_shell = connect_read_pipe = connect_write_pipe = _escape
-    add_reader = add_writer = add_signal_handler = _escape
+    add_reader: Any = _escape
+    add_writer: Any = _escape
+    add_signal_handler: Any = _escape
     getaddrinfo = _escape
 
     # ------------------------------------------------------------------------------------ the order

@@ -55,6 +55,8 @@ class Oracle:
                 version = entry.result.version
                 if self._evaluated.setdefault(version, entry.incarnation) != entry.incarnation:
                     self._violated(f"version {version} is evaluated twice")
+            case _:
+                pass  # says nothing of samples
 
     def _judge_batch(self, batch: JournalBatch) -> None:
         for ticket in batch.tickets:

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from random import Random
 from typing import Any
 
@@ -74,19 +74,23 @@ class World:
         function that raises is the exception."""
         before, self._slept_s = self._slept_s, 0.0
         try:
-            try:
-                result = function(*args)
-            except Exception as error:  # noqa: BLE001 - the caller raises it when the time has passed
-                result = error
+            result = self._result(function, *args)
             return result, self._slept_s + self.costs.expovariate(1 / _THREAD_S)
         finally:
             self._slept_s = before
 
+    @staticmethod
+    def _result(function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:  # noqa: BLE001 - the caller raises it when the time has passed
+            return error
+
     async def in_thread(self, function: Callable[..., Any], *args: Any, abandon: bool = False) -> Any:
         """Take the place of `anyio.to_thread.run_sync`."""
         await anyio.lowlevel.checkpoint()
+        result, seconds = self.call(function, *args)
         with anyio.CancelScope(shield=not abandon):
-            result, seconds = self.call(function, *args)
             await anyio.sleep(seconds)
         if isinstance(result, Exception):
             raise result
@@ -124,7 +128,7 @@ class _CancelScope(backend.CancelScope):
 
 
 @contextlib.contextmanager
-def _signals(*numbers: int) -> Iterator[Any]:
+def _signals(*numbers: int) -> Generator[Any]:
     """Take the place of `anyio.open_signal_receiver`."""
     process = current_process()
     assert process is not None
@@ -168,8 +172,14 @@ def patched(world: World) -> Generator[None]:
     # it is imported, moves none of the others.
     tokens, numbers, names, nats_tokens = (Random(world.random.random()) for _ in range(4))
 
+    def bytes_of(stream: Random) -> Callable[..., bytes]:
+        def draw(number: int = 32) -> bytes:
+            return stream.randbytes(number)
+
+        return draw
+
     def hex_of(stream: Random) -> Callable[..., str]:
-        return lambda number=32: stream.randbytes(number).hex()
+        return lambda *number: bytes_of(stream)(*number).hex()
 
     places: list[tuple[Any, str, Any]] = [
         (time, "monotonic", world.now),
@@ -180,7 +190,7 @@ def patched(world: World) -> Generator[None]:
         (time, "strftime", strftime),
         (os, "getpid", _process_id),
         (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
-        (secrets, "token_bytes", lambda number=32: tokens.randbytes(number)),
+        (secrets, "token_bytes", bytes_of(tokens)),
         (secrets, "token_hex", hex_of(tokens)),
         (secrets, "randbits", numbers.getrandbits),
         (secrets, "randbelow", numbers.randrange),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto import Component, hookimpl
+from stretto.component import Component
+from stretto.hooks import hookimpl
 from stretto.testing.simulation.processes import SimulatedConfig, SimulatedLauncher
 
 

@@ -17,11 +17,11 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
-from stretto import Context, LauncherConfig
 from stretto.bus.server import Bootstrap
 from stretto.children import reward
+from stretto.component import Context
 from stretto.errors import leaves
-from stretto.launcher import Job
+from stretto.launcher import Job, LauncherConfig
 from stretto.testing.simulation.loop import Process, current_process
 from stretto.testing.simulation.patches import World
 from stretto.workers import worker
@@ -57,7 +57,7 @@ class Machine:
             structlog.contextvars.bind_contextvars(worker=bootstrap.worker)
             status = 0
             try:
-                await worker._work(bootstrap)
+                await worker.work(bootstrap)
             except Exception as error:  # noqa: BLE001 - as the process's `main`, which logs it
                 status = 1
                 for each in leaves(error):
@@ -218,7 +218,7 @@ class InlineChildPool:
     async def open(self, tasks: TaskGroup) -> bytes:
         """Make the reward."""
         await anyio.sleep(self.world.costs.uniform(*_CHILD_S))
-        self._scorer = reward._Scorer(self._program.setup)
+        self._scorer = reward.Scorer(self._program.setup)
         return b""
 
     async def ask(self, question: msgspec.Struct, answer: Any, timeout_s: float) -> Any:

@@ -19,8 +19,6 @@ from stretto.testing.simulation.loop import SimulatedLoop
 from stretto.testing.simulation.streams import ApiError, Asked, Stream, matches
 from stretto.testing.simulation.transport import Link, SimulatedTransport
 
-__all__ = ["Server", "Weather"]
-
 _CRLF = b"\r\n"
 _DELAY_S, _JITTER_S = 2e-4, 5e-4
 _NO_RESPONDERS = b"NATS/1.0 503\r\n\r\n"
@@ -393,7 +391,8 @@ class Server:
                 return {"success": True}
             case ["STREAM", "MSG", "GET", name]:
                 return self._message(self._stream(name), question)
-        raise NotImplementedError(f"the simulated server has no {'.'.join(words)}")
+            case _:
+                raise NotImplementedError(f"the simulated server has no {'.'.join(words)}")
 
     def _create(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
         known = self.streams.get(name)

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stretto.testing.simulation.server import Server
 
-__all__ = ["ApiError", "Asked", "Stream", "matches"]
-
 _SAME_ID_S = 120.0
 """For this long a stream recognises a message id."""
 _TIME = "1000000000"

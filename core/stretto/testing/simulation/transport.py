@@ -13,8 +13,6 @@ from stretto.testing.simulation.loop import Escaped, current_process
 if TYPE_CHECKING:
     from stretto.testing.simulation.server import Connection, Server
 
-__all__ = ["Link", "SimulatedTransport"]
-
 _READ_LIMIT = 2**26
 
 
@@ -135,7 +133,7 @@ class SimulatedTransport(Transport):
         """Whether the connection has ended and everything was read."""
         return self._reader is None or self._reader.at_eof()
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - nats-py's own is wrong
         return self._reader is not None
 
     def _end(self) -> None:

@@ -185,9 +185,9 @@ class Universe:
 
         async def main() -> None:
             try:
-                resumed = None if first else life._newest_checkpoint(out)
+                resumed = None if first else life.newest_checkpoint(out)
                 setup = RunSetup(Assembly(self._composed, folder=out, run=self._run), resumed)
-                self._summary, _ = await life._live_and_sum_up(setup, interruptions)
+                self._summary, _ = await life.live_and_sum_up(setup, interruptions)
             except StrettoError as error:
                 self._summary = {"status": "refused", "reason": str(error)}
             except Exception as error:  # noqa: BLE001 - a fault of stretto, which the outcome shows
@@ -219,10 +219,10 @@ def _resumable(summary: dict[str, Any]) -> bool:
 
 def _interrupt(kernel: Process, interruptions: Interruptions, number: int) -> None:
     """Send a signal to a kernel. The second one ends its process if no kernel is there to obey."""
-    if interruptions.received and interruptions._obey is None:
+    if interruptions.received and not interruptions.obeyed:
         kernel.end(-number)
     else:
-        interruptions._receive(number, None)
+        interruptions.receive(number, None)
 
 
 @contextmanager
@@ -248,7 +248,7 @@ def _replaced() -> Generator[None]:
 def _logged(tell: Callable[..., None]) -> Generator[None]:
     """Have log lines in the trace."""
 
-    def log(logger: object, name: str, event: dict[str, Any]) -> Any:
+    def log(logger: object, name: str, event: Any) -> Any:
         who, text = event.pop("worker", "kernel"), event.pop("event")
         tell(who, name, text, *(f"{key}={value}" for key, value in event.items()))
         raise structlog.DropEvent
