@@ -17,9 +17,7 @@ MOST_FILES, MOST_LINES, MOST_METHODS, MOST_CLASS_LINES = 16, 800, 35, 500
 
 # The contracts stand side by side at the top.
 LARGER_FOLDERS = {"core/stretto": 20}
-LARGER_FILES = {
-    "core/stretto/kernel/observe/advice.py": 866,
-}
+LARGER_FILES: dict[str, int] = {}
 # Class -> methods, lines.
 LARGER_CLASSES = {"Kernel": (45, 639)}
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import yaml
 
-from stretto.kernel.observe.advice import RULES, Advice, Adviser, bottleneck, causes
+from stretto.kernel.observe.advice import RULES, Advice, Adviser, causes
+from stretto.kernel.observe.bottleneck import bottleneck
 
 Start = Callable[..., Any]
 Line = dict[str, Any]

@@ -8,6 +8,7 @@ that a vision-language model reads for its images. They stay with the sequence w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice
 
 import torch
 import torch.nn.functional as F
@@ -162,13 +163,8 @@ class Batch:
     def groups(self) -> list[tuple[int, int]]:
         """Return (number of sequences, number of tokens) of each run of sequences with the same `group`."""
         runs = torch.unique_consecutive(self["group"], return_counts=True)[1].tolist()
-        ends = [0, *torch.tensor(self.lengths).cumsum(0).tolist()]
-        groups: list[tuple[int, int]] = []
-        first = 0
-        for count in runs:
-            groups.append((count, ends[first + count] - ends[first]))
-            first += count
-        return groups
+        lengths = iter(self.lengths)
+        return [(count, sum(islice(lengths, count))) for count in runs]
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its columns on a device."""
@@ -187,10 +183,7 @@ class Batch:
 
     def starts(self) -> list[int]:
         """Return the index in the token columns at which each sequence starts."""
-        starts, at = [0] * len(self), 0
-        for index, length in enumerate(self.lengths):
-            starts[index], at = at, at + length
-        return starts
+        return [0, *accumulate(self.lengths)][:-1]
 
     def sequence_index(self) -> Tensor:
         """Return (T,) int64: the sequence that each token belongs to."""

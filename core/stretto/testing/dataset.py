@@ -15,6 +15,7 @@ import pytest
 from stretto.component import Kind
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError
+from stretto.models.tokenizer import fault_of
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
 
 __all__ = ["DatasetConformance"]
@@ -59,10 +60,8 @@ class DatasetConformance(ComponentConformance):
             odd = [name for name in cast("dict[Any, Any]", row) if not isinstance(name, str)]
             assert not odd, f"row {index} has the column {odd[0]!r}; expected text"
             assert "prompt" in row, f"row {index} has no column 'prompt'; its columns: {', '.join(row)}"
-            assert _is_prompt(row["prompt"]), (
-                f"the prompt of row {index} is {row['prompt']!r}; expected text, or messages with role and "
-                "content"
-            )
+            fault = fault_of(row["prompt"])
+            assert not fault, f"the prompt of row {index}: {fault}"
             try:
                 msgspec.msgpack.encode(row)
             except (TypeError, ValueError) as error:
@@ -134,14 +133,6 @@ class DatasetConformance(ComponentConformance):
         except (IndexError, ConfigError):
             return
         raise AssertionError(f"it has {len(dataset)} rows, and a row after the last one: {row}")
-
-
-def _is_prompt(prompt: Any) -> bool:
-    if isinstance(prompt, str):
-        return True
-    messages = cast("list[Any]", prompt) if isinstance(prompt, list) else []
-    fitting = [isinstance(each, dict) and {"role", "content"} <= each.keys() for each in messages]
-    return bool(fitting) and all(fitting)
 
 
 _OTHER_PROCESS = """

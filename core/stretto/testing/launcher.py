@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import anyio
+import msgspec
 
 from stretto.component import Kind, Problem
 from stretto.errors import LaunchError
@@ -139,15 +140,8 @@ class LauncherConformance(ComponentConformance):
         """And `launch` raises LaunchError."""
         lock = tmp_path / "lock"
         good = self._job(tmp_path, "rollout-0", _WITH_CHILD.format(handler="signal.SIG_DFL", then=""), lock)
-        bad = self._job(tmp_path, "rollout-1", "")
-        bad = Job(
-            worker=bad.worker,
-            role=bad.role,
-            command=(str(tmp_path / "no-such-program"),),
-            env={},
-            resources=self.resources,
-            log=bad.log,
-        )
+        other = self._job(tmp_path, "rollout-1", "")
+        bad = msgspec.structs.replace(other, command=(str(tmp_path / "no-such-program"),))
 
         async def body(launcher: Launcher) -> None:
             try:

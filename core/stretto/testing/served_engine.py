@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -110,15 +111,7 @@ class Sample:
 
     def copy(self) -> Sample:
         """Return a copy of the current state."""
-        return Sample(
-            self.start,
-            self.tokens[:],
-            self.logprobs[:],
-            self.versions[:],
-            self.finish,
-            self.error,
-            self.arrivals[:],
-        )
+        return deepcopy(self)
 
 
 Key = tuple[str, int]

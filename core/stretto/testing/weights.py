@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,9 +15,10 @@ import pytest
 
 from stretto.component import Kind
 from stretto.errors import NoAnswer, Refused, StrettoError, WeightsError
-from stretto.models.digest import digest_of, tensor_hash
+from stretto.models.digest import digest_of
 from stretto.models.version_files import open_version
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
+from stretto.testing.served_engine import hashes_of
 from stretto.weights import FreezingPublisher, Publisher, Subscriber, WeightsNote, WeightsTransport, Wire
 
 if TYPE_CHECKING:
@@ -230,17 +231,12 @@ class WeightsConformance(ComponentConformance):
 def _run(under_test: ComponentUnderTest, body: Callable[[_Ends], Coroutine[Any, Any, None]]) -> None:
     """Call `body` with the ends of a run of its own, and close them."""
 
-    @asynccontextmanager
-    async def closed() -> AsyncGenerator[_Ends]:
+    async def whole() -> None:
         ends = _Ends(under_test)
         try:
-            yield ends
+            await body(ends)
         finally:
             await ends.close()
-
-    async def whole() -> None:
-        async with closed() as ends:
-            await body(ends)
 
     anyio.run(whole)
 
@@ -251,8 +247,7 @@ async def _assert_arrives(subscriber: Subscriber, note: WeightsNote, frozen: Col
     update = await subscriber.receive(note)
     try:
         assert update.note.version == note.version, f"received version {update.note.version} for {note}"
-        hashes = {name: tensor_hash(tensor) for name, tensor in tensors.items()}
-        assert dict(update.hashes()) == hashes, f"the hashes of version {note.version} differ"
+        assert dict(update.hashes()) == hashes_of(tensors), f"the hashes of version {note.version} differ"
         assert digest_of(update.hashes().items()) == note.digest, "the digest of the hashes is not the note's"
         _assert_equal(update.tensors(), tensors)
     finally:

@@ -110,7 +110,7 @@ class InputRows(Protocol):
         Args:
             whole_groups: keep consecutive sequences with the same `group` together in any case.
         """
-        ...
+        return batch.micro_batches(max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
         """Return the inputs of a micro-batch, on a device.
@@ -122,12 +122,8 @@ class InputRows(Protocol):
         ...
 
 
-class PackedRows:
+class PackedRows(InputRows):
     """All sequences end to end in one row."""
-
-    def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
-        """See `InputRows`."""
-        return batch.micro_batches(max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
         """See `InputRows`."""
@@ -135,7 +131,7 @@ class PackedRows:
         return _one_row(batch["tokens"], batch.positions(), plan, wanted.moved(wanted.at, device))
 
 
-class PrefixRows:
+class PrefixRows(InputRows):
     """The tree of the sequences in one row: what they begin with is computed once. Tokens that no wanted
     output depends on, such as the last one of each answer, are left out.
 
@@ -179,7 +175,7 @@ def _one_row(ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: Wanted
     return ModelInputs(arguments, wanted)
 
 
-class PaddedRows:
+class PaddedRows(InputRows):
     """Each sequence in its own row, padded on the right.
 
     Args:
@@ -189,10 +185,6 @@ class PaddedRows:
 
     def __init__(self, image_arguments: Callable[[Batch, Tensor], dict[str, Tensor]] | None = None) -> None:
         self._image_arguments = image_arguments
-
-    def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
-        """See `InputRows`."""
-        return batch.micro_batches(max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
         """See `InputRows`."""

@@ -16,12 +16,12 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
-from stretto.records.timeline import CauseKind
+from stretto.kernel.observe.bottleneck import bottleneck, number, total, works
 
 _KEPT = 200
 """Number of newest lines that the rules can use."""
@@ -158,12 +158,12 @@ class _History:
     def add(self, line: Mapping[str, Any]) -> None:
         self.lines.append(line)
         for name in line:
-            if (value := _number(line, name)) is not None:
+            if (value := number(line, name)) is not None:
                 self._figures.setdefault(name, deque(maxlen=_KEPT)).append((line["step"], value))
-        self.lr = max(self.lr, _number(line, "lr") or 0.0)
-        if (largest := _number(line, "reward_max")) is not None:  # 0 is a limit too
+        self.lr = max(self.lr, number(line, "lr") or 0.0)
+        if (largest := number(line, "reward_max")) is not None:  # 0 is a limit too
             self.limit = max(self.limit, largest)
-        self.varied = self.varied or bool(_number(line, "reward_std"))
+        self.varied = self.varied or bool(number(line, "reward_std"))
         for name in ("reward", "entropy"):
             if name not in self.first and (window := self.window(name, 10)):
                 self.first[name] = window
@@ -257,7 +257,11 @@ class _Knobs:
         must not change: they depend on the number of threads."""
         if self.number(f"{section}.gpus", 0) or self.get(f"{section}.deterministic"):
             return ""
-        return self.set(f"{section}.threads", int(self.number(f"{section}.threads", 1)) + 1)
+        return self.add(f"{section}.threads", 1)
+
+    def add(self, path: str, count: int) -> str:
+        """Return a suggestion to add to the number at a key, which is 1 if the run file has none."""
+        return self.set(path, int(self.number(path, 1)) + count)
 
     def scale(self, path: str, factor: float) -> str:
         """Return a suggestion to multiply a key's number by a factor; empty if the value is not a number. An
@@ -275,6 +279,12 @@ class _Finding:
     since: int
     """First of the steps that show the problem."""
     message: str
+
+
+_Judge = Callable[[_History, _Knobs], _Finding | None]
+_Lines = Sequence[Mapping[str, Any]]
+_Said = tuple[str, *tuple[str, ...]]
+"""The problem, and the suggestions; an empty one does not apply to the run."""
 
 
 def _finding(since: int, what: str, *suggestions: str) -> _Finding:
@@ -437,7 +447,7 @@ def _gradient_spikes(history: _History, knobs: _Knobs) -> _Finding | None:
 
 def _norm(line: Mapping[str, Any]) -> float:
     """Return the gradient norm; infinite if the line has no finite norm."""
-    norm = _number(line, "grad_norm")
+    norm = number(line, "grad_norm")
     return math.inf if norm is None else norm
 
 
@@ -568,58 +578,9 @@ _TIME_LIMITS = ("reward.timeout_s", "workflow.timeout_s", "workflow.environment_
 
 # ------------------------------------------------------------------------------------- rules of speed
 
-Part = Literal[
-    "training",
-    "generation",
-    "verification",
-    "evaluation",
-    "checkpoints",
-    "swaps",
-    "inference engines",
-    "overhead",
-]
-
-_PARTS: dict[CauseKind, Part] = {
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoints",
-    "swap": "swaps",
-    "engines": "inference engines",
-    "overhead": "overhead",
-}
-"""The part that training waits for, by the cause of the wait. All other causes are a lack of groups."""
 _SPEED_STEPS = 20
 _FEWEST_READINGS = 5
 """Minimum number of steps with heartbeat figures. Short steps may have none."""
-
-
-def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
-    """Return the part of a run that the other parts wait for most.
-
-    The part is training if it worked for more than half of the time. Otherwise it is what training waited for
-    longest. A wait for groups is a wait for verification if tickets spend more time at the verifier
-    (`ticket_score_s`) than at the engine (`ticket_generate_s`), and for generation if not.
-
-    Args:
-        lines: lines of `metrics.jsonl`, at least one.
-
-    Returns:
-        The part, and a share of the time: in which training worked, or in which it waited for the part.
-    """
-    share = _works(lines)
-    if share > 0.5:
-        return "training", share
-    total = max(_total(lines, "step_s"), 1e-9)
-    waits: dict[Part, float] = {
-        part: _total(lines, f"wait/{kind}_s") / total for kind, part in _PARTS.items()
-    }
-    scores = _total(lines, "ticket_score_s") > _total(lines, "ticket_generate_s")
-    waits["verification" if scores else "generation"] = 1 - share - math.fsum(waits.values())
-    return max(waits.items(), key=lambda item: item[1])
-
-
-def _works(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the share of the time in which training worked."""
-    return _total(lines, "train_s") / max(_total(lines, "step_s"), 1e-9)
 
 
 def _evaluation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
@@ -630,11 +591,9 @@ def _evaluation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
     lines = list(history.lines)[-count:]
     if not every or len(lines) < count or lines[0]["step"] == 1:
         return None
-    waited_s, total_s = _total(lines, "wait/evaluation_s"), _total(lines, "step_s")
+    waited_s, total_s = total(lines, "wait/evaluation_s"), total(lines, "step_s")
     if waited_s < 0.2 * total_s:
         return None
-    replicas = int(knobs.number("inference.replicas", 1))
-    full = _cores_are_full(lines, knobs)
     return _finding(
         lines[0]["step"],
         f"training waits for evaluations in {waited_s:.3g} of the {total_s:.3g} s of steps "
@@ -642,80 +601,64 @@ def _evaluation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
         "engines",
         knobs.scale("evaluation.every", 2),
         knobs.scale("evaluation.rows", 1 / 2) or "evaluate fewer rows (`evaluation.rows`)",
-        "" if full else knobs.set("inference.replicas", replicas + 1),
+        "" if _cores_are_full(lines, knobs) else knobs.add("inference.replicas", 1),
     )
 
 
-def _training_waits(history: _History, knobs: _Knobs) -> _Finding | None:
-    lines = _speed_lines(history)
-    if lines is None:
-        return None
+def _training_waits(lines: _Lines, knobs: _Knobs) -> _Said | None:
     part, share = bottleneck(lines)
-    total_s, waited_s = _total(lines, "step_s"), _total(lines, "wait/evaluation_s")
-    if part != "generation" or _total(lines, "train_s") > 0.35 * (total_s - waited_s):
+    total_s, waited_s = total(lines, "step_s"), total(lines, "wait/evaluation_s")
+    if part != "generation" or total(lines, "train_s") > 0.35 * (total_s - waited_s):
         return None
     full, synchronous = _cores_are_full(lines, knobs), knobs.get("queue.max_staleness") == 0
     if full and not synchronous:
         return None
-    return _finding(
-        lines[0]["step"],
+    return (
         f"training waits for generation {share:.0%} of the time",
         knobs.set("queue.max_staleness", 1) if synchronous else "",
         "" if full else knobs.more_threads("inference"),
-        "" if full else knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
+        "" if full else knobs.add("inference.replicas", 1),
     )
 
 
-def _generation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
+def _generation_waits(lines: _Lines, knobs: _Knobs) -> _Said | None:
     """Find that training works for at least 90 % of the time and the engines for at most 30 %."""
-    lines = _speed_lines(history)
-    if lines is None:
-        return None
-    share = _works(lines)
-    busy = _total(lines, "generate_busy_s") / _total(lines, "step_s")
+    share = works(lines)
+    busy = total(lines, "generate_busy_s") / total(lines, "step_s")
     if share < 0.9 or busy > 0.3 or _cores_are_full(lines, knobs):
         return None
-    replicas = int(knobs.number("inference.replicas", 1))
-    return _finding(
-        lines[0]["step"],
+    return (
         f"generation waits for training: training works {share:.0%} of the time, the engines {busy:.0%}",
         knobs.more_threads("training"),
-        knobs.set("training.processes", int(knobs.number("training.processes", 1)) + 1),
-        knobs.set("inference.replicas", replicas - 1) if replicas > 1 else "",
+        knobs.add("training.processes", 1),
+        knobs.add("inference.replicas", -1) if knobs.number("inference.replicas", 1) > 1 else "",
     )
 
 
-def _slot_bound(history: _History, knobs: _Knobs) -> _Finding | None:
-    lines = _lines_that_wait_for_engines(history)
-    if lines is None:
-        return None
+def _slot_bound(lines: _Lines, knobs: _Knobs) -> _Said | None:
     used, waiting = (_mean(lines, name) for name in ("slots_used", "samples_waiting"))
-    if used is None or waiting is None or used < 0.85:
+    if bottleneck(lines)[0] != "generation" or used is None or waiting is None or used < 0.85:
         return None
     if waiting < 0.5 * knobs.number("inference.slots", math.inf) or _cores_are_full(lines, knobs):
         return None
-    return _finding(
-        lines[0]["step"],
+    return (
         f"generation is bound by its slots: {used:.0%} are in use and {waiting:.0f} samples wait, while "
-        f"training works {_works(lines):.0%} of the time",
+        f"training works {works(lines):.0%} of the time",
         knobs.scale("inference.slots", 2),
-        knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
+        knobs.add("inference.replicas", 1),
     )
 
 
-def _kv_bound(history: _History, knobs: _Knobs) -> _Finding | None:
-    lines = _lines_that_wait_for_engines(history)
-    if lines is None:
-        return None
+def _kv_bound(lines: _Lines, knobs: _Knobs) -> _Said | None:
     used, waiting, memory = (_mean(lines, name) for name in ("slots_used", "samples_waiting", "kv_used"))
-    if used is None or waiting is None or memory is None or memory < 0.7 or used > 0.75:
+    if bottleneck(lines)[0] != "generation" or used is None or waiting is None or memory is None:
         return None
-    if memory < 1.2 * used:  # equal shares: the memory is not what leaves slots empty
+    # With equal shares, the memory is not what leaves slots empty.
+    if used > 0.75 or memory < max(0.7, 1.2 * used):
         return None
     if waiting < 0.25 * knobs.number("inference.slots", math.inf):
         return None
-    return _finding(
-        lines[0]["step"],
+    return (
         f"generation is bound by memory for keys and values: {memory:.0%} of it is in use, so {waiting:.0f} "
         f"samples wait although only {used:.0%} of the slots are taken",
         knobs.scale("inference.cache_gb", 2),
@@ -723,32 +666,27 @@ def _kv_bound(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _verifier_bound(history: _History, knobs: _Knobs) -> _Finding | None:
-    lines = _speed_lines(history)
-    if lines is None:
-        return None
+def _verifier_bound(lines: _Lines, knobs: _Knobs) -> _Said | None:
     if bottleneck(lines)[0] != "verification" or _cores_are_full(lines, knobs):
         return None
     score_s, generate_s = (
-        _total(lines, name) / len(lines) for name in ("ticket_score_s", "ticket_generate_s")
+        total(lines, name) / len(lines) for name in ("ticket_score_s", "ticket_generate_s")
     )
-    return _finding(
-        lines[0]["step"],
-        f"training works {_works(lines):.0%} of the time and waits for verifiers: a ticket spends "
+    return (
+        f"training works {works(lines):.0%} of the time and waits for verifiers: a ticket spends "
         f"{score_s:.2g} s with them and {generate_s:.2g} s in generation",
         knobs.scale("verifier.children", 2),
         knobs.scale("verifier.processes", 2),
     )
 
 
-def _slow_swaps(history: _History, knobs: _Knobs) -> _Finding | None:
-    lines = _speed_lines(history)
-    if lines is None or (share := _total(lines, "swap_pause_s") / _total(lines, "step_s")) < 0.1:
+def _slow_swaps(lines: _Lines, knobs: _Knobs) -> _Said | None:
+    share = total(lines, "swap_pause_s") / total(lines, "step_s")
+    if share < 0.1:
         return None
-    return _finding(
-        lines[0]["step"],
+    return (
         f"swaps of weights stop the engines {share:.0%} of the time, for "
-        f"{_total(lines, 'swap_pause_s') / len(lines):.2g} s per step",
+        f"{total(lines, 'swap_pause_s') / len(lines):.2g} s per step",
         knobs.scale("queue.batch_size", 2),
         knobs.set("training.dtype", "bfloat16"),
         knobs.set("inference.on_swap", "keep_cache"),
@@ -756,13 +694,18 @@ def _slow_swaps(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _speed_lines(history: _History) -> list[Mapping[str, Any]] | None:
-    """Return the newest lines of a run that samples. None if there are too few lines, or if they include the
-    first step, which waits for the first groups."""
-    lines = list(history.lines)[-_SPEED_STEPS:]
-    if len(lines) < _SPEED_STEPS or lines[0]["step"] == 1 or "ticket_generate_s" not in lines[-1]:
-        return None
-    return lines
+def _of_speed(judge: Callable[[_Lines, _Knobs], _Said | None]) -> _Judge:
+    """Return the condition of a rule that reads only the newest lines of a run that samples. It does not hold
+    if there are too few lines, or if they include the first step, which waits for the first groups."""
+
+    def condition(history: _History, knobs: _Knobs) -> _Finding | None:
+        lines = list(history.lines)[-_SPEED_STEPS:]
+        if len(lines) < _SPEED_STEPS or lines[0]["step"] == 1 or "ticket_generate_s" not in lines[-1]:
+            return None
+        said = judge(lines, knobs)
+        return None if said is None else _finding(lines[0]["step"], *said)
+
+    return condition
 
 
 def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
@@ -773,12 +716,6 @@ def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
     return not gpus and idle is not None and idle < 0.15
 
 
-def _lines_that_wait_for_engines(history: _History) -> list[Mapping[str, Any]] | None:
-    """Return the newest lines like `_speed_lines`, but only if faster generation would make steps faster."""
-    lines = _speed_lines(history)
-    return lines if lines is not None and bottleneck(lines)[0] == "generation" else None
-
-
 # ------------------------------------------------------------------------------------------ the table
 
 
@@ -787,7 +724,7 @@ class Rule:
     """One rule."""
 
     name: str
-    judge: Callable[[_History, _Knobs], _Finding | None]
+    judge: _Judge
     """Returns the finding if the condition holds now, or None."""
     holds: int
     """Number of steps in a row at which the condition must hold before the adviser gives the advice."""
@@ -810,18 +747,18 @@ RULES = (
     Rule(
         "plateau", _plateau, holds=10, unless=("reward_collapse", "entropy_collapse", "zero_variance_groups")
     ),
-    Rule("verifier_bound", _verifier_bound, holds=10),
-    Rule("slow_swaps", _slow_swaps, holds=10),
-    Rule("kv_bound", _kv_bound, holds=10),
-    Rule("slot_bound", _slot_bound, holds=10, unless=("kv_bound",)),
+    Rule("verifier_bound", _of_speed(_verifier_bound), holds=10),
+    Rule("slow_swaps", _of_speed(_slow_swaps), holds=10),
+    Rule("kv_bound", _of_speed(_kv_bound), holds=10),
+    Rule("slot_bound", _of_speed(_slot_bound), holds=10, unless=("kv_bound",)),
     Rule("evaluation_waits", _evaluation_waits, holds=10),
     Rule(
         "training_waits",
-        _training_waits,
+        _of_speed(_training_waits),
         holds=10,
         unless=("reward_collapse", "slow_swaps", "kv_bound", "slot_bound"),
     ),
-    Rule("generation_waits", _generation_waits, holds=10),
+    Rule("generation_waits", _of_speed(_generation_waits), holds=10),
 )
 
 
@@ -839,22 +776,11 @@ def causes(reasons: Mapping[str, int]) -> Counter[str]:
     return counted
 
 
-def _total(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Return the sum of a figure over lines. A line without the figure counts as 0."""
-    return math.fsum(_number(line, name) or 0.0 for line in lines)
-
-
 def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Return the mean of a figure over the lines that have it; None if fewer than `_FEWEST_READINGS` have
     it."""
-    known = [value for line in lines if (value := _number(line, name)) is not None]
+    known = [value for line in lines if (value := number(line, name)) is not None]
     return math.fsum(known) / len(known) if len(known) >= _FEWEST_READINGS else None
-
-
-def _number(line: Mapping[str, Any], name: str) -> float | None:
-    """Return a finite figure of a line; None if the line has none."""
-    value = line.get(name)
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def _text(value: Any) -> str:

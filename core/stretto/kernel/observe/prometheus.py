@@ -60,6 +60,15 @@ _LAST_STEP = {
 }
 """Key of the newest line of `metrics.jsonl` -> name after `stretto_last_step_`."""
 
+_ENGINE = {
+    "version": ("version", "Version that the engine serves"),
+    "running": ("running_samples", "Samples that the engine decodes"),
+    "waiting": ("waiting_samples", "Samples that wait for a slot"),
+    "slots": ("slots", "Samples that the engine can decode at once"),
+    "kv_used": ("kv_used_ratio", "Share of the memory for the KV cache in use"),
+}
+"""Field of `Load` -> name after `stretto_engine_`, and meaning."""
+
 
 async def serve_metrics(
     config: MetricsConfig, setup: RunSetup, bus: Bus, *, task_status: TaskStatus[str]
@@ -169,12 +178,7 @@ class RunCollector(Collector):
     def _queue(self) -> Iterable[Metric]:
         scheduler = self._setup.scheduler
         ledger = scheduler.ledger
-        accounts = {
-            "trained": ledger.trained,
-            "filtered": ledger.filtered,
-            "expired": ledger.expired,
-            "failed": ledger.failed,
-        }
+        accounts = {name: getattr(ledger, name) for name in ("trained", "filtered", "expired", "failed")}
         yield self._counter("tickets_issued", "Training tickets that were issued", ledger.issued)
         yield self._counters(
             "tickets_retired", "Training tickets that ended, by account", "account", accounts
@@ -233,29 +237,8 @@ class RunCollector(Collector):
         yield family
         yield self._counter("worker_restarts", "Restarts of workers", fleet.restarts)
         loads = {member.worker: member.load for member in fleet.of("inference") if member.load is not None}
-        for name, text, values in (
-            ("version", "Version that the engine serves", {key: load.version for key, load in loads.items()}),
-            (
-                "running_samples",
-                "Samples that the engine decodes",
-                {key: load.running for key, load in loads.items()},
-            ),
-            (
-                "waiting_samples",
-                "Samples that wait for a slot",
-                {key: load.waiting for key, load in loads.items()},
-            ),
-            (
-                "slots",
-                "Samples that the engine can decode at once",
-                {key: load.slots for key, load in loads.items()},
-            ),
-            (
-                "kv_used_ratio",
-                "Share of the memory for the KV cache in use",
-                {key: load.kv_used for key, load in loads.items() if load.kv_used is not None},
-            ),
-        ):
+        for figure, (name, text) in _ENGINE.items():
+            values = {worker: getattr(load, figure) for worker, load in loads.items()}
             yield self._gauges(f"engine_{name}", text, "worker", values)
 
     def _bus_state(self) -> Iterable[Metric]:
@@ -304,10 +287,11 @@ class RunCollector(Collector):
             family.add_metric([self._setup.run], value)
         return family
 
-    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Metric:
         family = GaugeMetricFamily(f"stretto_{name}", text, labels=["run", label])
         for key, value in values.items():
-            family.add_metric([self._setup.run, key], value)
+            if value is not None:
+                family.add_metric([self._setup.run, key], value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:

@@ -23,7 +23,8 @@ from stretto.kernel.calls.canary import CanaryRecord
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.durable.checkpoint import KernelState, LostData, checkpoint_name
 from stretto.kernel.fleet.fleet import Fleet
-from stretto.kernel.observe.advice import Adviser, bottleneck, causes
+from stretto.kernel.observe.advice import Adviser, causes
+from stretto.kernel.observe.bottleneck import bottleneck
 from stretto.kernel.observe.curve import Curve
 from stretto.kernel.observe.metrics_file import MetricsFile
 from stretto.kernel.observe.waits import Waits
