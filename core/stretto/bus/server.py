@@ -48,7 +48,7 @@ _PARTIES: tuple[Party, ...] = ("kernel", *ROLES, "samples", VIEWER, OPERATOR)
 _NEAR: tuple[Party, ...] = ("kernel", "samples")
 """Processes that always run on the kernel's machine."""
 STORE = "store"
-"""Name of the user, and of the account, that own the streams and the state."""
+"""Name of the user, and of the account, that own the streams."""
 _Permissions = dict[str, list[str] | dict[str, list[str]]]
 """`publish` and `subscribe` -> subjects, or `deny` with the forbidden subjects."""
 _GUARD_POLL_S = 0.5
@@ -79,7 +79,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """Number of servers that keep a copy of what is stored (`bus.replicas`)."""
     store_user: str = ""
     store_password: str = ""
-    """Credentials of a second connection, for the streams and the state. Only the kernel has them, and only
+    """Credentials of a second connection, for the streams. Only the kernel has them, and only
     on the bundled server."""
     logs: str = ""
     """Folder for the worker's log."""
@@ -464,9 +464,9 @@ def _configuration(
 ) -> str:
     """Return the configuration of nats-server as JSON, which nats-server accepts.
 
-    The streams and the state belong to the account `store`, and the workers to the account `run`. The server
+    The streams belong to the account `store`, and the workers to the account `run`. The server
     answers a JetStream request on any subject that the request names. Because of the two accounts, such an
-    answer stays in the account `run`: no worker can make the server write to a stream or to the state.
+    answer stays in the account `run`: no worker can make the server write to a stream.
     """
     names = Subjects(run)
     permissions = {**_permissions(names), VIEWER: _permissions_of_viewer(names)}
@@ -511,8 +511,8 @@ def _configuration(
 
 
 def _permissions_of_store(names: Subjects) -> _Permissions:
-    """Return the permissions of the kernel's connection to the streams and the state."""
-    stored = [names.journal, f"{names.tickets}.>", f"{names.log}.>", f"$KV.{names.state_bucket}.>"]
+    """Return the permissions of the kernel's connection to the streams."""
+    stored = [names.journal, f"{names.tickets}.>", f"{names.log}.>", names.leases]
     return {"publish": ["$JS.API.>", *stored], "subscribe": [f"{names.inbox('kernel')}.>"]}
 
 
