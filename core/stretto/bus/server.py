@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,25 +184,17 @@ def lock_run(folder: Path) -> IO[str]:
     return file
 
 
-def _bootstrap_files(
-    folder: Path,
-    users: dict[Party, tuple[str, str]],
-    shared: Bootstrap,
-    own: Callable[[Party, Bootstrap], Bootstrap],
-) -> None:
-    """Write `folder/<party>.json` for the kernel and every role, mode 0600.
+def _write_bootstrap(folder: Path, party: Party, shared: Bootstrap, **own: Any) -> None:
+    """Write `folder/<party>.json`, mode 0600.
 
     Args:
-        shared: what is the same in all files. Only the kernel's file gets its credentials for the store.
-        own: adds what a party alone has.
+        shared: what is the same for all parties.
+        own: fields that differ for this party.
     """
-    for party, (user, password) in users.items():
-        content = msgspec.structs.replace(shared, role=party, user=user, password=password)
-        if party != "kernel":
-            content = msgspec.structs.replace(content, store_user="", store_password="")
-        if party == VIEWER:
-            content = msgspec.structs.replace(content, credentials_file="", logs="")
-        write_private(folder / f"{party}.json", msgspec.json.encode(own(party, content)))
+    if party == VIEWER:
+        own["logs"] = ""
+    content = msgspec.structs.replace(shared, role=party, **own)
+    write_private(folder / f"{party}.json", msgspec.json.encode(content))
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
@@ -222,6 +214,8 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
         url=",".join(config.servers),
         run=run,
         role="",
+        user=user,
+        password=password,
         credentials_file=creds,
         tls=TlsIdentity.of(config.tls) if config.tls is not None else None,
         replicas=config.replicas,
@@ -229,15 +223,10 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
         outage_s=config.outage_s,
         grace_s=config.grace_s,
     )
-    users: dict[Party, tuple[str, str]] = dict.fromkeys(_PARTIES, (user, password))
-    users[VIEWER] = ("", "")
-
-    def without_certificate_of_viewer(party: Party, content: Bootstrap) -> Bootstrap:
-        if party != VIEWER or content.tls is None:
-            return content
-        return msgspec.structs.replace(content, tls=TlsIdentity(ca=content.tls.ca))
-
-    _bootstrap_files(folder, users, shared, without_certificate_of_viewer)
+    ca = None if shared.tls is None else TlsIdentity(ca=shared.tls.ca)
+    nobody = {"user": "", "password": "", "credentials_file": "", "tls": ca}
+    for party in _PARTIES:
+        _write_bootstrap(folder, party, shared, **(nobody if party == VIEWER else {}))
 
 
 def login_of(credentials: str, key: str) -> tuple[str, str, str]:
@@ -300,18 +289,23 @@ class NatsServer:
             url=far,
             run=run,
             role="",
-            store_user=STORE,
-            store_password=passwords[STORE],
             logs=str(logs),
             outage_s=config.outage_s,
             grace_s=config.grace_s,
         )
 
-        def own(party: Party, content: Bootstrap) -> Bootstrap:
-            url = near if party in _NEAR else far
-            return msgspec.structs.replace(content, url=url, tls=identities.get(party))
-
-        _bootstrap_files(folder, {party: (party, passwords[party]) for party in _PARTIES}, shared, own)
+        store = {"store_user": STORE, "store_password": passwords[STORE]}
+        for party in _PARTIES:
+            _write_bootstrap(
+                folder,
+                party,
+                shared,
+                url=near if party in _NEAR else far,
+                user=party,
+                password=passwords[party],
+                tls=identities.get(party),
+                **(store if party == "kernel" else {}),
+            )
         command = [sys.executable, guard.__file__, binary(), str(folder / "nats.conf")]
         command += [str(folder / "kernel.lock"), str(config.grace_s), *cleaner]
         server = cls(near, folder, command, _start_guard(folder, command))
