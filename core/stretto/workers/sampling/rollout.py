@@ -81,7 +81,7 @@ class RolloutWorker:
         await self._bus.subscribe(context.subject("routes"), Routes, context.receive_routes)
         await self._generations.open()
         if images is not None:
-            await images.shelf.open()
+            await images.open()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_progress)
             tasks.start_soon(self._keep_alive)
