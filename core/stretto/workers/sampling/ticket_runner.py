@@ -23,6 +23,7 @@ from stretto.bus.messages.tickets import (
     TicketRecord,
     TrajectoryBundle,
     WireTrajectory,
+    bundles_of,
 )
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
@@ -31,7 +32,7 @@ from stretto.records.kept.kept_sample import digest_of, kept_samples
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.session import RolloutSession, SessionServices, TicketClocks
 from stretto.workers.sampling.ticket_record import TicketNotes, record_of
-from stretto.workers.sampling.trajectory_log import bundles_of, member_of, wire_trajectories
+from stretto.workers.sampling.trajectory_log import member_of, wire_trajectories
 from stretto.workflow import Prompt, Trajectory, Workflow
 
 log = structlog.get_logger()

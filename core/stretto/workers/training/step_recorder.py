@@ -21,7 +21,7 @@ from stretto.algorithm import Loss
 from stretto.array import Array
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import TrainedRow, TrainedRows
+from stretto.bus.messages.tickets import TrainedRow, TrainedRows, bundles_of
 from stretto.errors import BusError
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ log = structlog.get_logger()
 
 ROW = "kept_row"
 """Sequence column with the number of the row in the batch."""
-_BUNDLE_BYTES = 512 * 1024
 _MOST_WAITING = 64
 """Messages that wait for the store, and steps that wait to become messages. With more, the oldest are
 dropped: training does not wait for them."""
@@ -179,7 +178,7 @@ class StepRecorder:
         if self._steps[0] is not step:  # `add` has dropped it meanwhile
             return
         self._steps.popleft()
-        for number, bundle in enumerate(_bundles_of(rows)):
+        for number, bundle in enumerate(bundles_of(rows)):
             id = f"trained/{step.incarnation}/{step.version}/{self._worker}/{number}"
             self._waiting.append((id, TrainedRows(step.incarnation, step.version, tuple(bundle))))
         if len(self._waiting) > _MOST_WAITING:
@@ -193,17 +192,3 @@ class StepRecorder:
 def _shortened(values: NDArray[Any]) -> NDArray[Any]:
     """Return one value if all are equal."""
     return values[:1] if len(values) and (values == values[0]).all() else values
-
-
-def _bundles_of(rows: Sequence[TrainedRow]) -> Iterator[list[TrainedRow]]:
-    bundle: list[TrainedRow] = []
-    size = 0
-    for row in rows:
-        bytes = row.advantages.data.nbytes + row.importance_weights.data.nbytes + 100
-        if bundle and size + bytes > _BUNDLE_BYTES:
-            yield bundle
-            bundle, size = [], 0
-        bundle.append(row)
-        size += bytes
-    if bundle:
-        yield bundle
