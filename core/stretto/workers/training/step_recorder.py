@@ -107,7 +107,7 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
-class _WaitingStep:
+class RecordedStep:
     """A step whose figures are still on the device."""
 
     incarnation: int
@@ -119,6 +119,7 @@ class _WaitingStep:
     """Ids of the rows that are recorded."""
 
     def rows(self) -> list[TrainedRow]:
+        """Return the figures of the rows that are recorded."""
         return [row for row in self.figures.rows(self.ids) if row.id in self.shown]
 
 
@@ -129,21 +130,14 @@ class StepRecorder:
         self._bus = bus
         self._names = names
         self._worker = worker
-        self._steps: deque[_WaitingStep] = deque()
+        self._steps: deque[RecordedStep] = deque()
         self._waiting: list[tuple[str, TrainedRows]] = []
         """(id, message)."""
         self._more = anyio.Event()
 
-    def add(
-        self, incarnation: int, version: int, figures: StepFigures, ids: Sequence[str], shown: Collection[str]
-    ) -> None:
-        """Send a step's figures, in the background.
-
-        Args:
-            ids: id of each row of the batch.
-            shown: ids of the rows that are recorded.
-        """
-        self._steps.append(_WaitingStep(incarnation, version, figures, ids, shown))
+    def add(self, step: RecordedStep) -> None:
+        """Send a step's figures, in the background."""
+        self._steps.append(step)
         if len(self._steps) > _MOST_WAITING:
             self._log_drop(self._steps.popleft().version)
         self._more.set()
@@ -172,7 +166,7 @@ class StepRecorder:
             if self._waiting and self._waiting[0][0] == id:
                 del self._waiting[0]
 
-    async def _queue(self, step: _WaitingStep) -> None:
+    async def _queue(self, step: RecordedStep) -> None:
         """Turn the oldest step into messages."""
         rows = await anyio.to_thread.run_sync(step.rows)
         if self._steps[0] is not step:  # `add` has dropped it meanwhile
