@@ -15,6 +15,7 @@ from torch import Tensor
 from stretto.algorithm import Loss
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, Ticket, TicketRecord
+from stretto.config import SamplesConfig
 from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
 from stretto.rl.batch import Batch
 from stretto.workers.sampling.session import VariantServices
@@ -84,18 +85,16 @@ async def test_a_long_sample_is_kept() -> None:
     config: Any = SimpleNamespace(
         workflow=SimpleNamespace(timeout_s=60),
         dataset=SimpleNamespace(max_prompt_tokens=None),
-        samples=SimpleNamespace(keeps=lambda ticket: True),
+        samples=SamplesConfig(keep="all"),
     )
     context: Any = SimpleNamespace(
         names=Subjects("r"),
         worker="rollout-0",
         bus=SimpleNamespace(store=SimpleNamespace(append=append)),
-        on_routes=lambda listener: None,
+        on_routes=list[Any]().append,
     )
     nothing: Any = None
-    services = VariantServices(
-        config, LongAnswers(), nothing, nothing, ByteTokenizer(), None, lambda ticket, version: None
-    )
+    services = VariantServices(config, LongAnswers(), nothing, nothing, ByteTokenizer(), None, nothing)
     rows: Any = [{"prompt": "1+1="}]
     outcome = await TicketRunner(context, {"": services}, {"train": rows}).outcome(
         Ticket(0, 1, "train", 0, 0, 1)
