@@ -133,13 +133,13 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
 
     async with open_bus("kernel") as kernel:
         await kernel.store.make_log(names.journal_stream, [names.journal])
-        await kernel.store.make_state(names.state_bucket)
-        lease = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
+        await kernel.store.make_log(names.leases_stream, [names.leases])
+        lease = await kernel.store.append(names.leases, KernelLease("here"), id="here1")
         await kernel.serve(names.kernel("rollout", "join"), Join, welcome)
         attacker = await raw("rollout")
         join = msgspec.msgpack.encode(Join("rollout-0", "rollout", "p", "n", "t"))
         foreign = (
-            *(names.journal, f"$KV.{names.state_bucket}.kernel", f"$JS.API.STREAM.PURGE.{names.log_stream}"),
+            *(names.journal, names.leases, f"$JS.API.STREAM.PURGE.{names.log_stream}"),
             *(names.beacon, f"{names.answers('trainer', 'kernel')}.x.1", "", "x"),
             f"{names.answers('rollout', 'kernel')}.x.1.y",
             f"{names.answers('rollout', 'inference')}.x.1",
@@ -149,7 +149,7 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
         await until(lambda: kernel.refusals.count == len(foreign))
         assert not joins
         assert await kernel.store.last_sequence(names.journal_stream, names.journal) == 0
-        assert await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here")) == lease + 1
+        assert await kernel.store.append(names.leases, KernelLease("here"), id="here2") == lease + 1
 
 
 async def test_only_the_operator_can_give_a_run_commands(
@@ -204,14 +204,14 @@ async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
         await kernel.store.make_log(names.journal_stream, [names.journal])
         await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
         await kernel.store.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=60)
-        await kernel.store.make_state(names.state_bucket)
-        lease = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
+        await kernel.store.make_log(names.leases_stream, [names.leases])
+        lease = await kernel.store.append(names.leases, KernelLease("here"), id="here3")
         await honest.store.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
         attacker, trainer = await raw("rollout"), await raw("trainer")
         targets = (
             names.journal,
             names.groups,
-            f"$KV.{names.state_bucket}.kernel",
+            names.leases,
             f"$JS.API.STREAM.PURGE.{names.log_stream}",
         )
         for index, target in enumerate(targets):
@@ -227,7 +227,7 @@ async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
         # The store answers in order: an append after the attacks is after their effects.
         await honest.store.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
         assert await kernel.store.last_sequence(names.journal_stream, names.journal) == 0
-        assert await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here")) == lease + 1
+        assert await kernel.store.append(names.leases, KernelLease("here"), id="here4") == lease + 1
         seen: list[tuple[int, Any]] = []
         async with anyio.create_task_group() as tasks:
 

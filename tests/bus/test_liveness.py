@@ -81,7 +81,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
         return LoadReport(Load(0, 0, 0, 1, 0, 0.0, 0, 0.0, 0.0))
 
     async with open_bus("kernel") as kernel, open_bus("inference") as inference:
-        await kernel.store.make_state(names.state_bucket)
+        await kernel.store.make_log(names.leases_stream, [names.leases])
         await inference.serve(subject, AskLoad, answer)
         async with anyio.create_task_group() as tasks:
             answers: list[LoadReport] = []
@@ -92,9 +92,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
                 answers.append(report)
 
             async def store() -> None:
-                revisions.append(
-                    await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
-                )
+                revisions.append(await kernel.store.append(names.leases, KernelLease("here"), id="here1"))
 
             tasks.start_soon(ask)
             await asked.wait()
@@ -119,14 +117,14 @@ async def test_a_killed_guard_is_started_again_with_the_same_server(
 ) -> None:
     pid_file = tmp_path / "bus" / "guard.pid"
     async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
-        await kernel.store.make_state(names.state_bucket)
-        before = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("before"))
+        await kernel.store.make_log(names.leases_stream, [names.leases])
+        before = await kernel.store.append(names.leases, KernelLease("before"), id="before2")
         tasks.start_soon(server.look_after_guard)
         former = psutil.Process(int(pid_file.read_text()))
         former.kill()
         await until(lambda: not kernel.connected)
         await until(lambda: kernel.connected)
-        after = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("after"))
+        after = await kernel.store.append(names.leases, KernelLease("after"), id="after3")
         assert after > before  # the same store, and the same credentials
         assert int(pid_file.read_text()) == server.process.pid != former.pid
         tasks.cancel_scope.cancel()

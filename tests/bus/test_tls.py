@@ -74,8 +74,8 @@ async def test_a_client_with_a_certificate_of_the_authority_is_accepted(
 ) -> None:
     names = Subjects("r")
     async with connect(bootstrap(f"tls://{tls_server.address}", identity(certs))) as bus:
-        await bus.store.make_state(names.state_bucket)
-        await bus.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
+        await bus.store.make_log(names.leases_stream, [names.leases])
+        await bus.store.append(names.leases, KernelLease("here"), id="here1")
 
 
 @pytest.mark.parametrize("client", ["none", "stranger"])
@@ -253,8 +253,8 @@ async def test_a_server_for_other_machines_admits_bootstrap_files_of_its_run_alo
             for file in (*folder.glob("*.key"), *folder.glob("*.json"), folder / "nats.conf"):
                 assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
             async with connect(kernel) as bus, connect(worker) as other:
-                await bus.store.make_state(names.state_bucket)
-                assert await bus.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
+                await bus.store.make_log(names.leases_stream, [names.leases])
+                assert await bus.store.append(names.leases, KernelLease("here"), id="here2")
                 assert other.connected
             bare = msgspec.structs.replace(worker, tls=TlsIdentity(ca=worker.tls.ca))
             with pytest.raises(BusError, match="may want a client's certificate"):

@@ -27,7 +27,7 @@ from stretto.cli.main import app
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, StrettoError
 from stretto.models.tokenizer import Tokenizer
-from stretto.workers.sampling.ticket_record import TicketNotes, record_of
+from stretto.workers.sampling.ticket_record import record_of
 from stretto.workers.sampling.trajectory_log import wire_trajectories
 from stretto.workflow import Answer, Score, Trajectory
 
@@ -306,7 +306,7 @@ async def test_rows_of_a_tool_run_train_the_tokens_of_the_run(tmp_path: Path) ->
         ticket = Ticket(number, 1, "train", 0, 0, 1)
         sampled = await conversation(tokenizer, *texts)
         wires = wire_trajectories(ticket, sampled, ())
-        notes = record_of(ticket, "rollout-0", TicketNotes(), sampled, tokenizer)
+        notes = record_of(ticket, "rollout-0", {}, sampled, tokenizer)
         bundle = TrajectoryBundle(number, 1, 0, tuple(wires))
         kept.add(bundle, notes, done(bundle, notes))
         for wire, each in zip(wires, sampled, strict=True):

@@ -238,7 +238,7 @@ def hub_and_leaf(tmp_path: Path, certs: Path) -> Iterator[tuple[Server, Server]]
     """A server with the store, and a leaf node on loopback that joins it over TLS."""
     hub_port, leaf_port, between = free_ports(3)
     tls = server_tls(certs)
-    permissions = {"publish": ["st.>", "$JS.API.>", "$JS.ACK.>", "$KV.>"], "subscribe": ["st.>"]}
+    permissions = {"publish": ["st.>", "$JS.API.>", "$JS.ACK.>"], "subscribe": ["st.>"]}
     hub = {
         "port": hub_port,
         "authorization": {"users": [{**LOGIN, "permissions": permissions}]},  # the rights that the page names

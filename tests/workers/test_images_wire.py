@@ -18,7 +18,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.errors import BusError, Refused
 from stretto.models.images import MAX_FILE_BYTES, OpenImage
 from stretto.workers.context import WorkerContext
-from stretto.workers.images import ImageFetcher, ImageShelf
+from stretto.workers.images import ImageFetcher, RolloutImages
 
 ROLLOUT = WorkerProcess("rollout-0", "n")
 
@@ -36,18 +36,19 @@ def context_of(bus: Bus, worker: str) -> WorkerContext:
 
 
 @asynccontextmanager
-async def ends(open_bus: OpenBus) -> AsyncGenerator[tuple[ImageShelf, ImageFetcher]]:
+async def ends(open_bus: OpenBus) -> AsyncGenerator[tuple[RolloutImages, ImageFetcher]]:
     async with open_bus("rollout") as rollout, open_bus("inference") as inference:
-        shelf = ImageShelf(context_of(rollout, "rollout-0"))
-        await shelf.open()
-        yield shelf, ImageFetcher(context_of(inference, "inference-0"))
+        images = RolloutImages(context_of(rollout, "rollout-0"), cast("Any", None))
+        await images.open()
+        yield images, ImageFetcher(context_of(inference, "inference-0"))
 
 
 async def test_an_image_comes_whole_and_once(open_bus: OpenBus) -> None:
     """Also one of several messages, and for several requests at once."""
     small, large = image_of(1000), image_of(3_000_000)
-    async with ends(open_bus) as (shelf, fetcher):
-        with shelf.hold([small, large]):
+    async with ends(open_bus) as (images, fetcher):
+        with images.ticket() as ticket:
+            ticket.add([small.file, large.file])
             async with anyio.create_task_group() as tasks:
                 for _ in range(5):
                     tasks.start_soon(fetcher.get, ROLLOUT, [large.digest, small.digest])
@@ -58,10 +59,11 @@ async def test_an_image_comes_whole_and_once(open_bus: OpenBus) -> None:
 
 async def test_an_image_is_there_as_long_as_any_ticket_has_it(open_bus: OpenBus) -> None:
     image, other = image_of(10), image_of(10)
-    async with ends(open_bus) as (shelf, fetcher):
-        with shelf.hold([image, image]):
-            with shelf.hold([image, other]):
-                pass
+    async with ends(open_bus) as (images, fetcher):
+        with images.ticket() as ticket:
+            ticket.add([image.file, image.file])
+            with images.ticket() as second:
+                second.add([image.file, other.file])
             assert await fetcher.get(ROLLOUT, [image.digest]) == [image.file]
             with pytest.raises(Refused, match="rollout-0 refused: has no ticket with this image in hand"):
                 await fetcher.get(ROLLOUT, [other.digest])
@@ -91,8 +93,9 @@ async def test_old_images_make_room(open_bus: OpenBus, monkeypatch: pytest.Monke
     monkeypatch.setattr("stretto.workers.images._KEPT_BYTES", 250)
     images = [image_of(100) for _ in range(4)]
     names = [image.digest for image in images]
-    async with ends(open_bus) as (shelf, fetcher):
-        with shelf.hold(images):
+    async with ends(open_bus) as (rollout, fetcher):
+        with rollout.ticket() as ticket:
+            ticket.add([image.file for image in images])
             await fetcher.get(ROLLOUT, names[:2])
             await fetcher.get(ROLLOUT, [names[0], names[2], names[0], names[3]])
             assert fetcher.fetched["images"] == 4

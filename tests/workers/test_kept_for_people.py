@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from stretto.algorithm import Loss
-from stretto.bus.messages.tickets import Ticket
-from stretto.models.tokenizer import load_tokenizer
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import GroupDone, Ticket, TicketRecord
+from stretto.config import SamplesConfig
+from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
 from stretto.rl.batch import Batch
-from stretto.workers.sampling.ticket_record import TicketNotes, record_of
+from stretto.workers.sampling.session import VariantServices
+from stretto.workers.sampling.ticket_record import record_of
+from stretto.workers.sampling.ticket_runner import TicketRunner
 from stretto.workers.training.step_recorder import ROW, StepFigures
-from stretto.workflow import Score, Trajectory
+from stretto.workflow import Answer, Prompt, Score, Session, Trajectory
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
@@ -33,8 +40,8 @@ def test_the_turns_of_a_text_stand_on_lines_of_their_own() -> None:
         finish="stop",
         engine="inference-0",
     )
-    notes = TicketNotes({"prompt": "1+7+5="})
-    record = record_of(Ticket(0, 1, "train", 0, 0, 1), "rollout-0", notes, [trajectory], tokenizer)
+    row = {"prompt": "1+7+5="}
+    record = record_of(Ticket(0, 1, "train", 0, 0, 1), "rollout-0", row, [trajectory], tokenizer)
     assert record.prompt == "1+7+5="
     assert record.texts[0].text == "8 13\n8+1=\n9"
 
@@ -56,3 +63,43 @@ def test_importance_weights_keep_the_precision_of_logprobs() -> None:
     np.testing.assert_allclose(
         row.importance_weights.numpy(), np.exp(np.array([1e-4, -1e-4, 12.0])), rtol=3e-7 * 12
     )
+
+
+class LongAnswers:
+    """A workflow whose answers have 5000 tokens: a thread makes their texts."""
+
+    async def run(self, prompt: Prompt, session: Session) -> list[Trajectory]:
+        tokens, zeros = np.full(5000, 65, np.int32), np.zeros(5000, np.float32)
+        answer = Answer(tokens, zeros, zeros.astype(np.int32), "length", "", "inference-0")
+        return [Trajectory.of(prompt.ids, answer, Score(1.0))]
+
+
+@pytest.mark.anyio
+async def test_a_long_sample_is_kept() -> None:
+    appended: list[Any] = []
+
+    async def append(subject: str, message: Any, *, id: str) -> int:
+        appended.append(message)
+        return len(appended)
+
+    config: Any = SimpleNamespace(
+        workflow=SimpleNamespace(timeout_s=60),
+        dataset=SimpleNamespace(max_prompt_tokens=None),
+        samples=SamplesConfig(keep="all"),
+    )
+    context: Any = SimpleNamespace(
+        names=Subjects("r"),
+        worker="rollout-0",
+        bus=SimpleNamespace(store=SimpleNamespace(append=append)),
+        on_routes=list[Any]().append,
+    )
+    nothing: Any = None
+    services = VariantServices(config, LongAnswers(), nothing, nothing, ByteTokenizer(), None, nothing)
+    rows: Any = [{"prompt": "1+1="}]
+    outcome = await TicketRunner(context, {"": services}, {"train": rows}).outcome(
+        Ticket(0, 1, "train", 0, 0, 1)
+    )
+    assert isinstance(outcome, GroupDone), outcome
+    record = appended[outcome.record - 1]
+    assert isinstance(record, TicketRecord)
+    assert record.texts[0].text == "A" * 5000

@@ -15,6 +15,7 @@ import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -76,6 +77,16 @@ class _AgentRun:
     """The chat's messages up to each response, by the response's id."""
     calls: int = 0
     """Number of tool calls so far; the next call's id contains it."""
+
+
+_MakeCall = Callable[[bytes, _AgentRun], APICall]
+_CALLS: Mapping[str, _MakeCall] = {
+    "/v1/chat/completions": lambda body, run: ChatCall(body, run.recorder.session.tokenizer),
+    "/v1/completions": lambda body, run: CompletionCall(body, run.recorder.session.tokenizer),
+    "/v1/responses": lambda body, run: ResponseCall(body, run.responses),
+    _MESSAGES: lambda body, run: MessageCall(body),
+}
+"""Path of each API -> how its calls are made of the bodies of requests."""
 
 
 def base_url(port: int) -> str:
@@ -174,10 +185,8 @@ class Endpoint:
         if self._runner is None:
             app = web.Application(middlewares=[_format_errors], client_max_size=_MAX_BODY)
             app.router.add_get("/v1/models", self._models)
-            app.router.add_post("/v1/chat/completions", self._chat)
-            app.router.add_post("/v1/completions", self._completions)
-            app.router.add_post("/v1/responses", self._responses)
-            app.router.add_post(_MESSAGES, self._messages)
+            for path, make in _CALLS.items():
+                app.router.add_post(path, partial(self._call, make))
             app.router.add_post(f"{_MESSAGES}/count_tokens", self._count_tokens)
             app.router.add_routes(self._routes)
             # A call is cancelled with its connection: an agent that is gone leaves no work for the engines.
@@ -219,26 +228,9 @@ class Endpoint:
         ends = {"first_id": MODEL, "last_id": MODEL, "has_more": False}
         return _json({"object": "list", "data": [{"id": MODEL, **openai, **anthropic}], **ends})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _call(self, make: _MakeCall, request: web.Request) -> web.StreamResponse:
         agent_run, body = await self._read(request)
-        tokenizer = agent_run.recorder.session.tokenizer
-        call = await work_on_text(lambda: ChatCall(body, tokenizer), len(body))
-        return await self._answer(request, agent_run, call)
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        agent_run, body = await self._read(request)
-        tokenizer = agent_run.recorder.session.tokenizer
-        call = await work_on_text(lambda: CompletionCall(body, tokenizer), len(body))
-        return await self._answer(request, agent_run, call)
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        agent_run, body = await self._read(request)
-        call = await work_on_text(lambda: ResponseCall(body, agent_run.responses), len(body))
-        return await self._answer(request, agent_run, call)
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        agent_run, body = await self._read(request)
-        call = await work_on_text(lambda: MessageCall(body), len(body))
+        call = await work_on_text(lambda: make(body, agent_run), len(body))
         return await self._answer(request, agent_run, call)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:

@@ -104,7 +104,7 @@ class Bus:
 
     Args:
         client: the connection for everything except what the store keeps.
-        store: the connection to the streams and the state; the same as `client` for workers.
+        store: the connection to the streams; the same as `client` for workers.
     """
 
     def __init__(self, client: Client, store: Client, bootstrap: Bootstrap) -> None:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +48,7 @@ _PARTIES: tuple[Party, ...] = ("kernel", *ROLES, "samples", VIEWER, OPERATOR)
 _NEAR: tuple[Party, ...] = ("kernel", "samples")
 """Processes that always run on the kernel's machine."""
 STORE = "store"
-"""Name of the user, and of the account, that own the streams and the state."""
+"""Name of the user, and of the account, that own the streams."""
 _Permissions = dict[str, list[str] | dict[str, list[str]]]
 """`publish` and `subscribe` -> subjects, or `deny` with the forbidden subjects."""
 _GUARD_POLL_S = 0.5
@@ -79,7 +79,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """Number of servers that keep a copy of what is stored (`bus.replicas`)."""
     store_user: str = ""
     store_password: str = ""
-    """Credentials of a second connection, for the streams and the state. Only the kernel has them, and only
+    """Credentials of a second connection, for the streams. Only the kernel has them, and only
     on the bundled server."""
     logs: str = ""
     """Folder for the worker's log."""
@@ -184,25 +184,17 @@ def lock_run(folder: Path) -> IO[str]:
     return file
 
 
-def _bootstrap_files(
-    folder: Path,
-    users: dict[Party, tuple[str, str]],
-    shared: Bootstrap,
-    own: Callable[[Party, Bootstrap], Bootstrap],
-) -> None:
-    """Write `folder/<party>.json` for the kernel and every role, mode 0600.
+def _write_bootstrap(folder: Path, party: Party, shared: Bootstrap, **own: Any) -> None:
+    """Write `folder/<party>.json`, mode 0600.
 
     Args:
-        shared: what is the same in all files. Only the kernel's file gets its credentials for the store.
-        own: adds what a party alone has.
+        shared: what is the same for all parties.
+        own: fields that differ for this party.
     """
-    for party, (user, password) in users.items():
-        content = msgspec.structs.replace(shared, role=party, user=user, password=password)
-        if party != "kernel":
-            content = msgspec.structs.replace(content, store_user="", store_password="")
-        if party == VIEWER:
-            content = msgspec.structs.replace(content, credentials_file="", logs="")
-        write_private(folder / f"{party}.json", msgspec.json.encode(own(party, content)))
+    if party == VIEWER:
+        own["logs"] = ""
+    content = msgspec.structs.replace(shared, role=party, **own)
+    write_private(folder / f"{party}.json", msgspec.json.encode(content))
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
@@ -222,6 +214,8 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
         url=",".join(config.servers),
         run=run,
         role="",
+        user=user,
+        password=password,
         credentials_file=creds,
         tls=TlsIdentity.of(config.tls) if config.tls is not None else None,
         replicas=config.replicas,
@@ -229,15 +223,10 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
         outage_s=config.outage_s,
         grace_s=config.grace_s,
     )
-    users: dict[Party, tuple[str, str]] = dict.fromkeys(_PARTIES, (user, password))
-    users[VIEWER] = ("", "")
-
-    def without_certificate_of_viewer(party: Party, content: Bootstrap) -> Bootstrap:
-        if party != VIEWER or content.tls is None:
-            return content
-        return msgspec.structs.replace(content, tls=TlsIdentity(ca=content.tls.ca))
-
-    _bootstrap_files(folder, users, shared, without_certificate_of_viewer)
+    ca = None if shared.tls is None else TlsIdentity(ca=shared.tls.ca)
+    nobody = {"user": "", "password": "", "credentials_file": "", "tls": ca}
+    for party in _PARTIES:
+        _write_bootstrap(folder, party, shared, **(nobody if party == VIEWER else {}))
 
 
 def login_of(credentials: str, key: str) -> tuple[str, str, str]:
@@ -300,18 +289,23 @@ class NatsServer:
             url=far,
             run=run,
             role="",
-            store_user=STORE,
-            store_password=passwords[STORE],
             logs=str(logs),
             outage_s=config.outage_s,
             grace_s=config.grace_s,
         )
 
-        def own(party: Party, content: Bootstrap) -> Bootstrap:
-            url = near if party in _NEAR else far
-            return msgspec.structs.replace(content, url=url, tls=identities.get(party))
-
-        _bootstrap_files(folder, {party: (party, passwords[party]) for party in _PARTIES}, shared, own)
+        store = {"store_user": STORE, "store_password": passwords[STORE]}
+        for party in _PARTIES:
+            _write_bootstrap(
+                folder,
+                party,
+                shared,
+                url=near if party in _NEAR else far,
+                user=party,
+                password=passwords[party],
+                tls=identities.get(party),
+                **(store if party == "kernel" else {}),
+            )
         command = [sys.executable, guard.__file__, binary(), str(folder / "nats.conf")]
         command += [str(folder / "kernel.lock"), str(config.grace_s), *cleaner]
         server = cls(near, folder, command, _start_guard(folder, command))
@@ -464,9 +458,9 @@ def _configuration(
 ) -> str:
     """Return the configuration of nats-server as JSON, which nats-server accepts.
 
-    The streams and the state belong to the account `store`, and the workers to the account `run`. The server
+    The streams belong to the account `store`, and the workers to the account `run`. The server
     answers a JetStream request on any subject that the request names. Because of the two accounts, such an
-    answer stays in the account `run`: no worker can make the server write to a stream or to the state.
+    answer stays in the account `run`: no worker can make the server write to a stream.
     """
     names = Subjects(run)
     permissions = {**_permissions(names), VIEWER: _permissions_of_viewer(names)}
@@ -511,8 +505,8 @@ def _configuration(
 
 
 def _permissions_of_store(names: Subjects) -> _Permissions:
-    """Return the permissions of the kernel's connection to the streams and the state."""
-    stored = [names.journal, f"{names.tickets}.>", f"{names.log}.>", f"$KV.{names.state_bucket}.>"]
+    """Return the permissions of the kernel's connection to the streams."""
+    stored = [names.journal, f"{names.tickets}.>", f"{names.log}.>", names.leases]
     return {"publish": ["$JS.API.>", *stored], "subscribe": [f"{names.inbox('kernel')}.>"]}
 
 

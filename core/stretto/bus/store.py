@@ -1,4 +1,4 @@
-"""What nats-server keeps on disk for a run: streams that are read by number, work queues, and named values.
+"""What nats-server keeps on disk for a run: streams that are read by number, and work queues.
 
 The store promises:
 
@@ -33,7 +33,7 @@ from nats.js.api import (
     StorageType,
     StreamConfig,
 )
-from nats.js.errors import APIError, KeyNotFoundError, NotFoundError
+from nats.js.errors import APIError, NotFoundError
 
 from stretto.bus.connection import payload_limit
 from stretto.bus.health import Refusals, Unanswered
@@ -108,7 +108,7 @@ class Store:
     """The store of a run. The process's `Bus` has it.
 
     Args:
-        client: the connection to the streams and the values.
+        client: the connection to the streams.
         inbox: prefix of the subjects at which this process alone receives messages.
         unanswered: counts the operations that the server has not answered.
         refusals: counts the stored messages that are malformed.
@@ -354,28 +354,6 @@ class Store:
                 self._refuse(subject, kind, error)
                 await msg.term()
 
-    # ----------------------------------------------------------------------------------- values
-
-    async def make_state(self, bucket: str) -> None:
-        """Create a bucket of named values. Idempotent."""
-        create = self._jetstream.create_key_value
-
-        async def make() -> None:
-            try:
-                await create(bucket=bucket, history=1, replicas=self._replicas)
-            except APIError as error:
-                if error.err_code != _OTHER_CONFIGURATION:
-                    raise
-                present = (await self._jetstream.stream_info(f"KV_{bucket}")).config
-                await self._jetstream.update_stream(present, num_replicas=self._replicas)
-
-        await self._storing(make, bucket)
-
-    async def put_state(self, bucket: str, key: str, message: Message) -> int:
-        """Store a value and return its revision. Revisions only rise within a bucket."""
-        values = await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
-        return await self._storing(lambda: values.put(key, encode(message)), bucket)
-
     # ---------------------------------------------------------------------------------- private
 
     async def _make_stream(self, config: StreamConfig) -> None:
@@ -410,7 +388,7 @@ class Store:
             try:
                 with self._unanswered.waiting(SERVER, action, waited_s=self._outage_s - remaining_s):
                     return await operation()
-            except (NotFoundError, KeyNotFoundError):
+            except NotFoundError:
                 raise
             except APIError as error:
                 temporary = _temporary(error) or (

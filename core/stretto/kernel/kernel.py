@@ -7,6 +7,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import groupby
@@ -114,8 +115,9 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
             answer it.
     """
     names = setup.names
-    await bus.store.make_state(names.state_bucket)
-    lease_epoch = await bus.store.put_state(names.state_bucket, "kernel", KernelLease(str(setup.folder)))
+    await bus.store.make_log(names.leases_stream, [names.leases])
+    lease = KernelLease(str(setup.folder))
+    lease_epoch = await bus.store.append(names.leases, lease, id=secrets.token_hex(16))
     tickets = [names.ticket("train"), names.ticket("eval")]
     await bus.store.make_queue(names.tickets_stream, tickets, redeliver_s=60)
     await bus.store.make_log(names.log_stream, names.of_log)

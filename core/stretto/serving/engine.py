@@ -11,7 +11,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -22,7 +22,7 @@ import structlog
 from numpy.typing import NDArray
 
 from stretto.component import Context
-from stretto.engine import Emit, GenerateRequest, Load, Sampling, SwapReport
+from stretto.engine import Emit, GenerateRequest, Load, SwapReport
 from stretto.errors import ConfigError, EngineError, RequestError, WeightsError
 from stretto.models.digest import digest_of
 from stretto.models.files import (
@@ -39,7 +39,7 @@ from stretto.models.vision import image_token_of, is_vision_language, newest_nam
 from stretto.serving.config import ServerEngineConfig, context_of_model
 from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerLost
-from stretto.serving.streams import Ask, StreamChunk, StreamQueue
+from stretto.serving.streams import StreamQueue, Streams
 from stretto.weights import WeightsNote
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class _WeightFiles:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class ServerEngine(ABC):
+class ServerEngine(Streams, ABC):
     """Implements `stretto.engine.VisionEngine`; a subclass implements the API of its kind of server.
 
     The engine restarts a server that ends, breaks a connection or sends nothing for too long, and loads the
@@ -117,19 +117,6 @@ class ServerEngine(ABC):
         Raises:
             EngineError: if it is not.
         """
-
-    def unfit(self, sampling: Sampling) -> str:
-        """See `Streams`."""
-        del sampling
-        return ""
-
-    @abstractmethod
-    def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
-        """See `Streams`."""
-
-    @abstractmethod
-    async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        """See `Streams`."""
 
     @abstractmethod
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -117,12 +118,15 @@ class Streams(Protocol):
 
     def unfit(self, sampling: Sampling) -> str:
         """Return the reason why the server does not support this sampling; empty if it does."""
-        ...
+        del sampling
+        return ""
 
+    @abstractmethod
     def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
         """Request one stream. Its last chunk has a `finish`."""
         ...
 
+    @abstractmethod
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
         """End streams. The last chunk of each has the finish `abort`. Ids that the server does not know are
         ignored."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import anyio
@@ -38,30 +38,46 @@ _TICKET_BYTES = 2**28
 
 
 class RolloutImages:
-    """The images of a rollout worker whose model reads images."""
+    """The images of a rollout worker whose model reads images. Engines ask for those of its tickets."""
 
     def __init__(self, context: WorkerContext, vision: Vision) -> None:
         self.vision = vision
-        self.shelf = ImageShelf(context)
+        self._context = context
+        self._tickets: set[TicketImages] = set()
         self._thread = anyio.CapacityLimiter(1)
+
+    async def open(self) -> None:
+        """Listen for questions. Called once, before the first `ticket`."""
+        await self._context.bus.serve(self._context.subject("image"), AskImage, self._answer, forget=True)
 
     @contextmanager
     def ticket(self) -> Generator[TicketImages]:
         """Yield the images of a ticket, which has none at first. Engines can ask for them in the block."""
-        with ExitStack() as held:
-            yield TicketImages(self, held)
+        ticket = TicketImages(self)
+        self._tickets.add(ticket)
+        try:
+            yield ticket
+        finally:
+            self._tickets.remove(ticket)
 
     async def work(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that reads images, which is slow, in a thread. One call at a time."""
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._thread)
 
+    async def _answer(self, message: AskImage) -> ImagePart:
+        ticket = next((each for each in self._tickets if message.digest in each), None)
+        if ticket is None:
+            raise Refused(self._context.worker, "has no ticket with this image in hand")
+        [file] = ticket.files([message.digest])
+        end = message.offset + self._context.bus.limit - _ENVELOPE
+        return ImagePart(len(file), file[message.offset : end])
+
 
 class TicketImages:
     """The `stretto.workflow.Images` of one ticket; that protocol documents the contract."""
 
-    def __init__(self, images: RolloutImages, held: ExitStack) -> None:
+    def __init__(self, images: RolloutImages) -> None:
         self._images = images
-        self._held = held
         self._files: dict[str, bytes] = {}
         self._tokens: dict[str, int] = {}
         """Number of tokens of images, as far as it is known."""
@@ -76,7 +92,7 @@ class TicketImages:
             ConfigError: if an image cannot be read, or the prompt does not go with the images.
         """
         ids, images = await self._images.work(_encode_row, self._images.vision, row)
-        self._hold(images)
+        self._files |= {image.digest: image.file for image in images}
         self.of_row = [image.digest for image in images]
         self._of_row_tokens = self._images.vision.count(ids)
         return ids
@@ -87,13 +103,13 @@ class TicketImages:
         for image in images:
             if len(image.file) > MAX_FILE_BYTES:
                 raise RequestError(f"an image has {len(image.file)} bytes; expected at most {MAX_FILE_BYTES}")
-        new = {image.digest: image for image in images if image.digest not in self._files}
-        self._added_bytes += sum(len(image.file) for image in new.values())
+        new = {image.digest: image.file for image in images if image.digest not in self._files}
+        self._added_bytes += sum(map(len, new.values()))
         if self._added_bytes > _TICKET_BYTES:
             raise RequestError(
                 f"the images that the workflow adds to one row have more than {_TICKET_BYTES} bytes together"
             )
-        self._hold(list(new.values()))
+        self._files |= new
         return [image.digest for image in images]
 
     async def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -151,10 +167,6 @@ class TicketImages:
             self._tokens[name] = vision.count(ids)
         return self._tokens[name]
 
-    def _hold(self, images: Sequence[ImageFile]) -> None:
-        self._files |= {image.digest: image.file for image in images}
-        self._held.enter_context(self._images.shelf.hold(images))
-
 
 def _encode_row(vision: Vision, row: Row) -> tuple[NDArray[np.int32], Sequence[OpenImage]]:
     tokenizer = vision.of(row)
@@ -164,40 +176,6 @@ def _encode_row(vision: Vision, row: Row) -> tuple[NDArray[np.int32], Sequence[O
 def _encode(vision: Vision, text: str, files: Sequence[bytes], plain: bool) -> NDArray[np.int32]:
     images = [decode(file) for file in files]
     return (vision.see(text, images) if plain else vision.see_part(text, images)).ids
-
-
-class ImageShelf:
-    """The images of the tickets that a rollout worker has in hand. Engines ask for them."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._context = context
-        self._files: dict[str, bytes] = {}
-        self._holders: Counter[str] = Counter()
-
-    async def open(self) -> None:
-        """Listen for questions. Called once, before the first `hold`."""
-        await self._context.bus.serve(self._context.subject("image"), AskImage, self._answer, forget=True)
-
-    @contextmanager
-    def hold(self, images: Sequence[ImageFile]) -> Generator[None]:
-        """Keep these images available until the end of the block."""
-        for image in images:
-            self._files[image.digest] = image.file
-            self._holders[image.digest] += 1
-        try:
-            yield
-        finally:
-            for image in images:
-                self._holders[image.digest] -= 1
-                if not self._holders[image.digest]:
-                    del self._holders[image.digest], self._files[image.digest]
-
-    async def _answer(self, message: AskImage) -> ImagePart:
-        file = self._files.get(message.digest)
-        if file is None:
-            raise Refused(self._context.worker, "has no ticket with this image in hand")
-        end = message.offset + self._context.bus.limit - _ENVELOPE
-        return ImagePart(len(file), file[message.offset : end])
 
 
 class ImageFetcher:

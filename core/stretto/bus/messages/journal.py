@@ -88,6 +88,7 @@ JournalEntry = JournalBatch | JournalStep | JournalEvaluation | JournalChange | 
 
 
 class KernelLease(Message, frozen=True):
-    """A value in the run's state bucket: the kernel that owns the run. Its revision is the fencing number."""
+    """Kernel to the stream of leases, at its start: it owns the run. Its sequence number is the fencing
+    number."""
 
     place: str

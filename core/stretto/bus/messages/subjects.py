@@ -34,7 +34,7 @@ subjects follow this table. Rank 0 of a group passes the kernel's requests on to
 
 
 class Subjects:
-    """Names on the bus of one run: subjects, streams, consumers, buckets."""
+    """Names on the bus of one run: subjects, streams, consumers."""
 
     def __init__(self, run: str) -> None:
         self.root = f"st.{run}"
@@ -52,10 +52,11 @@ class Subjects:
         self.retired = f"{self.log}.retired"
         self.tickets = f"{self.root}.tickets"
         self.journal = f"{self.root}.journal"
+        self.leases = f"{self.root}.leases"
         self.tickets_stream = f"TICKETS_{run}"
         self.log_stream = f"LOG_{run}"
         self.journal_stream = f"JOURNAL_{run}"
-        self.state_bucket = f"STATE_{run}"
+        self.leases_stream = f"LEASES_{run}"
 
     def image(self, digest: str) -> str:
         """Subject of an image in the log; `*` for all images."""

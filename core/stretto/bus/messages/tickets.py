@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -13,6 +14,7 @@ from stretto.engine import Digest, Finish
 from stretto.tracing import Traceparent
 
 Purpose = Literal["train", "eval"]
+_BUNDLE_BYTES = 512 * 1024
 
 
 class Ticket(Message, frozen=True):
@@ -157,6 +159,11 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     SHA-256 of a `StoredImage` that follows in the log. None: all images of the row."""
 
     @property
+    def size(self) -> int:
+        """Estimated number of bytes in a message."""
+        return 13 * len(self.tokens) + 200
+
+    @property
     def added_images(self) -> list[str]:
         """SHA-256 of each image that the workflow added, in the order of their places."""
         return [image for image in self.images or () if isinstance(image, str)]
@@ -226,6 +233,28 @@ class TrainedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """(K,) float32; (1,) if all are equal, (0,) if the algorithm has no advantages."""
     importance_weights: Array
     """(K,) float32: current / behaviour, at the optimizer step that is the first to train the trajectory."""
+
+    @property
+    def size(self) -> int:
+        """Estimated number of bytes in a message."""
+        return self.advantages.data.nbytes + self.importance_weights.data.nbytes + 100
+
+
+Item = TypeVar("Item", WireTrajectory, TrainedRow)
+
+
+def bundles_of(items: Sequence[Item]) -> list[list[Item]]:
+    """Divide items, in their order, into messages of a moderate size, so that a reader who wants one item
+    receives few others."""
+    bundles: list[list[Item]] = []
+    room = 0
+    for item in items:
+        if not bundles or item.size > room:
+            bundles.append([])
+            room = _BUNDLE_BYTES
+        bundles[-1].append(item)
+        room -= item.size
+    return bundles
 
 
 class TrainedRows(Message, frozen=True):

@@ -27,7 +27,14 @@ from stretto.assembly.logs import log_to
 from stretto.base.private_file import write_private
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages.journal import JournalBatch, JournalDraws
-from stretto.bus.messages.tickets import GroupDone, Member, StoredImage, TrajectoryBundle, WireTrajectory
+from stretto.bus.messages.tickets import (
+    GroupDone,
+    Member,
+    StoredImage,
+    TrajectoryBundle,
+    WireTrajectory,
+    bundles_of,
+)
 from stretto.bus.messages.training import RowRef
 from stretto.bus.server import Bootstrap, lock_run
 from stretto.errors import leaves
@@ -43,9 +50,6 @@ log = structlog.get_logger()
 
 Attempt = tuple[int, int]
 """(ticket, attempt) of a training ticket."""
-
-_BUNDLE_TOKENS = 40_000
-"""A message of the log has trajectories of about this many tokens, half a megabyte."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> dict
     names, name = setup.names, f"{group.ticket}/{group.attempt}"
     members: list[Member] = []
     former = -1
-    for number, bundle in enumerate(_bundles_of(group.trajectories)):
+    for number, bundle in enumerate(bundles_of(group.trajectories)):
         message = TrajectoryBundle(group.ticket, group.attempt, group.row, tuple(bundle))
         sequence = await bus.store.append(names.trajectories, message, id=f"{name}/bundle/{number}")
         for index, trajectory in enumerate(bundle):
@@ -248,18 +252,6 @@ async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> dict
         member.id: RowRef(member.id, member.sequence, member.index, group.ticket, member.length)
         for member in members
     }
-
-
-def _bundles_of(trajectories: Sequence[WireTrajectory]) -> list[list[WireTrajectory]]:
-    bundles: list[list[WireTrajectory]] = []
-    room = 0
-    for trajectory in trajectories:
-        if not bundles or len(trajectory.tokens) > room:
-            bundles.append([])
-            room = _BUNDLE_TOKENS
-        bundles[-1].append(trajectory)
-        room -= len(trajectory.tokens)
-    return bundles
 
 
 def _member_of(trajectory: WireTrajectory, sequence: int, index: int, *, part: bool) -> Member:

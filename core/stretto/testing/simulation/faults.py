@@ -27,7 +27,7 @@ POINTS: dict[str, Callable[[str, bytes], bool]] = {
     "a call is asked": lambda subject, data: subject.endswith(".call"),
     "a checkpoint is asked": lambda subject, data: subject.endswith(".save"),
     "a worker joins": lambda subject, data: subject.endswith(".join"),
-    "a kernel takes the run": lambda subject, data: subject.startswith("$KV."),
+    "a kernel takes the run": lambda subject, data: subject.endswith(".leases"),
 }
 """Moments at which a kill hurts: name -> whether a message shows it."""
 

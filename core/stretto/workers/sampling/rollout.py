@@ -38,8 +38,8 @@ from stretto.workers.context import WorkerContext
 from stretto.workers.images import RolloutImages
 from stretto.workers.sampling.generation import Generations
 from stretto.workers.sampling.routing import Router
-from stretto.workers.sampling.session import SessionServices
-from stretto.workers.sampling.ticket_runner import TicketRunner, VariantRollout
+from stretto.workers.sampling.session import VariantServices
+from stretto.workers.sampling.ticket_runner import TicketRunner
 from stretto.workers.sampling.verifier_client import VerifierClient
 
 _KEEP_ALIVE_S = 10.0
@@ -81,7 +81,7 @@ class RolloutWorker:
         await self._bus.subscribe(context.subject("routes"), Routes, context.receive_routes)
         await self._generations.open()
         if images is not None:
-            await images.shelf.open()
+            await images.open()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_progress)
             tasks.start_soon(self._keep_alive)
@@ -103,7 +103,7 @@ class RolloutWorker:
         while self._takers or self._running:
             await anyio.sleep(_DRAIN_POLL_S)
 
-    async def _variants(self, images: RolloutImages | None) -> dict[str, VariantRollout]:
+    async def _variants(self, images: RolloutImages | None) -> dict[str, VariantServices]:
         """Return what runs the tickets of each variant, and of the run's own sections."""
         context = self._context
         if images is not None:
@@ -111,16 +111,14 @@ class RolloutWorker:
         else:
             tokenizer = await anyio.to_thread.run_sync(load_tokenizer, context.component_context.model)
         return {
-            variant: VariantRollout(
-                SessionServices(
-                    composed.config,
-                    self._generations,
-                    VerifierClient(context, self._verifiers, composed.config, variant),
-                    tokenizer,
-                    images,
-                    self._note_oldest_version,
-                ),
+            variant: VariantServices(
+                composed.config,
                 composed.make("workflow", context.component_context),
+                self._generations,
+                VerifierClient(context, self._verifiers, composed.config, variant),
+                tokenizer,
+                images,
+                self._note_oldest_version,
             )
             for variant, composed in runs_of(context.composed).items()
         }

@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -27,14 +27,15 @@ from stretto.tools import ToolAnswer
 from stretto.workers.images import RolloutImages, TicketImages
 from stretto.workers.sampling.generation import Generations, VersionFloor
 from stretto.workers.sampling.verifier_client import VerifierClient
-from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory, texts_and_columns
+from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory, Workflow, texts_and_columns
 
 
 @dataclass(frozen=True)
-class SessionServices:
-    """The services that all sessions of a rollout worker share."""
+class VariantServices:
+    """What the tickets of one variant, or of the run's own sections, share in a rollout worker."""
 
     config: RunConfig
+    workflow: Workflow
     generations: Generations
     verifiers: VerifierClient
     tokenizer: Tokenizer
@@ -69,21 +70,14 @@ class _Clock:
             self.seconds += anyio.current_time() - self._since
 
 
-@dataclass(frozen=True)
-class TicketClocks:
-    """The time that one ticket spends in generation and in scoring."""
-
-    generate: _Clock = field(default_factory=_Clock)
-    score: _Clock = field(default_factory=_Clock)
-
-
 class RolloutSession:
     """The `stretto.workflow.Session` of one ticket; that protocol documents the contract."""
 
-    def __init__(self, services: SessionServices, ticket: Ticket, clocks: TicketClocks) -> None:
+    def __init__(self, services: VariantServices, ticket: Ticket) -> None:
         self._services = services
         self._ticket = ticket
-        self._clocks = clocks
+        self.generate_clock, self.score_clock = _Clock(), _Clock()
+        """The time that the ticket spends in generation, and in scoring."""
         self._trace = tracing.current()
         """Context of the ticket's rollout, also for calls from tasks outside of it."""
         self._floor = VersionFloor(
@@ -136,7 +130,7 @@ class RolloutSession:
             deadline_s=services.config.workflow.timeout_s,
             images=self._images_of_row_in(prompt_ids) if images is None else tuple(images),
         )
-        with self._clocks.generate:
+        with self.generate_clock:
             samples = await services.generations.run(
                 request,
                 self._floor,
@@ -192,7 +186,7 @@ class RolloutSession:
     ) -> list[Score]:
         """Let the verifiers score answers to the prompt's row."""
         texts, more = texts_and_columns(answers, columns or {})
-        with self._clocks.score:
+        with self.score_clock:
             results = await self._services.verifiers.score(
                 self._row(prompt), texts, more, traceparent=self._trace
             )
@@ -204,7 +198,7 @@ class RolloutSession:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a tool."""
-        with self._clocks.score:
+        with self.score_clock:
             return await self._services.verifiers.call(
                 name, arguments, images=self.images is not None, traceparent=self._trace
             )
@@ -213,7 +207,7 @@ class RolloutSession:
         self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
     ) -> Feedback:
         """Return the environment's reaction to the conversation's last answer."""
-        with self._clocks.score:
+        with self.score_clock:
             question = {**self._row(prompt), **columns_of_turn(conversation, state)}
             return await self._services.verifiers.feedback(question, traceparent=self._trace)
 

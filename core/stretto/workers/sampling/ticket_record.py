@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,21 +19,20 @@ _RECORD_CHARACTERS = 2**23
 """Most characters of one record. As UTF-8 they fit into the largest message that the bus sends."""
 
 
-@dataclass
-class TicketNotes:
-    """What is known of an attempt so far."""
-
-    row: Row = field(default_factory=Row)
-    """The row of the dataset; empty before it is read."""
-    seconds: float = 0.0
-    generate_s: float = 0.0
-    score_s: float = 0.0
-
-
 def record_of(
-    ticket: Ticket, worker: str, notes: TicketNotes, trajectories: Sequence[Trajectory], tokenizer: Tokenizer
+    ticket: Ticket,
+    worker: str,
+    row: Row,
+    trajectories: Sequence[Trajectory],
+    tokenizer: Tokenizer,
+    seconds: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> TicketRecord:
-    """Return the record of an attempt. Texts that are too long are cut."""
+    """Return the record of an attempt. Texts that are too long are cut.
+
+    Args:
+        row: the row of the dataset; empty if it was not read.
+        seconds: of the attempt, of its generation and of its scoring.
+    """
     limit = _RECORD_CHARACTERS // (3 * len(trajectories) + 2)
     prompts = _PromptTexts(tokenizer, limit)
     texts = [_text_of(each, prompts, tokenizer, limit) for each in trajectories]
@@ -44,12 +42,10 @@ def record_of(
         ticket.attempt,
         ticket.row,
         worker,
-        _as_json(with_names(notes.row), limit),
-        prompts.first if trajectories else _as_text(notes.row.get("prompt", ""))[:limit],
+        _as_json(with_names(row), limit),
+        prompts.first if trajectories else _as_text(row.get("prompt", ""))[:limit],
         tuple(texts),
-        notes.seconds,
-        notes.generate_s,
-        notes.score_s,
+        *seconds,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 
 import anyio
 import numpy as np
@@ -23,29 +22,22 @@ from stretto.bus.messages.tickets import (
     TicketRecord,
     TrajectoryBundle,
     WireTrajectory,
+    bundles_of,
 )
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
 from stretto.models.tokenizer import characters_of, fault_of, work_on_text
 from stretto.records.kept.kept_sample import digest_of, kept_samples
 from stretto.workers.context import WorkerContext
-from stretto.workers.sampling.session import RolloutSession, SessionServices, TicketClocks
-from stretto.workers.sampling.ticket_record import TicketNotes, record_of
-from stretto.workers.sampling.trajectory_log import bundles_of, member_of, wire_trajectories
-from stretto.workflow import Prompt, Trajectory, Workflow
+from stretto.workers.sampling.session import RolloutSession, VariantServices
+from stretto.workers.sampling.ticket_record import record_of
+from stretto.workers.sampling.trajectory_log import member_of, wire_trajectories
+from stretto.workflow import Prompt, Trajectory
 
 log = structlog.get_logger()
 
 _CHARACTERS_PER_TOKEN = 4
 """About the number of characters per token of text."""
-
-
-@dataclass(frozen=True)
-class VariantRollout:
-    """What runs the tickets of one variant, or of the run's own sections."""
-
-    services: SessionServices
-    workflow: Workflow
 
 
 class TicketRunner:
@@ -58,12 +50,12 @@ class TicketRunner:
     def __init__(
         self,
         context: WorkerContext,
-        variants: Mapping[str, VariantRollout],
+        variants: Mapping[str, VariantServices],
         datasets: Mapping[Purpose, Dataset],
     ) -> None:
         self._context = context
         self._variants = variants
-        self._services = variants[BASE].services
+        self._services = variants[BASE]
         self._datasets = datasets
         self._limits = _TicketLimits(context)
 
@@ -78,7 +70,7 @@ class TicketRunner:
             reason = f"the run of this worker has no variant {ticket.variant!r}"
             return GroupFailed(ticket.purpose, ticket.id, ticket.attempt, context.worker, reason)
         attempt = _RunningTicket(ticket, self._variants[ticket.variant])
-        timeout_s = attempt.variant.services.config.workflow.timeout_s
+        timeout_s = attempt.services.config.workflow.timeout_s
         try:
             with self._limits.of(ticket, timeout_s):
                 await self._roll_out(attempt)
@@ -100,9 +92,7 @@ class TicketRunner:
             ticket.attempt,
             context.worker,
             tuple(members),
-            attempt.seconds,
-            generate_s=attempt.clocks.generate.seconds,
-            score_s=attempt.clocks.score.seconds,
+            *attempt.seconds,
             record=record,
             digest=digest,
             images=tuple(images),
@@ -125,7 +115,7 @@ class TicketRunner:
         images = self._services.images
         with images.ticket() if images is not None else nullcontext() as attempt.session.images:
             prompt = await self._prompt(attempt)
-            attempt.trajectories = await attempt.variant.workflow.run(prompt, attempt.session)
+            attempt.trajectories = await attempt.services.workflow.run(prompt, attempt.session)
             if not attempt.trajectories:
                 raise EngineError("the workflow returned no trajectory")
             if attempt.session.images is not None:
@@ -218,18 +208,16 @@ class TicketRunner:
             await self._append(ticket, wires, names.kept_trajectories)
             await self._append_images(attempt, wires)
 
+        seconds = attempt.seconds
+
         def make_record() -> tuple[TicketRecord, str]:
             record = record_of(
                 ticket,
                 self._context.worker,
-                TicketNotes(
-                    attempt.row,
-                    attempt.seconds,
-                    attempt.clocks.generate.seconds,
-                    attempt.clocks.score.seconds,
-                ),
+                attempt.row,
                 attempt.trajectories,
                 self._services.tokenizer,
+                seconds,
             )
             return record, digest_of(kept_samples(record, wires))
 
@@ -241,11 +229,10 @@ class TicketRunner:
 class _RunningTicket:
     """An attempt of a ticket under way."""
 
-    def __init__(self, ticket: Ticket, variant: VariantRollout) -> None:
+    def __init__(self, ticket: Ticket, services: VariantServices) -> None:
         self.ticket = ticket
-        self.variant = variant
-        self.clocks = TicketClocks()
-        self.session = RolloutSession(variant.services, ticket, self.clocks)
+        self.services = services
+        self.session = RolloutSession(services, ticket)
         self.row: Row = {}
         """The row of the dataset; empty before it is read."""
         self.trajectories: Sequence[Trajectory] = ()
@@ -258,9 +245,10 @@ class _RunningTicket:
         return wire_trajectories(self.ticket, self.trajectories, of_row)
 
     @property
-    def seconds(self) -> float:
-        """Seconds since the start of the attempt."""
-        return anyio.current_time() - self._start
+    def seconds(self) -> tuple[float, float, float]:
+        """Seconds since the start of the attempt, and those in generation and in scoring."""
+        elapsed = anyio.current_time() - self._start
+        return elapsed, self.session.generate_clock.seconds, self.session.score_clock.seconds
 
 
 class _TicketLimits:

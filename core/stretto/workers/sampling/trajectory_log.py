@@ -12,8 +12,6 @@ from stretto.errors import EngineError, RewardError
 from stretto.reward import is_number
 from stretto.workflow import Trajectory, sample_numbers
 
-_BUNDLE_BYTES = 512 * 1024
-
 
 def wire_trajectories(
     ticket: Ticket, trajectories: Sequence[Trajectory], images_of_row: Sequence[str] = ()
@@ -72,18 +70,3 @@ def member_of(trajectory: Trajectory, id: str, sequence: int, index: int) -> Mem
         finish=trajectory.finish,
         part=trajectory.part,
     )
-
-
-def bundles_of(trajectories: list[WireTrajectory]) -> list[list[WireTrajectory]]:
-    """Divide trajectories into messages of a moderate size, so that a reader who wants one row receives few
-    others."""
-    bundles: list[list[WireTrajectory]] = []
-    room = 0
-    for trajectory in trajectories:
-        size = 13 * len(trajectory.tokens) + 200
-        if not bundles or size > room:
-            bundles.append([])
-            room = _BUNDLE_BYTES
-        bundles[-1].append(trajectory)
-        room -= size
-    return bundles

@@ -4,8 +4,7 @@ with a time limit."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -37,6 +36,7 @@ from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
 
 log = structlog.get_logger()
 
+C = TypeVar("C")
 S = TypeVar("S", bound="_Service")
 
 _DRAIN_POLL_S = 0.05
@@ -56,9 +56,9 @@ class VerifierWorker:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         runs = runs_of(context.composed)
-        self._rewards = _by_variant(runs, "reward", partial(_rewards_of, context))
-        self._tools = _by_variant(runs, "workflow", partial(_tools_of, context))
-        self._environments = _by_variant(runs, "workflow", partial(_environments_of, context))
+        self._rewards = _by_variant(context, runs, "reward", RewardConfig, _Rewards)
+        self._tools = _by_variant(context, runs, "workflow", ToolsConfig, _Tools)
+        self._environments = _by_variant(context, runs, "workflow", EnvironmentConfig, _Environments)
         services = (self._rewards, self._tools, self._environments)
         self._services: list[_Service] = list(
             {id(service): service for of_variant in services for service in of_variant.values()}.values()
@@ -108,32 +108,36 @@ class VerifierWorker:
         return msgspec.structs.replace(heartbeat, busy_s=busy_s)
 
 
-class _Service(Protocol):
+class _Service:
     """One sort of requests to this worker, and the children that answer them."""
 
-    children: ChildPool
+    def __init__(self, program: Program, children: int) -> None:
+        self.children = ChildPool(program, children)
+        self.reported = b""
+        """What the first child has reported at its start."""
 
     async def open(self, tasks: TaskGroup) -> None:
         """Start the first child."""
-        ...
+        self.reported = await self.children.open(tasks)
 
 
 def _by_variant(
-    runs: Mapping[str, Composed], section: str, make: Callable[[Composed], S | None]
+    context: WorkerContext,
+    runs: Mapping[str, Composed],
+    section: str,
+    kind: type[C],
+    make: Callable[[WorkerContext, Composed, C], S],
 ) -> dict[str, S]:
-    """Return the service of each variant that has one. Variants with the same section share a service.
-
-    Args:
-        section: key of the section that decides on the service.
-    """
-    made: dict[int, S | None] = {}
+    """Return the service of each variant whose section is of a kind. Variants with the same section share
+    a service."""
+    made: dict[int, S] = {}
     services: dict[str, S] = {}
     for variant, composed in runs.items():
-        key = id(getattr(composed.config, section))
-        if key not in made:
-            made[key] = make(composed)
-        if (service := made[key]) is not None:
-            services[variant] = service
+        config = getattr(composed.config, section)
+        if isinstance(config, kind):
+            if id(config) not in made:
+                made[id(config)] = make(context, composed, config)
+            services[variant] = made[id(config)]
     return services
 
 
@@ -148,22 +152,7 @@ def _service(services: Mapping[str, S], variant: str) -> S:
     return services[variant]
 
 
-def _rewards_of(context: WorkerContext, composed: Composed) -> _Rewards | None:
-    config = composed.config.reward
-    return None if config is None else _Rewards(context, composed, config)
-
-
-def _tools_of(context: WorkerContext, composed: Composed) -> _Tools | None:
-    config = composed.config.workflow
-    return _Tools(context, composed, config) if isinstance(config, ToolsConfig) else None
-
-
-def _environments_of(context: WorkerContext, composed: Composed) -> _Environments | None:
-    config = composed.config.workflow
-    return _Environments(composed, config) if isinstance(config, EnvironmentConfig) else None
-
-
-class _Rewards:
+class _Rewards(_Service):
     """Scores answers. If the reward fails, the ticket fails."""
 
     def __init__(self, context: WorkerContext, composed: Composed, config: RewardConfig) -> None:
@@ -172,10 +161,7 @@ class _Rewards:
         self._num_logged = 0
         setup = reward.setup_frame(msgspec.to_builtins(composed.config), context.component_context)
         program = Program("the scoring process", guarded(reward.COMMAND), setup)
-        self.children = ChildPool(program, composed.config.verifier.children)
-
-    async def open(self, tasks: TaskGroup) -> None:
-        await self.children.open(tasks)
+        super().__init__(program, composed.config.verifier.children)
 
     async def score(self, message: ScoreSamples) -> Scored:
         with tracing.span("reward", message.traceparent, answers=len(message.completions)) as span:
@@ -208,12 +194,11 @@ class _Rewards:
             log.warning("further answers over a limit are not logged, only counted in the metrics")
 
 
-class _Tools:
+class _Tools(_Service):
     """Calls tools in the sandbox. If a tool fails, the policy gets the error as the tool's answer."""
 
     def __init__(self, context: WorkerContext, composed: Composed, config: ToolsConfig) -> None:
         self._timeout_s = config.tool_timeout_s
-        self._schemas = b""
         run = composed.config
         command = tools.command(config, run.sandbox, context.component_context.folder)
         program = Program(
@@ -224,13 +209,10 @@ class _Tools:
             command.folder,
             tools.max_answer(config),
         )
-        self.children = ChildPool(program, run.verifier.tool_children)
-
-    async def open(self, tasks: TaskGroup) -> None:
-        self._schemas = await self.children.open(tasks)
+        super().__init__(program, run.verifier.tool_children)
 
     async def list(self) -> ToolList:
-        return ToolList(self._schemas)
+        return ToolList(self.reported)
 
     async def call(self, message: RunTool) -> ToolDone:
         with tracing.span("tool", message.traceparent, tool=printable(message.name[:_LONGEST_NAME])) as span:
@@ -253,17 +235,15 @@ class _Tools:
         return ToolDone(ToolAnswer(f"error: {message.name} {fault}", failed=True))
 
 
-class _Environments:
+class _Environments(_Service):
     """Gets the environment's feedback to answers. If the environment fails, the ticket fails."""
 
-    def __init__(self, composed: Composed, config: EnvironmentConfig) -> None:
+    def __init__(self, context: WorkerContext, composed: Composed, config: EnvironmentConfig) -> None:
+        del context
         self._timeout_s = config.environment_timeout_s
         setup = environment.setup_frame(config.environment)
         program = Program("the environment process", guarded(environment.COMMAND), setup)
-        self.children = ChildPool(program, composed.config.verifier.children)
-
-    async def open(self, tasks: TaskGroup) -> None:
-        await self.children.open(tasks)
+        super().__init__(program, composed.config.verifier.children)
 
     async def tell(self, message: TellEnvironment) -> EnvironmentAnswer:
         with tracing.span("environment", message.traceparent) as span:

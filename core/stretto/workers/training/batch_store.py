@@ -55,28 +55,6 @@ _DTYPES: Mapping[str, type[np.generic]] = {
 
 
 @dataclass(frozen=True)
-class _Bundle:
-    """A bundle of the log, with its trajectories as columns."""
-
-    row: int
-    """Row of the dataset."""
-    ids: Sequence[str]
-    trajectories: Sequence[_Row]
-    images: Sequence[_Images | None]
-    """Of each trajectory (see `WireTrajectory.images`)."""
-
-    @classmethod
-    def of(cls, bundle: TrajectoryBundle) -> _Bundle:
-        trajectories = bundle.trajectories
-        return cls(
-            bundle.row,
-            [each.id for each in trajectories],
-            [_columns_of(each) for each in trajectories],
-            [each.images for each in trajectories],
-        )
-
-
-@dataclass(frozen=True)
 class _Media:
     """What the model reads of the images of a sequence."""
 
@@ -97,7 +75,7 @@ class BatchStore:
         self._placement = placement
         self._nonces = nonces
         self._source: Call = placement.graph.source
-        self._bundles: dict[int, _Bundle] = {}
+        self._bundles: dict[int, TrajectoryBundle] = {}
         self._refs: tuple[RowRef, ...] = ()
         self._version = -1
         self._lengths: list[int] = []
@@ -279,9 +257,9 @@ class BatchStore:
         await self._fetch([self._refs[row] for row in missing])
         for row in missing:
             ref = self._refs[row]
-            bundle = self._bundles[ref.sequence]
-            assert ref.id == bundle.ids[ref.index], "the log and the ledger name different trajectories"
-            self._source_columns[row] = {**bundle.trajectories[ref.index], "group": ref.group}
+            trajectory = self._bundles[ref.sequence].trajectories[ref.index]
+            assert ref.id == trajectory.id, "the log and the ledger name different trajectories"
+            self._source_columns[row] = {**_columns_of(trajectory), "group": ref.group}
 
     def _join_source(self, rows: Sequence[int]) -> Batch:
         """Return these rows with the columns of the source."""
@@ -353,7 +331,7 @@ class BatchStore:
         if not self._placement.graph.samples:
             return ref.sequence, None
         bundle = self._bundles[ref.sequence]
-        return bundle.row, bundle.images[ref.index]
+        return bundle.row, bundle.trajectories[ref.index].images
 
     async def _fetch_images(self, rows: Sequence[int]) -> dict[str, bytes]:
         """Read from the log the images that workflows added to these rows, unless their media are known.
@@ -387,8 +365,9 @@ class BatchStore:
         async def read(sequence: int) -> None:
             async with limit:
                 stream = self._context.names.log_stream
-                bundle = await self._context.bus.store.read(stream, sequence, TrajectoryBundle)
-                self._bundles[sequence] = _Bundle.of(bundle)
+                self._bundles[sequence] = await self._context.bus.store.read(
+                    stream, sequence, TrajectoryBundle
+                )
 
         async with anyio.create_task_group() as tasks:
             for sequence in missing:

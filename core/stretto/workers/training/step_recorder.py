@@ -21,7 +21,7 @@ from stretto.algorithm import Loss
 from stretto.array import Array
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import TrainedRow, TrainedRows
+from stretto.bus.messages.tickets import TrainedRow, TrainedRows, bundles_of
 from stretto.errors import BusError
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ log = structlog.get_logger()
 
 ROW = "kept_row"
 """Sequence column with the number of the row in the batch."""
-_BUNDLE_BYTES = 512 * 1024
 _MOST_WAITING = 64
 """Messages that wait for the store, and steps that wait to become messages. With more, the oldest are
 dropped: training does not wait for them."""
@@ -108,7 +107,7 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
-class _WaitingStep:
+class RecordedStep:
     """A step whose figures are still on the device."""
 
     incarnation: int
@@ -120,6 +119,7 @@ class _WaitingStep:
     """Ids of the rows that are recorded."""
 
     def rows(self) -> list[TrainedRow]:
+        """Return the figures of the rows that are recorded."""
         return [row for row in self.figures.rows(self.ids) if row.id in self.shown]
 
 
@@ -130,21 +130,14 @@ class StepRecorder:
         self._bus = bus
         self._names = names
         self._worker = worker
-        self._steps: deque[_WaitingStep] = deque()
+        self._steps: deque[RecordedStep] = deque()
         self._waiting: list[tuple[str, TrainedRows]] = []
         """(id, message)."""
         self._more = anyio.Event()
 
-    def add(
-        self, incarnation: int, version: int, figures: StepFigures, ids: Sequence[str], shown: Collection[str]
-    ) -> None:
-        """Send a step's figures, in the background.
-
-        Args:
-            ids: id of each row of the batch.
-            shown: ids of the rows that are recorded.
-        """
-        self._steps.append(_WaitingStep(incarnation, version, figures, ids, shown))
+    def add(self, step: RecordedStep) -> None:
+        """Send a step's figures, in the background."""
+        self._steps.append(step)
         if len(self._steps) > _MOST_WAITING:
             self._log_drop(self._steps.popleft().version)
         self._more.set()
@@ -173,13 +166,13 @@ class StepRecorder:
             if self._waiting and self._waiting[0][0] == id:
                 del self._waiting[0]
 
-    async def _queue(self, step: _WaitingStep) -> None:
+    async def _queue(self, step: RecordedStep) -> None:
         """Turn the oldest step into messages."""
         rows = await anyio.to_thread.run_sync(step.rows)
         if self._steps[0] is not step:  # `add` has dropped it meanwhile
             return
         self._steps.popleft()
-        for number, bundle in enumerate(_bundles_of(rows)):
+        for number, bundle in enumerate(bundles_of(rows)):
             id = f"trained/{step.incarnation}/{step.version}/{self._worker}/{number}"
             self._waiting.append((id, TrainedRows(step.incarnation, step.version, tuple(bundle))))
         if len(self._waiting) > _MOST_WAITING:
@@ -193,17 +186,3 @@ class StepRecorder:
 def _shortened(values: NDArray[Any]) -> NDArray[Any]:
     """Return one value if all are equal."""
     return values[:1] if len(values) and (values == values[0]).all() else values
-
-
-def _bundles_of(rows: Sequence[TrainedRow]) -> Iterator[list[TrainedRow]]:
-    bundle: list[TrainedRow] = []
-    size = 0
-    for row in rows:
-        bytes = row.advantages.data.nbytes + row.importance_weights.data.nbytes + 100
-        if bundle and size + bytes > _BUNDLE_BYTES:
-            yield bundle
-            bundle, size = [], 0
-        bundle.append(row)
-        size += bytes
-    if bundle:
-        yield bundle

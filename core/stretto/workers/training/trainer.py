@@ -57,7 +57,7 @@ from stretto.workers.training.batch_store import BatchStore
 from stretto.workers.training.canary import probe_of
 from stretto.workers.training.checkpoint_files import folder_to_load, folder_to_save
 from stretto.workers.training.publication import DigestPublisher, Publication
-from stretto.workers.training.step_recorder import ROW, StepFigures, StepRecorder
+from stretto.workers.training.step_recorder import ROW, RecordedStep, StepFigures, StepRecorder
 from stretto.workers.weights_wire import BusWire
 
 if TYPE_CHECKING:
@@ -489,7 +489,7 @@ class TrainerWorker:
         keeps = self._context.composed.config.samples.keeps
         shown = {id for id, group in zip(ids, groups, strict=True) if keeps(group)}
         if last and shown:
-            self._recorder.add(self._incarnation, self._version, kept, ids, shown)
+            self._recorder.add(RecordedStep(self._incarnation, self._version, kept, ids, shown))
 
 
 def _join_saved(own: Saved, others: Sequence[Saved]) -> Saved:
