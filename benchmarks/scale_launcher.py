@@ -59,10 +59,6 @@ class SimulatedHandle:
     async def dump_stacks(self) -> None:
         """Do nothing: the process has many workers."""
 
-    def tail(self, lines: int) -> str:
-        """Say where the output is."""
-        return f"see the output of {self.place}"
-
 
 class SimulatedLauncher:
     """Starts simulated workers."""

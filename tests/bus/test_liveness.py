@@ -350,7 +350,7 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
         config: Any = None
         launcher = LocalLauncher(config, config)
         [handle] = await launcher.launch([job])
-        await until(lambda: handle.tail(1) == "up")
+        await until(lambda: job.tail(1) == "up")
         workers = Fleet(launcher, tmp_path, tmp_path, lambda worker: (), max_restarts=0)
         workers._handles["rollout-0"] = handle  # pyright: ignore[reportPrivateUsage]
         lost: list[str] = []
@@ -366,7 +366,7 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
                 assert await handle.wait() < 0
             tasks.cancel_scope.cancel()
         assert lost == ["its event loop stood still for 6 s"]
-        assert "in hang_here" in handle.tail(20)
+        assert "in hang_here" in job.tail(20)
 
     anyio.run(run)
 
@@ -388,9 +388,6 @@ class Endless:
         await self.wait()
 
     async def dump_stacks(self) -> None: ...
-
-    def tail(self, lines: int) -> str:
-        return f"last {lines} lines"
 
 
 class EndlessLauncher:

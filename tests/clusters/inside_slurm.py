@@ -37,6 +37,6 @@ async def test_each_process_sees_gpus_of_its_own(tmp_path: Path) -> None:
     handles = await launcher.launch(jobs)
     with anyio.fail_after(60):
         assert [await handle.wait() for handle in handles] == [0] * 5
-    seen = [handle.tail(1).split() for handle in handles]
+    seen = [job.tail(1).split() for job in jobs]
     assert sorted(map(tuple, seen[:4])) == [(node, gpu) for node in ("node1", "node2") for gpu in "01"]
     assert len(seen[4]) == 1  # no GPU

@@ -216,9 +216,10 @@ async def test_each_process_sees_gpus_of_its_own(launcher: RayLauncher, tmp_path
     jobs += [job(tmp_path, "inference-4", code)]
     handles = await launcher.launch(jobs)
     assert [await handle.wait() for handle in handles] == [0] * 5
-    seen = sorted((handle.place.split()[0], handle.tail(1)) for handle in handles[:4])
+    nodes_of_handles = [handle.place.split()[0] for handle in handles[:4]]
+    seen = sorted(zip(nodes_of_handles, (each.tail(1) for each in jobs[:4]), strict=True))
     assert seen == [(node, gpu) for node in ("node1", "node2") for gpu in "01"]
-    assert handles[4].tail(1) == ""  # no GPU
+    assert jobs[4].tail(1) == ""  # no GPU
 
 
 async def test_processes_share_a_gpu(launcher: RayLauncher, tmp_path: Path) -> None:
@@ -259,9 +260,10 @@ async def test_ranks_are_packed_and_units_share_a_node(launcher: RayLauncher, tm
 
 
 async def test_a_worker_gets_no_login_of_ray_and_its_signals(launcher: RayLauncher, tmp_path: Path) -> None:
-    [handle] = await launcher.launch([job(tmp_path, "rollout-0", STATE, threads=3)])
+    worker = job(tmp_path, "rollout-0", STATE, threads=3)
+    [handle] = await launcher.launch([worker])
     assert await handle.wait() == 0
-    said = handle.tail(200)
+    said = worker.tail(200)
     assert "RAY_" not in said
     assert "'OMP_NUM_THREADS': '3'" in said
     signals = dict(re.findall(r"^(Sig(?:Blk|Ign)):\s+(\w+)$", said, re.MULTILINE))

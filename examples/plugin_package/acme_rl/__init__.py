@@ -119,7 +119,6 @@ class PlainHandle:
     def __init__(self, job: Job, process: Process) -> None:
         self.worker = job.worker
         self.place = f"process {process.pid}"
-        self._log = job.log
         self._process = process
 
     async def wait(self) -> int:
@@ -140,10 +139,6 @@ class PlainHandle:
         """Send SIGUSR1, at which a worker writes the stacks of its threads."""
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGUSR1)
-
-    def tail(self, lines: int) -> str:
-        """The last lines of the process's log."""
-        return "\n".join(Path(self._log).read_text().splitlines()[-lines:])
 
 
 class PlainLauncher:

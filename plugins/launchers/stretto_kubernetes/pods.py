@@ -17,7 +17,7 @@ import yaml
 
 from stretto import Context, Problem
 from stretto.errors import LaunchError, one_error
-from stretto.launcher import Job, Submission, last_lines
+from stretto.launcher import Job, Submission
 from stretto_kubernetes import KubernetesConfig
 from stretto_kubernetes.cluster import Cluster, Gone, context_namespace, model_of
 from stretto_kubernetes.manifests import (
@@ -113,10 +113,6 @@ class KubernetesHandle:
             kill = ("/bin/sh", "-c", "kill -USR1 1")
             with suppress(LaunchError):  # it has ended, or its node does not answer
                 await anyio.to_thread.run_sync(self._cluster.execute, self._view.name, kill)
-
-    def tail(self, lines: int) -> str:
-        """Return the last lines of the worker's stdout and stderr."""
-        return last_lines(self._job.log, lines)
 
     async def _delete(self, grace_s: int) -> None:
         try:

@@ -18,7 +18,6 @@ from stretto.launcher import (
     Forks,
     Job,
     StartedProcess,
-    last_lines,
     process_environment,
     visible_gpus,
 )
@@ -69,10 +68,6 @@ class LocalHandle:
         """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
-
-    def tail(self, lines: int) -> str:
-        """Return the last lines of the worker's stdout and stderr."""
-        return last_lines(self._job.log, lines)
 
 
 class LocalLauncher:

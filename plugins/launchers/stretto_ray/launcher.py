@@ -14,7 +14,7 @@ import anyio
 
 from stretto import Context, Problem
 from stretto.errors import LaunchError
-from stretto.launcher import Job, last_lines, thread_variables, visible_gpus
+from stretto.launcher import Job, thread_variables, visible_gpus
 from stretto.nodes import Node, place
 from stretto_ray import RayConfig
 from stretto_ray.connection import Connection
@@ -82,10 +82,6 @@ class RayHandle:
     async def dump_stacks(self) -> None:
         """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
         self._signal(signal.SIGUSR1)
-
-    def tail(self, lines: int) -> str:
-        """Return the last lines of the worker's stdout and stderr."""
-        return last_lines(self._job.log, lines)
 
     async def _ends_within(self, seconds: float) -> bool:
         with anyio.move_on_after(seconds):

@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from stretto import Context, Problem
 from stretto.errors import LaunchError, one_error
-from stretto.launcher import Job, Submission, last_lines
+from stretto.launcher import Job, Submission
 from stretto.nodes import Node, Spot, place
 from stretto_slurm import SlurmConfig
 from stretto_slurm.allocation import Allocation, ask_slurm, slurm_environment
@@ -94,7 +94,7 @@ class SlurmHandle:
             while not (started := _STARTED.search(self._output())):
                 if self._process.returncode is not None:
                     raise LaunchError(
-                        f"{self.worker} cannot be started on {self._spot.node}: {self.tail(5)}",
+                        f"{self.worker} cannot be started on {self._spot.node}: {self._job.tail(5)}",
                         worker=self.worker,
                     )
                 await anyio.sleep(_POLL_S)
@@ -102,7 +102,7 @@ class SlurmHandle:
             return
         raise LaunchError(
             f"{self.worker} did not start on {self._spot.node} within {within_s:g} s (launcher.start_s): "
-            f"{self.tail(5)}",
+            f"{self._job.tail(5)}",
             worker=self.worker,
         )
 
@@ -131,10 +131,6 @@ class SlurmHandle:
     async def dump_stacks(self) -> None:
         """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
         await self._signal(signal.SIGUSR1)
-
-    def tail(self, lines: int) -> str:
-        """Return the last lines of the worker's stdout and stderr."""
-        return last_lines(self._job.log, lines)
 
     async def _signal(self, number: signal.Signals) -> None:
         """Send a signal to the worker alone: `scancel` would send it to all processes of the step."""

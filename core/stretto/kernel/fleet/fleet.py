@@ -183,7 +183,7 @@ class Fleet:
             raise LaunchError(
                 f"{job.worker} ended {self._max_restarts + 1} times "
                 f"(launcher.max_restarts={self._max_restarts}), at last with {last.why}; its last lines:\n"
-                f"{self._handles[job.worker].tail(_TAIL_LINES)}",
+                f"{job.tail(_TAIL_LINES)}",
                 worker=job.worker,
             )
 
@@ -205,7 +205,7 @@ class Fleet:
         if job.worker in self._retired:
             self._forget(job.worker)
             return None
-        log.error("worker ended", worker=job.worker, status=how, last_lines=handle.tail(_TAIL_LINES))
+        log.error("worker ended", worker=job.worker, status=how, last_lines=job.tail(_TAIL_LINES))
         return Failure(how, anyio.current_time() - began > _LONG_LIFE_S)
 
     async def _restart(self, job: Job, pause_s: float) -> bool:

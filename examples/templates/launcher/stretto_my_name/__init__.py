@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +30,6 @@ class MyNameHandle:
     def __init__(self, job: Job, process: Process) -> None:
         self.worker = job.worker
         self.place = f"pid {process.pid}"
-        self._log = Path(job.log)
         self._process = process
 
     async def wait(self) -> int:
@@ -54,13 +52,6 @@ class MyNameHandle:
         """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
-
-    def tail(self, lines: int) -> str:
-        """Return the last lines of the worker's output."""
-        if not self._log.exists():
-            return ""
-        with self._log.open(errors="replace") as file:
-            return "".join(deque(file, maxlen=lines)).rstrip()
 
     def _signal_session(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
