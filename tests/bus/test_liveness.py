@@ -44,6 +44,7 @@ from stretto.workers.context import WorkerContext
 from stretto.workers.heartbeats import heartbeats
 from stretto.workers.kernel_watch import KernelWatch
 from stretto_local import LocalLauncher
+from worker_jobs import job
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
@@ -337,20 +338,13 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
         "    while True: pass\n"
         "hang_here()"
     )
-    job = Job(
-        worker="rollout-0",
-        role="rollout",
-        command=(sys.executable, "-c", script),
-        env={},
-        resources=Resources(),
-        log=str(tmp_path / "rollout-0.out"),
-    )
+    rollout = job("rollout-0", code=script, folder=tmp_path)
 
     async def run() -> None:
         config: Any = None
         launcher = LocalLauncher(config, config)
-        [handle] = await launcher.launch([job])
-        await until(lambda: job.tail(1) == "up")
+        [handle] = await launcher.launch([rollout])
+        await until(lambda: rollout.tail(1) == "up")
         workers = Fleet(launcher, tmp_path, tmp_path, lambda worker: (), max_restarts=0)
         workers._handles["rollout-0"] = handle  # pyright: ignore[reportPrivateUsage]
         lost: list[str] = []
@@ -366,7 +360,7 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
                 assert await handle.wait() < 0
             tasks.cancel_scope.cancel()
         assert lost == ["its event loop stood still for 6 s"]
-        assert "in hang_here" in job.tail(20)
+        assert "in hang_here" in rollout.tail(20)
 
     anyio.run(run)
 

@@ -12,10 +12,11 @@ import pytest
 
 from stretto import Context
 from stretto.errors import LaunchError
-from stretto.launcher import Job, Resources
+from stretto.launcher import Job
 from stretto.testing import LauncherConformance
 from stretto_kubernetes import KubernetesConfig
 from stretto_kubernetes.pods import KubernetesLauncher
+from worker_jobs import job as worker_job
 
 # A launcher has no end of its own: the garbage collector closes the connections of previous tests.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -32,14 +33,7 @@ class TestKubernetes(LauncherConformance):
 
 
 def job(folder: Path, worker: str, code: str = "", *, command: tuple[str, ...] = ()) -> Job:
-    return Job(
-        worker=worker,
-        role=worker.partition("-")[0],  # pyright: ignore[reportArgumentType]
-        command=command or (sys.executable, "-c", code),
-        env={},
-        resources=Resources(),
-        log=str(folder / f"{worker}.log"),
-    )
+    return worker_job(worker, code=code, command=command, folder=folder)
 
 
 def launcher() -> KubernetesLauncher:

@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,11 @@ from cluster_page import Section, filled
 from stretto import Context
 from stretto.component import Problem
 from stretto.errors import LaunchError
-from stretto.launcher import ROLES, Job, Resources, Role
+from stretto.launcher import ROLES, Job
 from stretto.testing import LauncherConformance
 from stretto_ray import RayConfig
+from waiting import until
+from worker_jobs import job as worker_job
 
 pytest.importorskip("ray", reason="needs `pip install 'stretto[ray]'`")
 from stretto_ray.launcher import RayHandle, RayLauncher
@@ -125,14 +126,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         nodes.stop()
 
 
-def until(condition: Callable[[], Any], within_s: float = 120, otherwise: Callable[[], str] = str) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, otherwise()
-        time.sleep(0.2)
-    return found
-
-
 def places(run: Run) -> dict[str, list[tuple[str, int]]]:
     """The nodes on which each worker has run, and its process ids, in order."""
     found: dict[str, list[tuple[str, int]]] = {}
@@ -181,19 +174,8 @@ class TestRay(LauncherConformance):
         return {"use": "ray", "address": nodes.address, "resources": {"rollout": {"shared": 1}}}
 
 
-def job(
-    folder: Path, worker: str, code: str = "import time; time.sleep(600)", unit: str = "", **resources: Any
-) -> Job:
-    role: Role = worker.partition("-")[0]  # pyright: ignore[reportAssignmentType]
-    return Job(
-        worker=worker,
-        role=role,
-        command=(sys.executable, "-c", code),
-        env={},
-        resources=Resources(**resources),
-        log=str(folder / f"{worker}.log"),
-        unit=unit,
-    )
+def job(folder: Path, worker: str, code: str = "import time; time.sleep(600)", **options: Any) -> Job:
+    return worker_job(worker, code=code, folder=folder, **options)
 
 
 @pytest.fixture
