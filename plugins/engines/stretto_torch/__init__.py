@@ -118,10 +118,10 @@ def stretto_training() -> Iterable[Component[TorchTrainingConfig]]:
     """The training engine `torch`."""
     yield Component(
         name="torch",
-        factory="stretto_torch.training:TorchTraining",
+        factory="stretto.training.engine:HFTraining",
         config=TorchTrainingConfig,
         summary="one process with the whole model: packed micro-batches, AdamW, float32 or bfloat16",
         check=_check_training,
         requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
-        imports=lambda config, run: (*modelling_imports(run.model), "stretto_torch.training"),
+        imports=lambda config, run: (*modelling_imports(run.model), "stretto.training.engine"),
     )
