@@ -44,8 +44,7 @@ class Orders(msgspec.Struct, frozen=True):
 class SimulatedHandle:
     """One simulated worker: it lives as long as its process."""
 
-    def __init__(self, worker: str, process: Process) -> None:
-        self.worker = worker
+    def __init__(self, process: Process) -> None:
         self.place = f"pid {process.pid}"
         self._process = process
 
@@ -92,7 +91,7 @@ class SimulatedLauncher:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
-            handles += [SimulatedHandle(job.worker, process) for job in part]
+            handles += [SimulatedHandle(process)] * len(part)
         return handles
 
 

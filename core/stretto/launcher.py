@@ -112,11 +112,6 @@ class Handle(Protocol):
     """A worker that the launcher has started."""
 
     @property
-    def worker(self) -> str:
-        """Id of the worker."""
-        ...
-
-    @property
     def place(self) -> str:
         """Where the worker runs, as text for users: `pid 4711`, `node3 pid 12`, `job 99.2`."""
         ...

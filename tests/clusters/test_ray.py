@@ -232,8 +232,9 @@ async def test_ranks_are_packed_and_units_share_a_node(launcher: RayLauncher, tm
     ranks = [job(tmp_path, f"trainer-{rank}", gpus=1, unit=f"training {rank // 2}") for rank in range(4)]
     others = [job(tmp_path, f"{role}-{n}") for role in ("rollout", "verifier") for n in range(2)]
     critic = [job(tmp_path, f"trainer-critic-{rank}") for rank in range(3)]
-    handles = await launcher.launch([*ranks, *critic, *others])
-    found = {handle.worker: handle.place.split()[0] for handle in handles}
+    jobs = [*ranks, *critic, *others]
+    handles = await launcher.launch(jobs)
+    found = {each.worker: handle.place.split()[0] for each, handle in zip(jobs, handles, strict=True)}
     await stop(handles)
     assert found["trainer-0"] == found["trainer-1"] != found["trainer-2"] == found["trainer-3"]
     assert len({found[f"trainer-critic-{rank}"] for rank in range(3)}) == 1

@@ -116,8 +116,7 @@ def stretto_reward() -> Iterator[Component[DigitsConfig]]:
 class PlainHandle:
     """One process."""
 
-    def __init__(self, job: Job, process: Process) -> None:
-        self.worker = job.worker
+    def __init__(self, process: Process) -> None:
         self.place = f"process {process.pid}"
         self._process = process
 
@@ -166,7 +165,7 @@ class PlainLauncher:
                     env=env,
                     start_new_session=True,
                 )
-            handles.append(PlainHandle(job, process))
+            handles.append(PlainHandle(process))
         return handles
 
 

@@ -29,16 +29,10 @@ __all__ = ["LocalHandle", "LocalLauncher"]
 class LocalHandle:
     """One process in its own session, so that signals from the terminal do not reach it."""
 
-    def __init__(self, job: Job, process: StartedProcess) -> None:
-        self._job = job
+    def __init__(self, process: StartedProcess) -> None:
         self._process = process
         self.ended = False
         """Whether somebody has seen its end."""
-
-    @property
-    def worker(self) -> str:
-        """Id of the worker."""
-        return self._job.worker
 
     @property
     def place(self) -> str:
@@ -108,7 +102,7 @@ class LocalLauncher:
 
         async def start(job: Job) -> None:
             try:
-                handles[job.worker] = LocalHandle(job, await self._start(job))
+                handles[job.worker] = LocalHandle(await self._start(job))
             except OSError as error:
                 failure = LaunchError(f"{job.worker} cannot be started: {error}", worker=job.worker)
                 failure.__cause__ = error

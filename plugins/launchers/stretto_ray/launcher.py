@@ -53,11 +53,6 @@ class RayHandle:
         connection.listen(run, self._take)
 
     @property
-    def worker(self) -> str:
-        """Id of the worker."""
-        return self._job.worker
-
-    @property
     def place(self) -> str:
         """Its node and process id."""
         return self._place
@@ -97,7 +92,7 @@ class RayHandle:
         match event:
             case WorkerStarted():
                 self._place = f"{event.node} pid {event.pid}"
-                self._write(f"stretto: {self.worker} on {event.node}, pid {event.pid}\n".encode())
+                self._write(f"stretto: {self._job.worker} on {event.node}, pid {event.pid}\n".encode())
             case WorkerOutput():
                 self._write(event.data)
             case Ended():

@@ -27,8 +27,7 @@ class MyNameConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fie
 class MyNameHandle:
     """One worker, a process in a session of its own."""
 
-    def __init__(self, job: Job, process: Process) -> None:
-        self.worker = job.worker
+    def __init__(self, process: Process) -> None:
         self.place = f"pid {process.pid}"
         self._process = process
 
@@ -75,7 +74,7 @@ class MyName:
         handles: list[MyNameHandle] = []
         for job in jobs:
             try:
-                handles.append(MyNameHandle(job, await self._start(job)))
+                handles.append(MyNameHandle(await self._start(job)))
             except OSError as error:
                 for handle in handles:
                     await handle.stop(0)
