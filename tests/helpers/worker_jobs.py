@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from stretto.launcher import Job, Resources, Role
@@ -18,7 +17,7 @@ def job(
     *,
     code: str = "",
     command: Sequence[str] = (),
-    env: Mapping[str, str] = MappingProxyType({}),
+    env: Mapping[str, str] | None = None,
     folder: Path | None = None,
     unit: str = "",
     **resources: Any,
@@ -34,7 +33,7 @@ def job(
         worker=worker,
         role=role,
         command=(sys.executable, "-c", code) if code else tuple(command),
-        env=env,
+        env=env or {},
         resources=Resources(gpus=gpus, share=share, **resources),
         log=str(folder / f"{worker}.log") if folder else "",
         unit=unit,
