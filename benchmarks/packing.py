@@ -38,8 +38,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.rl.batch import Batch
+from stretto.training.engine import HFTraining
 from stretto_torch import TorchTrainingConfig
-from stretto_torch.training import TorchTraining
 
 ROUNDS, SEQUENCES, ROWS, GROUP = 5, 256, 32, 8
 VOCABULARY = 150_000
@@ -89,14 +89,14 @@ def negative(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tenso
     return -logprobs, {}
 
 
-def engine(model: Path = MODEL, **options: Any) -> TorchTraining:
+def engine(model: Path = MODEL, **options: Any) -> HFTraining:
     config = TorchTrainingConfig(**options)
-    trainer = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
+    trainer = HFTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
     trainer.load(None)
     return trainer
 
 
-def seconds(trainer: TorchTraining, batches: list[Batch]) -> float:
+def seconds(trainer: HFTraining, batches: list[Batch]) -> float:
     began = time.perf_counter()
     for batch in batches:
         trainer.train(batch, Loss(negative, "token"), temperature=1.0)
@@ -109,7 +109,7 @@ def medians(sides: Mapping[str, Callable[[], float]]) -> dict[str, float]:
     return {name: statistics.median(found[name] for found in rounds[1:]) for name in sides}
 
 
-def computed(trainer: TorchTraining, batches: list[Batch]) -> int:
+def computed(trainer: HFTraining, batches: list[Batch]) -> int:
     """Count the tokens that go through the model in a pass over the batches."""
     count = 0
 

@@ -44,8 +44,7 @@ class Orders(msgspec.Struct, frozen=True):
 class SimulatedHandle:
     """One simulated worker: it lives as long as its process."""
 
-    def __init__(self, worker: str, process: Process) -> None:
-        self.worker = worker
+    def __init__(self, process: Process) -> None:
         self.place = f"pid {process.pid}"
         self._process = process
 
@@ -58,10 +57,6 @@ class SimulatedHandle:
 
     async def dump_stacks(self) -> None:
         """Do nothing: the process has many workers."""
-
-    def tail(self, lines: int) -> str:
-        """Say where the output is."""
-        return f"see the output of {self.place}"
 
 
 class SimulatedLauncher:
@@ -96,7 +91,7 @@ class SimulatedLauncher:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
-            handles += [SimulatedHandle(job.worker, process) for job in part]
+            handles += [SimulatedHandle(process)] * len(part)
         return handles
 
 

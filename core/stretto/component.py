@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -134,10 +135,11 @@ class Component(Generic[ConfigT]):
 
     name: str
     """The name that users write after `use:`; equal to the name of the entry point."""
-    factory: Callable[..., Any]
+    factory: Callable[..., Any] | str
     """`factory(config, context)` makes the object that implements the contract of the kind, and
     `factory(config, context, parts)` does if the section has `parts` (see `ComponentParts`). Import large
-    libraries here. `stretto check` makes the object too, in a separate process and with an empty
+    libraries here, or give the factory's name, as in `"acme.engine:AcmeEngine"`: its module is then imported
+    when the object is made. `stretto check` makes the object too, in a separate process and with an empty
     `Context.folder`, so side effects, such as opening a connection or a file, belong in the object's
     methods."""
     config: type[ConfigT]
@@ -168,3 +170,8 @@ class Component(Generic[ConfigT]):
     `completion_tokens` if it passes whole answers to `Session.score`. If this names no other column, `stretto
     check` scores the first row. If it does, `check` tests whether the reward accepts the call. None, the
     default, means unknown: `check` only makes the reward."""
+
+    def make(self, config: ConfigT, context: Context, *parts: Mapping[str, Any]) -> Any:
+        """Call the factory."""
+        factory = resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
+        return factory(config, context, *parts)

@@ -34,7 +34,6 @@ __all__ = [
     "StartedProcess",
     "Submission",
     "SubmittingLauncher",
-    "last_lines",
     "process_environment",
     "thread_variables",
     "visible_gpus",
@@ -99,14 +98,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """The worker group of a trainer, `training` or a key of `groups` in the run file. Else the role."""
         return worker_group(self.worker)
 
+    def tail(self, lines: int) -> str:
+        """Return the last lines of the log. The worker may have rotated the file."""
+        last: deque[str] = deque(maxlen=lines)
+        for file in (Path(f"{self.log}.1"), Path(self.log)):
+            if file.exists():
+                with file.open(errors="replace") as text:
+                    last += text
+        return "".join(last).rstrip()
+
 
 class Handle(Protocol):
     """A worker that the launcher has started."""
-
-    @property
-    def worker(self) -> str:
-        """Id of the worker."""
-        ...
 
     @property
     def place(self) -> str:
@@ -126,10 +129,6 @@ class Handle(Protocol):
     async def dump_stacks(self) -> None:
         """Ask the process to write the stacks of its threads to its output: send it SIGUSR1. Do nothing if
         the process has ended. Return without waiting for the stacks."""
-        ...
-
-    def tail(self, lines: int) -> str:
-        """Return the last lines of its output, for an error message."""
         ...
 
 
@@ -269,16 +268,6 @@ def worker_group(worker: str) -> str:
     """Return `Job.group` of a worker's id, such as `critic` of `trainer-critic-0`."""
     prefix = worker.rpartition("-")[0]
     return "training" if prefix == "trainer" else prefix.removeprefix("trainer-")
-
-
-def last_lines(log: str, lines: int) -> str:
-    """Return the last lines of a worker's log, for `Handle.tail`. The worker may have rotated the file."""
-    last: deque[str] = deque(maxlen=lines)
-    for file in (Path(f"{log}.1"), Path(log)):
-        if file.exists():
-            with file.open(errors="replace") as text:
-                last += text
-    return "".join(last).rstrip()
 
 
 def process_environment(resources: Resources, gpus: Sequence[str]) -> dict[str, str]:

@@ -9,24 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import LaunchError
-from stretto.launcher import Job, Resources, Role, visible_gpus
+from stretto.launcher import Job, visible_gpus
 from stretto.nodes import Node, Spot, place
+from worker_jobs import job
 
 HERE = [Node("this machine", 8, ("0", "1"))]
-
-
-def job(
-    worker: str,
-    gpus: int = 0,
-    share: float = 1.0,
-    *,
-    threads: int = 1,
-    memory_gb: float | None = None,
-    unit: str = "",
-) -> Job:
-    resources = Resources(gpus=gpus, share=share, threads=threads, memory_gb=memory_gb)
-    role: Role = worker.partition("-")[0]  # pyright: ignore[reportAssignmentType] - the tests name real roles
-    return Job(worker=worker, role=role, command=(), env={}, resources=resources, log="", unit=unit)
 
 
 def placed(jobs: list[Job], nodes: list[Node]) -> dict[str, str]:

@@ -44,6 +44,7 @@ from stretto.workers.context import WorkerContext
 from stretto.workers.heartbeats import heartbeats
 from stretto.workers.kernel_watch import KernelWatch
 from stretto_local import LocalLauncher
+from worker_jobs import job
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
@@ -335,20 +336,13 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
         "    while True: pass\n"
         "hang_here()"
     )
-    job = Job(
-        worker="rollout-0",
-        role="rollout",
-        command=(sys.executable, "-c", script),
-        env={},
-        resources=Resources(),
-        log=str(tmp_path / "rollout-0.out"),
-    )
+    rollout = job("rollout-0", code=script, folder=tmp_path)
 
     async def run() -> None:
         config: Any = None
         launcher = LocalLauncher(config, config)
-        [handle] = await launcher.launch([job])
-        await until(lambda: handle.tail(1) == "up")
+        [handle] = await launcher.launch([rollout])
+        await until(lambda: rollout.tail(1) == "up")
         workers = Fleet(launcher, tmp_path, tmp_path, lambda worker: (), max_restarts=0)
         workers._handles["rollout-0"] = handle  # pyright: ignore[reportPrivateUsage]
         lost: list[str] = []
@@ -364,7 +358,7 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
                 assert await handle.wait() < 0
             tasks.cancel_scope.cancel()
         assert lost == ["its event loop stood still for 6 s"]
-        assert "in hang_here" in handle.tail(20)
+        assert "in hang_here" in rollout.tail(20)
 
     anyio.run(run)
 
@@ -373,9 +367,6 @@ class Endless:
     """The handle of a process that no signal ends."""
 
     place = "pid 1"
-
-    def __init__(self, worker: str) -> None:
-        self.worker = worker
 
     async def wait(self) -> int:
         await anyio.sleep_forever()
@@ -386,9 +377,6 @@ class Endless:
         await self.wait()
 
     async def dump_stacks(self) -> None: ...
-
-    def tail(self, lines: int) -> str:
-        return f"last {lines} lines"
 
 
 class EndlessLauncher:
@@ -403,7 +391,7 @@ class EndlessLauncher:
 
     async def launch(self, jobs: Sequence[Job]) -> list[Endless]:
         self.launched += [job.worker for job in jobs]
-        return [Endless(job.worker) for job in jobs]
+        return [Endless() for _ in jobs]
 
 
 async def test_a_process_that_does_not_end_after_sigkill_is_replaced_and_hides_no_other(

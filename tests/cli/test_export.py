@@ -320,6 +320,6 @@ async def test_rows_of_a_tool_run_train_the_tokens_of_the_run(tmp_path: Path) ->
     assert [("tokens" in row, len(row["completion"])) for row in rows[:2]] == [(False, 3), (False, 7)]
     component = Plugins().get("algorithm", "sft")
     config = msgspec.convert({"use": "sft"}, component.config)
-    sft: Any = component.factory(config, Context(run="r", name="n", seed=1))
+    sft: Any = component.make(config, Context(run="r", name="n", seed=1))
     trained = {row["id"]: sft.encode(row, 0, tokenizer) for row in rows}
     assert {id: (list(each.tokens), list(each.loss_mask)) for id, each in trained.items()} == expected

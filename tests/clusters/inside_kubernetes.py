@@ -12,10 +12,11 @@ import pytest
 
 from stretto import Context
 from stretto.errors import LaunchError
-from stretto.launcher import Job, Resources
+from stretto.launcher import Job
 from stretto.testing import LauncherConformance
 from stretto_kubernetes import KubernetesConfig
 from stretto_kubernetes.pods import KubernetesLauncher
+from worker_jobs import job as worker_job
 
 # A launcher has no end of its own: the garbage collector closes the connections of previous tests.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -32,14 +33,7 @@ class TestKubernetes(LauncherConformance):
 
 
 def job(folder: Path, worker: str, code: str = "", *, command: tuple[str, ...] = ()) -> Job:
-    return Job(
-        worker=worker,
-        role=worker.partition("-")[0],  # pyright: ignore[reportArgumentType]
-        command=command or (sys.executable, "-c", code),
-        env={},
-        resources=Resources(),
-        log=str(folder / f"{worker}.log"),
-    )
+    return worker_job(worker, code=code, command=command, folder=folder)
 
 
 def launcher() -> KubernetesLauncher:
@@ -50,10 +44,11 @@ async def test_only_trainers_see_the_claim(tmp_path: Path) -> None:
     Path(os.environ["MOUNT"], "here").touch()
     code = f"import os; print(os.listdir({os.environ['MOUNT']!r}))"
     workers = ("trainer-0", "inference-0", "rollout-0", "verifier-0")
-    handles = await launcher().launch([job(tmp_path, worker, code) for worker in workers])
+    jobs = [job(tmp_path, worker, code) for worker in workers]
+    handles = await launcher().launch(jobs)
     with anyio.fail_after(60):
         assert [await handle.wait() for handle in handles] == [0] * 4
-    assert [handle.tail(1) for handle in handles] == ["['here']", "[]", "[]", "[]"]
+    assert [each.tail(1) for each in jobs] == ["['here']", "[]", "[]", "[]"]
 
 
 async def test_a_pod_that_is_lost_is_no_good_end(tmp_path: Path) -> None:
@@ -62,13 +57,14 @@ async def test_a_pod_that_is_lost_is_no_good_end(tmp_path: Path) -> None:
         "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); "
         "print('ready', flush=True); time.sleep(60)"
     )
-    [handle] = await launcher().launch([job(tmp_path, "rollout-0", code)])
+    worker = job(tmp_path, "rollout-0", code)
+    [handle] = await launcher().launch([worker])
     with anyio.fail_after(60):
-        while "ready" not in handle.tail(1):
+        while "ready" not in worker.tail(1):
             await anyio.sleep(0.02)
         Path(os.environ["TAKE"]).write_text(handle.place.split()[1])  # the test outside preempts it
         assert await handle.wait() == 1
-    assert handle.tail(1).endswith("PreemptionByScheduler: a pod of higher priority needs the room")
+    assert worker.tail(1).endswith("PreemptionByScheduler: a pod of higher priority needs the room")
 
 
 async def test_a_pod_that_does_not_start_says_why(tmp_path: Path) -> None:
@@ -84,4 +80,4 @@ async def test_bootstraps_are_files_that_only_the_worker_reads(tmp_path: Path) -
     [handle] = await launcher().launch([worker])
     with anyio.fail_after(60):
         assert await handle.wait() != 0  # the file is no bootstrap
-    assert "/run/stretto/bootstrap.json is not a bootstrap file" in handle.tail(20)
+    assert "/run/stretto/bootstrap.json is not a bootstrap file" in worker.tail(20)

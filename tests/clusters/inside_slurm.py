@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import anyio
 
 from stretto import Context
-from stretto.launcher import Job, Resources
 from stretto.testing import LauncherConformance
 from stretto_slurm import SlurmConfig
 from stretto_slurm.slurm import SlurmLauncher
+from worker_jobs import job
 
 
 class TestSlurm(LauncherConformance):
@@ -23,20 +22,13 @@ class TestSlurm(LauncherConformance):
 async def test_each_process_sees_gpus_of_its_own(tmp_path: Path) -> None:
     code = "import os; print(os.environ['SLURMD_NODENAME'], os.environ['CUDA_VISIBLE_DEVICES'])"
     jobs = [
-        Job(
-            worker=f"inference-{number}",
-            role="inference",
-            command=(sys.executable, "-c", code),
-            env={},
-            resources=Resources(gpus=gpus),
-            log=str(tmp_path / f"{number}.log"),
-        )
+        job(f"inference-{number}", gpus, code=code, folder=tmp_path)
         for number, gpus in enumerate((1, 1, 1, 1, 0))
     ]
     launcher = SlurmLauncher(SlurmConfig(nodes=2), Context(run="r", name="n", seed=0))
     handles = await launcher.launch(jobs)
     with anyio.fail_after(60):
         assert [await handle.wait() for handle in handles] == [0] * 5
-    seen = [handle.tail(1).split() for handle in handles]
+    seen = [job.tail(1).split() for job in jobs]
     assert sorted(map(tuple, seen[:4])) == [(node, gpu) for node in ("node1", "node2") for gpu in "01"]
     assert len(seen[4]) == 1  # no GPU

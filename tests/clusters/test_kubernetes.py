@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from stretto.bus.server import free_port
 from stretto.cli.audit.audit import audit_run
 from stretto_kubernetes import KERNEL
 from terminals import Terminal
+from waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -38,14 +38,6 @@ def cluster(tmp_path: Path) -> Iterator[FakeKubernetes]:
         yield cluster
     assert cluster.invalid == []
     assert cluster.refused == []
-
-
-def until(condition: Callable[[], Any], within_s: float = 120, otherwise: Callable[[], str] = str) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, otherwise()
-        time.sleep(0.1)
-    return found
 
 
 class KubernetesRun:

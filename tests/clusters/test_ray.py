@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,11 @@ from cluster_page import Section, filled
 from stretto import Context
 from stretto.component import Problem
 from stretto.errors import LaunchError
-from stretto.launcher import ROLES, Job, Resources, Role
+from stretto.launcher import ROLES, Job
 from stretto.testing import LauncherConformance
 from stretto_ray import RayConfig
+from waiting import until
+from worker_jobs import job as worker_job
 
 pytest.importorskip("ray", reason="needs `pip install 'stretto[ray]'`")
 from stretto_ray.launcher import RayHandle, RayLauncher
@@ -125,14 +126,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         nodes.stop()
 
 
-def until(condition: Callable[[], Any], within_s: float = 120, otherwise: Callable[[], str] = str) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, otherwise()
-        time.sleep(0.2)
-    return found
-
-
 def places(run: Run) -> dict[str, list[tuple[str, int]]]:
     """The nodes on which each worker has run, and its process ids, in order."""
     found: dict[str, list[tuple[str, int]]] = {}
@@ -181,19 +174,8 @@ class TestRay(LauncherConformance):
         return {"use": "ray", "address": nodes.address, "resources": {"rollout": {"shared": 1}}}
 
 
-def job(
-    folder: Path, worker: str, code: str = "import time; time.sleep(600)", unit: str = "", **resources: Any
-) -> Job:
-    role: Role = worker.partition("-")[0]  # pyright: ignore[reportAssignmentType]
-    return Job(
-        worker=worker,
-        role=role,
-        command=(sys.executable, "-c", code),
-        env={},
-        resources=Resources(**resources),
-        log=str(folder / f"{worker}.log"),
-        unit=unit,
-    )
+def job(folder: Path, worker: str, code: str = "import time; time.sleep(600)", **options: Any) -> Job:
+    return worker_job(worker, code=code, folder=folder, **options)
 
 
 @pytest.fixture
@@ -216,9 +198,10 @@ async def test_each_process_sees_gpus_of_its_own(launcher: RayLauncher, tmp_path
     jobs += [job(tmp_path, "inference-4", code)]
     handles = await launcher.launch(jobs)
     assert [await handle.wait() for handle in handles] == [0] * 5
-    seen = sorted((handle.place.split()[0], handle.tail(1)) for handle in handles[:4])
+    nodes_of_handles = [handle.place.split()[0] for handle in handles[:4]]
+    seen = sorted(zip(nodes_of_handles, (each.tail(1) for each in jobs[:4]), strict=True))
     assert seen == [(node, gpu) for node in ("node1", "node2") for gpu in "01"]
-    assert handles[4].tail(1) == ""  # no GPU
+    assert jobs[4].tail(1) == ""  # no GPU
 
 
 async def test_processes_share_a_gpu(launcher: RayLauncher, tmp_path: Path) -> None:
@@ -249,8 +232,9 @@ async def test_ranks_are_packed_and_units_share_a_node(launcher: RayLauncher, tm
     ranks = [job(tmp_path, f"trainer-{rank}", gpus=1, unit=f"training {rank // 2}") for rank in range(4)]
     others = [job(tmp_path, f"{role}-{n}") for role in ("rollout", "verifier") for n in range(2)]
     critic = [job(tmp_path, f"trainer-critic-{rank}") for rank in range(3)]
-    handles = await launcher.launch([*ranks, *critic, *others])
-    found = {handle.worker: handle.place.split()[0] for handle in handles}
+    jobs = [*ranks, *critic, *others]
+    handles = await launcher.launch(jobs)
+    found = {each.worker: handle.place.split()[0] for each, handle in zip(jobs, handles, strict=True)}
     await stop(handles)
     assert found["trainer-0"] == found["trainer-1"] != found["trainer-2"] == found["trainer-3"]
     assert len({found[f"trainer-critic-{rank}"] for rank in range(3)}) == 1
@@ -259,9 +243,10 @@ async def test_ranks_are_packed_and_units_share_a_node(launcher: RayLauncher, tm
 
 
 async def test_a_worker_gets_no_login_of_ray_and_its_signals(launcher: RayLauncher, tmp_path: Path) -> None:
-    [handle] = await launcher.launch([job(tmp_path, "rollout-0", STATE, threads=3)])
+    worker = job(tmp_path, "rollout-0", STATE, threads=3)
+    [handle] = await launcher.launch([worker])
     assert await handle.wait() == 0
-    said = handle.tail(200)
+    said = worker.tail(200)
     assert "RAY_" not in said
     assert "'OMP_NUM_THREADS': '3'" in said
     signals = dict(re.findall(r"^(Sig(?:Blk|Ign)):\s+(\w+)$", said, re.MULTILINE))

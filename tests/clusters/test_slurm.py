@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.conftest import write_run_file
 
 from cluster_page import Section, filled
 from stretto.cli.audit.audit import audit_run
+from waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -51,14 +51,6 @@ def ask(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
-
-
-def until(condition: Callable[[], Any], within_s: float = 180, otherwise: Callable[[], str] = str) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, otherwise()
-        time.sleep(0.2)
-    return found
 
 
 class SlurmRun:

@@ -278,7 +278,7 @@ class Leaky(LocalLauncher):
     async def launch(self, jobs: Any) -> list[Any]:
         spots = self._place_beside(jobs)
         self._spots |= {job.worker: (job, spots[job.worker]) for job in jobs}
-        return [LeakyHandle(job, await self._start(job)) for job in jobs]
+        return [LeakyHandle(await self._start(job)) for job in jobs]
 
 
 @hookimpl

@@ -10,15 +10,15 @@ import msgspec
 
 from stretto import Component, hookimpl
 from stretto.testing import InferenceConformance, TrainingConformance
+from stretto.training.engine import HFTraining
 from stretto_mock import MockInferenceConfig
 from stretto_mock.inference import MockInference
 from stretto_torch import TorchTrainingConfig
-from stretto_torch.training import TorchTraining
 
 HERE = (__file__,)
 
 
-class Shifted(TorchTraining):
+class Shifted(HFTraining):
     """Its logprobs are wrong, and it reads no checkpoint."""
 
     def forward(self, batch: Any, *, temperature: float) -> Any:

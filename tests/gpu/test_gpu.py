@@ -18,8 +18,8 @@ from stretto import Context
 from stretto.algorithm import Loss
 from stretto.launcher import visible_gpus
 from stretto.rl.batch import Batch
+from stretto.training.engine import HFTraining
 from stretto_torch import TorchTrainingConfig
-from stretto_torch.training import TorchTraining
 
 GPUS = torch.cuda.device_count()
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and this machine has {GPUS}")
@@ -34,9 +34,9 @@ CLOSE = {"float32": 1e-4, "bfloat16": 0.1}
 """Largest difference of a logprob between GPU and CPU, or between engine and trainer."""
 
 
-def engine_of(model: Path, **options: Any) -> TorchTraining:
+def engine_of(model: Path, **options: Any) -> HFTraining:
     config = TorchTrainingConfig(lr=1e-3, **options)
-    engine = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
+    engine = HFTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
     engine.load(None)
     return engine
 

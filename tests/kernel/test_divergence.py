@@ -17,9 +17,9 @@ from stretto.engine import SwapReport
 from stretto.errors import EngineError
 from stretto.kernel.calls.canary import EngineErrors
 from stretto.rl.batch import Batch
+from stretto.training.engine import HFTraining
 from stretto.workers.shared_rows import choose_rows, engine_kl, score_rows
 from stretto_torch import TorchTrainingConfig
-from stretto_torch.training import TorchTraining
 
 TinyModels = Callable[[str], Path]
 Start = Callable[..., Any]
@@ -50,7 +50,7 @@ def test_the_engines_error_is_k3_over_the_trained_tokens() -> None:
 def test_the_trainer_scores_the_beginnings_of_rows(tiny_models: TinyModels, tmp_path: Path) -> None:
     """Up to the 64th trained token; what comes later changes nothing before it."""
     where = Context(run="r", name="test", seed=1, model=str(tiny_models("qwen2")), folder=str(tmp_path))
-    trainer = TorchTraining(TorchTrainingConfig(), where)
+    trainer = HFTraining(TorchTrainingConfig(), where)
     trainer.load(None)
     lengths = [100, 30]
     tokens = torch.randint(2, 97, (130,), generator=torch.Generator().manual_seed(1))

@@ -16,8 +16,9 @@ import pytest
 from stretto import Context, LauncherConfig
 from stretto.kernel.fleet import forks as forks_module
 from stretto.kernel.fleet.forks import ForkServer
-from stretto.launcher import Job, Resources, process_environment
+from stretto.launcher import Resources, process_environment
 from stretto_local import LocalLauncher
+from worker_jobs import job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 
@@ -121,21 +122,14 @@ async def test_the_local_launcher_forks_only_workers_with_the_servers_environmen
     launcher = LocalLauncher(LauncherConfig(), Context(run="run", name="run", seed=0))
     launcher.use_forks(forks)
     jobs = [
-        Job(
-            worker=f"rollout-{threads}",
-            role="rollout",
-            command=tuple(command("waits")),
-            env={},
-            resources=Resources(threads=threads),
-            log=str(tmp_path / f"{threads}.out"),
-        )
+        job(f"rollout-{threads}", command=command("waits"), folder=tmp_path, threads=threads)
         for threads in (1, 2)
     ]
     handles = await launcher.launch(jobs)
     with anyio.fail_after(30):
-        while not all(handle.tail(1) for handle in handles):
+        while not all(job.tail(1) for job in jobs):
             await anyio.sleep(0.01)
-    assert [handle.tail(1) for handle in handles] == ["True", "False"]  # a fork has what the server imported
+    assert [job.tail(1) for job in jobs] == ["True", "False"]  # a fork has what the server imported
     for handle in handles:
         await handle.stop(20)
         assert await handle.wait() == -signal.SIGTERM

@@ -21,8 +21,8 @@ from stretto.models.lora_files import merge_adapter_files
 from stretto.models.version_files import FolderPublisher, FolderUpdate, open_version
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
+from stretto.training.engine import HFTraining
 from stretto_torch import TorchTrainingConfig
-from stretto_torch.training import TorchTraining
 
 TinyModels = Callable[[str], Path]
 Start = Callable[..., Any]
@@ -33,15 +33,15 @@ def push_up(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor
     return -logprobs, {}
 
 
-def engine_of(model: Path, send: Send, *targets: str, **options: Any) -> TorchTraining:
+def engine_of(model: Path, send: Send, *targets: str, **options: Any) -> HFTraining:
     lora = LoraConfig(rank=4, alpha=8, targets=targets or ("q_proj", "down_proj"), send=send)
     config = TorchTrainingConfig(lr=1e-2, warmup_steps=0, lora=lora, **options)
-    engine = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
+    engine = HFTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
     engine.load(None)
     return engine
 
 
-def trained(engine: TorchTraining) -> dict[str, Tensor]:
+def trained(engine: HFTraining) -> dict[str, Tensor]:
     """What an engine publishes after two steps."""
     tokens = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(1))
     batch = Batch([30, 30], {"tokens": tokens, "loss_mask": torch.ones(60, dtype=torch.bool)}, {})

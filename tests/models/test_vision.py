@@ -37,7 +37,6 @@ from stretto.training.engine import HFTraining
 from stretto.training.model import names_in_files
 from stretto_hf import HFConfig, HFDataset
 from stretto_torch import TorchTrainingConfig
-from stretto_torch.training import TorchTraining
 from vision_models import ARCHITECTURES, PLACE, TEXTS, picture
 
 Models = Callable[[str], Path]
@@ -71,10 +70,10 @@ def batch_of(vision: Vision) -> Batch:
     return Batch.concat([sequence_of(vision, seed, *each) for seed, each in enumerate(sizes)])
 
 
-def engine_of(model: Path, **options: Any) -> TorchTraining:
+def engine_of(model: Path, **options: Any) -> HFTraining:
     """AdamW made nearly linear in the gradient, so that updates tell it."""
     config = TorchTrainingConfig(use="torch", lr=0.1, eps=1.0, clip_norm=None, warmup_steps=0, **options)
-    engine = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
+    engine = HFTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
     engine.load(None)
     return engine
 
@@ -295,7 +294,7 @@ def test_what_cannot_be_is_one_clear_error(vision_models: Models, tiny_models: M
         engine_of(folder, packing="packed")
     context = Context(run="r", name="n", seed=1, model=str(folder), head="value")
     with pytest.raises(EngineError, match="a value head on one is not supported"):
-        TorchTraining(TorchTrainingConfig(use="torch"), context).load(None)
+        HFTraining(TorchTrainingConfig(use="torch"), context).load(None)
     with pytest.raises(EngineError, match=r"the batch carries images, and model .* reads none"):
         engine_of(tiny_models("qwen2")).forward(sequence_of(Vision(str(folder)), 0, (9, 9)), temperature=1.0)
 

@@ -157,7 +157,7 @@ def test_the_next_turn_reads_its_own_images_from_the_cache_and_no_others(
         [[sample]] = answers(served, each)
         assert off(model, each, sample).max() < TOLERANCE
     batcher: Any = served.engine._batcher  # type: ignore[attr-defined]
-    assert batcher.prefix_hits == 1
+    assert batcher.slots.prefix_hits == 1
 
 
 @pytest.mark.parametrize("on_swap", ["keep_cache", "recompute"])

@@ -50,7 +50,7 @@ def made(name: str, **options: Any) -> Any:
         # Two minibatches, so that the proximal policy is a column and not the current one.
         options = {"minibatches": 2, **options}
     config = msgspec.convert({"use": name, **options}, component.config)
-    return component.factory(config, Context(run="r", name="n", seed=1))
+    return component.make(config, Context(run="r", name="n", seed=1))
 
 
 def problems(name: str, temperature: float = 1.0, **options: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from stretto.assembly.compose import compose
 from stretto.cli.start.checks import faults_and_warnings
 from stretto.cli.start.submit import submitted_run
 from stretto.errors import ConfigError, LaunchError
-from stretto.launcher import Job, Resources, Submission
+from stretto.launcher import Submission
 from stretto_kubernetes import KubernetesConfig, PodTemplate
 from stretto_kubernetes.cluster import Cluster, context_namespace, model_of
 from stretto_kubernetes.manifests import KernelPod, job_name, objects_of, secret_of, worker_pod
 from stretto_kubernetes.pods import KubernetesLauncher
 from stretto_kubernetes.watching import PodView
+from worker_jobs import job as worker_job
 
 CONFIG = KubernetesConfig(image="registry/stretto:1", claim="runs")
 KERNEL = KernelPod("first-1a2b3c", "research", "first-1a2b3c-x", "uid-of-the-kernel")
@@ -37,16 +39,7 @@ OVERRIDES = (
 )
 
 
-def job(worker: str, *, unit: str = "", command: tuple[str, ...] = ("echo",), **resources: Any) -> Job:
-    return Job(
-        worker=worker,
-        role=worker.partition("-")[0],  # pyright: ignore[reportArgumentType]
-        command=command,
-        env={"OMP_NUM_THREADS": "2"},
-        resources=Resources(**resources),
-        log="",
-        unit=unit,
-    )
+job = partial(worker_job, env={"OMP_NUM_THREADS": "2"})
 
 
 def valid(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ import anyio
 import pytest
 
 from stretto.errors import LaunchError
-from stretto.launcher import Job, Resources
+from stretto.launcher import Job
 from stretto_local import LocalLauncher
+from worker_jobs import job
 
 
 def test_workers_that_are_added_later_get_the_gpus_that_are_left(
@@ -20,14 +20,8 @@ def test_workers_that_are_added_later_get_the_gpus_that_are_left(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
 
     def printing(number: int) -> Job:
-        return Job(
-            worker=f"inference-{number}",
-            role="inference",
-            command=(sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"),
-            env={},
-            resources=Resources(gpus=1),
-            log=str(tmp_path / f"{number}.out"),
-        )
+        code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+        return job(f"inference-{number}", 1, code=code, folder=tmp_path)
 
     async def start_one_after_the_other() -> list[str]:
         nothing: Any = None
@@ -41,6 +35,6 @@ def test_workers_that_are_added_later_get_the_gpus_that_are_left(
         [again] = await launcher.launch([printing(1)])
         for handle in (second, third, again):
             await handle.wait()
-        return [handle.tail(1) for handle in (first, second, third)]
+        return [printing(number).tail(1) for number in range(3)]
 
     assert anyio.run(start_one_after_the_other) == ["0", "1", "0"]

@@ -11,19 +11,13 @@ from typing import Any
 
 import pytest
 
-from stretto.launcher import Job, Resources, Role
+from stretto.launcher import Job
 from stretto_ray import RayConfig, warden
 from stretto_ray.messages import ClusterNode, Start
 from stretto_ray.placement import group_of, groups_of, resources_of, shortage
+from worker_jobs import job
 
 Refusals = Callable[..., list[str]]
-
-
-def job(worker: str, unit: str = "", **resources: Any) -> Job:
-    role: Role = worker.partition("-")[0]  # pyright: ignore[reportAssignmentType]
-    return Job(
-        worker=worker, role=role, command=(), env={}, resources=Resources(**resources), log="", unit=unit
-    )
 
 
 def start_of(job: Job, config: RayConfig) -> Start:

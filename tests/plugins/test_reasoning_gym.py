@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from typing import Any
 
@@ -25,6 +24,7 @@ from stretto_reasoning_gym import (
     make_reward,
 )
 from stretto_reasoning_gym.generator import plain, restore
+from waiting import until
 
 CONTEXT = Context(run="r", name="n", seed=1)
 
@@ -211,10 +211,7 @@ def test_the_process_that_makes_rows_ends_with_its_dataset_and_says_how_it_ended
     assert rows[1]["task"] == "gcd"  # by a new one
     [child] = _generators()
     del rows
-    deadline = time.monotonic() + 10
-    while child.is_running():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not child.is_running())
 
 
 def _generators() -> list[psutil.Process]:

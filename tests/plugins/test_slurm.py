@@ -16,19 +16,12 @@ from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.cli.start.submit import submitted_resume
 from stretto.errors import LaunchError
 from stretto.kernel.durable.changes import write_values
-from stretto.launcher import Job, Resources, Submission
+from stretto.launcher import Job, Submission
 from stretto.nodes import Node
 from stretto_slurm import SlurmConfig, SlurmPart
 from stretto_slurm.allocation import Allocation, nodes_in
 from stretto_slurm.script import script_of
-
-
-def job(
-    worker: str, *, gpus: int = 0, threads: int = 1, memory_gb: float | None = None, unit: str = ""
-) -> Job:
-    resources = Resources(gpus=gpus, threads=threads, memory_gb=memory_gb)
-    role = worker.partition("-")[0]
-    return Job(worker=worker, role=role, command=(), env={}, resources=resources, log="", unit=unit)  # pyright: ignore[reportArgumentType]
+from worker_jobs import job
 
 
 def submission(folder: Path, *jobs: Job, begin: tuple[str, ...] = ("echo", "begun")) -> Submission:

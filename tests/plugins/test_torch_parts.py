@@ -430,7 +430,7 @@ def test_abort_frees_the_slot_before_the_next_decode_step() -> None:
         batcher.collect()
         batcher.step()
         batcher.abort("a")
-        freed = (batcher.running, batcher.waiting)
+        freed = (len(batcher.slots.running), batcher.intake.waiting)
         batcher.step()
         ended, *others = batcher.collect()
 

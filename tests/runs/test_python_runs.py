@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import yaml
 
 import stretto
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,14 +51,6 @@ def processes_of(folder: Path) -> list[psutil.Process]:
         for process in psutil.process_iter(["cmdline"])
         if any(str(folder) in argument for argument in process.info["cmdline"] or ())
     ]
-
-
-def until(condition: Callable[[], Any], deadline_s: float = 30) -> Any:
-    deadline = time.monotonic() + deadline_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return result
 
 
 def test_a_plain_script_trains_and_reads_what_the_run_did(config: Mapping[str, Any], tmp_path: Path) -> None:

@@ -25,12 +25,12 @@ from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.version_files import FolderPublisher
 from stretto.rl.batch import Batch
+from stretto.training.engine import HFTraining
 from stretto.workers.sampling.session import sample_seed
 from stretto_file import FileSubscriber
 from stretto_grpo import GRPO, GRPOConfig
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig
 from stretto_torch.inference import TorchInferenceEngine
-from stretto_torch.training import TorchTraining
 
 TinyModels = Callable[[str], Path]
 Start = Callable[..., Any]
@@ -77,7 +77,7 @@ async def test_logprobs_are_those_of_each_tokens_own_version(
 ) -> None:
     """A full batch of 32 x 8 samples, with three swaps in flight, against the training engine's forward."""
     model = tiny_models("qwen2")
-    trainer = TorchTraining(TorchTrainingConfig(lr=3e-3, warmup_steps=0), context(model, tmp_path))
+    trainer = HFTraining(TorchTrainingConfig(lr=3e-3, warmup_steps=0), context(model, tmp_path))
     trainer.load(None)
     publisher, subscriber = FolderPublisher(tmp_path / "weights", 3, 2.0), FileSubscriber()
     config = TorchInferenceConfig(
@@ -185,7 +185,7 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
     """The same training without bus, kernel or processes: sample, score, train, swap, and again."""
     torch.set_num_threads(1)
     where = context(model, folder)
-    trainer = TorchTraining(TorchTrainingConfig(lr=1e-2), where)
+    trainer = HFTraining(TorchTrainingConfig(lr=1e-2), where)
     trainer.load(None)
     algorithm = GRPO(GRPOConfig(use="grpo", group_size=GROUP), where)
     train = algorithm.calls()[-1]

@@ -75,7 +75,7 @@ def engine_of(
     context = Context(
         run="r", name="n", seed=1, model=model, head=head, rank=rank, rendezvous=meeting, **more
     )
-    return ENGINES[options["use"]].factory(config_of(options), context)
+    return ENGINES[options["use"]].make(config_of(options), context)
 
 
 def measure(

@@ -19,10 +19,10 @@ from stretto.algorithm import Loss
 from stretto.component import Head
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
+from stretto.training.engine import HFTraining
 from stretto.training.packing import PackedRows, PaddedRows, PrefixRows
 from stretto.training.prefix_tree import PrefixTree, split_batch
 from stretto_torch import TorchTrainingConfig
-from stretto_torch.training import TorchTraining
 
 TinyModels = Callable[[str], Path]
 
@@ -130,10 +130,10 @@ def test_micro_batches_hold_a_budget_of_nodes(
 # ------------------------------------------------------------------------------------- the numbers
 
 
-def engine_of(model: Path, *, head: Head = "policy", **options: Any) -> TorchTraining:
+def engine_of(model: Path, *, head: Head = "policy", **options: Any) -> HFTraining:
     options = {"lr": 1e-6, "optimizer": "sgd", "clip_norm": None, "warmup_steps": 0, **options}
     context = Context(run="r", name="n", seed=1, model=str(model), head=head)
-    engine = TorchTraining(TorchTrainingConfig(**options), context)
+    engine = HFTraining(TorchTrainingConfig(**options), context)
     engine.load(None)
     return engine
 
@@ -142,7 +142,7 @@ def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
     return (said - batch["advantages"]) ** 2, {"said": said}
 
 
-def trained(engine: TorchTraining, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+def trained(engine: HFTraining, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """The gradient of a step, and its statistics without the number of micro-batches."""
     gradients: list[Tensor] = [torch.zeros(1)]
 
@@ -160,7 +160,7 @@ def trained(engine: TorchTraining, batch: Batch) -> tuple[Tensor, dict[str, floa
     return torch.cat(gradients), statistics
 
 
-def assert_equal_steps(one: TorchTraining, other: TorchTraining, batch: Batch) -> None:
+def assert_equal_steps(one: HFTraining, other: HFTraining, batch: Batch) -> None:
     said = [engine.forward(batch, temperature=0.7) for engine in (one, other)]
     torch.testing.assert_close(said[0], said[1], atol=2e-5, rtol=1e-5)
     (gradient, statistics), (expected, expected_statistics) = trained(one, batch), trained(other, batch)
@@ -169,11 +169,11 @@ def assert_equal_steps(one: TorchTraining, other: TorchTraining, batch: Batch) -
 
 
 @pytest.fixture(scope="module")
-def sides(tiny_models: TinyModels) -> Callable[[str, int], tuple[TorchTraining, TorchTraining]]:
+def sides(tiny_models: TinyModels) -> Callable[[str, int], tuple[HFTraining, HFTraining]]:
     """Engines with and without shared prefixes; several examples train the same two."""
-    made: dict[tuple[str, int], tuple[TorchTraining, TorchTraining]] = {}
+    made: dict[tuple[str, int], tuple[HFTraining, HFTraining]] = {}
 
-    def engines(architecture: str, budget: int) -> tuple[TorchTraining, TorchTraining]:
+    def engines(architecture: str, budget: int) -> tuple[HFTraining, HFTraining]:
         if (architecture, budget) not in made:
             model = tiny_models(architecture)
             made[architecture, budget] = (
@@ -192,7 +192,7 @@ def sides(tiny_models: TinyModels) -> Callable[[str, int], tuple[TorchTraining, 
     architecture=st.sampled_from(["qwen2", "gpt2"]),
 )
 def test_any_sequences_in_any_split_give_the_numbers_of_each_alone(
-    sides: Callable[[str, int], tuple[TorchTraining, TorchTraining]],
+    sides: Callable[[str, int], tuple[HFTraining, HFTraining]],
     sequences: list[list[int]],
     budget: int,
     architecture: str,
@@ -229,7 +229,7 @@ def test_other_options_share_prefixes_too(
     assert_equal_steps(sides[0], sides[1], batch_of(GROUPS))
 
 
-def _count_nodes(engine: TorchTraining, batch: Batch) -> int:
+def _count_nodes(engine: HFTraining, batch: Batch) -> int:
     """Count the tokens that a forward computes."""
     counts: list[int] = []
 

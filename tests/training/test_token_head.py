@@ -19,8 +19,8 @@ from stretto.algorithm import Loss
 from stretto.rl.batch import Batch
 from stretto.training import token_head
 from stretto.training.config import LoraConfig
+from stretto.training.engine import HFTraining
 from stretto_torch import TorchTrainingConfig
-from stretto_torch.training import TorchTraining
 
 TinyModels = Callable[[str], Path]
 
@@ -71,11 +71,9 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(token_head, "_KEPT_BYTES", 0)
 
 
-def engine_of(model: Path, **options: Any) -> TorchTraining:
+def engine_of(model: Path, **options: Any) -> HFTraining:
     options = {"lr": 1.0, "optimizer": "sgd", "clip_norm": None, "warmup_steps": 0, **options}
-    engine = TorchTraining(
-        TorchTrainingConfig(**options), Context(run="r", name="n", seed=1, model=str(model))
-    )
+    engine = HFTraining(TorchTrainingConfig(**options), Context(run="r", name="n", seed=1, model=str(model)))
     engine.load(None)
     return engine
 

@@ -22,18 +22,18 @@ from stretto.errors import EngineError
 from stretto.rl.batch import Batch
 from stretto.training.checkpoint import write_tensors
 from stretto.training.config import LoraConfig
+from stretto.training.engine import HFTraining
 from stretto.training.packing import PaddedRows, PrefixRows
 from stretto_torch import TorchTrainingConfig
-from stretto_torch.training import TorchTraining
 
 TinyModels = Callable[[str], Path]
 
 
-def engine_of(model: Path, *, head: Head = "policy", trainable: bool = True, **options: Any) -> TorchTraining:
+def engine_of(model: Path, *, head: Head = "policy", trainable: bool = True, **options: Any) -> HFTraining:
     """The engine with its model loaded; AdamW made nearly linear in the gradient, so that updates tell it."""
     options = {"lr": 0.1, "eps": 1.0, "clip_norm": None, "warmup_steps": 0, **options}
     context = Context(run="r", name="n", seed=1, model=str(model), head=head, trainable=trainable)
-    engine = TorchTraining(TorchTrainingConfig(**options), context)
+    engine = HFTraining(TorchTrainingConfig(**options), context)
     engine.load(None)
     return engine
 
@@ -61,7 +61,7 @@ def plain_loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Ten
     return -batch["advantages"] * logprobs, {"advantage": batch["advantages"]}
 
 
-def parameters(engine: TorchTraining) -> dict[str, Tensor]:
+def parameters(engine: HFTraining) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.weights()}
 
 

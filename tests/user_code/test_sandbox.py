@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from stretto.user_code import seccomp
 from stretto.user_code.forwarded_port import ForwardedPort
 from stretto.user_code.sandbox import kill, sandbox_command, sandbox_problem, systemd_works
 from stretto.user_code.seccomp import seccomp_filter
+from waiting import until
 
 # What is in argv[1] is tried and told: Python expressions, by name.
 LOOK = """
@@ -52,14 +52,6 @@ def look(questions: dict[str, str], sandbox: SandboxMode = "bubblewrap", **optio
         made.argv, env=made.env, cwd=made.folder, capture_output=True, check=True, timeout=60
     )
     return json.loads(done.stdout)
-
-
-def until(condition: Callable[[], Any], deadline_s: float = 20) -> Any:
-    deadline = time.monotonic() + deadline_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return result
 
 
 def test_it_starts_here() -> None:

@@ -27,6 +27,7 @@ from stretto.children.protocol import Started
 from stretto.user_code.guard import guarded
 from stretto.user_code.sandbox import kill
 from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
+from waiting import until as wait_until
 
 OpenPool = Callable[..., AbstractAsyncContextManager[ChildPool]]
 
@@ -283,15 +284,10 @@ time.sleep(1000)
 def test_nothing_outlives_a_worker_that_is_killed() -> None:
     mark = f"1000.{os.getpid()}4"
     worker = subprocess.Popen([sys.executable, "-c", WORKER.format(mark=mark)])
-    deadline = time.monotonic() + 60
-    while len(sleepers(mark)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(sleepers(mark)) == 2)
     worker.kill()
     worker.wait()
-    while sleepers(mark):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not sleepers(mark))
 
 
 async def test_a_process_that_survives_the_end_of_its_child_ends_with_its_input() -> None:

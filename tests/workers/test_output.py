@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import until
+
 BOUND = 1_000_000
 
 CHILD = f"""
@@ -59,10 +61,7 @@ def test_the_output_of_a_worker_is_rotated_and_it_goes_on(tmp_path: Path) -> Non
         worker = subprocess.Popen(
             [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=output, stderr=output
         )
-    deadline = time.monotonic() + 60
-    while sizes(tmp_path) != {"rollout-0.out": 0, "rollout-0.out.1": BOUND}:
-        assert time.monotonic() < deadline, sizes(tmp_path)
-        time.sleep(0.05)
+    until(lambda: sizes(tmp_path) == {"rollout-0.out": 0, "rollout-0.out.1": BOUND})
     worker.communicate()
     assert file.read_text() == "after\n"
 

@@ -101,7 +101,7 @@ class Composed:
                 else []
             )
             try:
-                component = self.components[path].factory(section, context, *made)
+                component = self.components[path].make(section, context, *made)
             except StrettoError:
                 raise
             except Exception as error:

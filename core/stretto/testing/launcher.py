@@ -48,17 +48,16 @@ class LauncherConformance(ComponentConformance):
     def test_a_process_has_its_environment_and_its_output_can_be_read(
         self, under_test: ComponentUnderTest, tmp_path: Path
     ) -> None:
-        """The log has stdout and stderr; `tail` returns the last lines of it."""
+        """The log has stdout and stderr; `Job.tail` returns the last lines of it."""
         code = "import os, sys; print(1, 2, sep='\\n'); print(os.environ['OF_THE_JOB'], file=sys.stderr)"
         job = self._job(tmp_path, "rollout-0", code, env={"OF_THE_JOB": "three"})
 
         async def body(launcher: Launcher) -> None:
             [handle] = await launcher.launch([job])
-            assert handle.worker == "rollout-0", f"the handle's worker is {handle.worker!r}"
             assert handle.place, "`place` is empty; users look there for the process"
             status = await handle.wait()
-            assert status == 0, f"exit status {status}: {handle.tail(20)}"
-            assert handle.tail(2) in ("2\nthree", "2\nthree\n"), f"tail(2) returned {handle.tail(2)!r}"
+            assert status == 0, f"exit status {status}: {job.tail(20)}"
+            assert job.tail(2) in ("2\nthree", "2\nthree\n"), f"tail(2) returned {job.tail(2)!r}"
 
         self._run(under_test, body)
 
@@ -95,9 +94,9 @@ class LauncherConformance(ComponentConformance):
 
         async def body(launcher: Launcher) -> None:
             [handle] = await launcher.launch([job])
-            await self._until_output(handle, "ready")
+            await self._until_output(job, "ready")
             await handle.stop(self.start_s)
-            assert "asked" in handle.tail(5), "`stop` killed the process without asking it to end"
+            assert "asked" in job.tail(5), "`stop` killed the process without asking it to end"
             assert await handle.wait() == 5, f"after `stop`, `wait` returned {await handle.wait()}, not 5"
             await _until_free(lock, self.start_s, "a child of the stopped process still runs")
 
@@ -112,7 +111,7 @@ class LauncherConformance(ComponentConformance):
 
         async def body(launcher: Launcher) -> None:
             [handle] = await launcher.launch([job])
-            await self._until_output(handle, "ready")
+            await self._until_output(job, "ready")
             start = time.monotonic()
             await handle.stop(0.3)
             took = time.monotonic() - start
@@ -130,7 +129,7 @@ class LauncherConformance(ComponentConformance):
         async def body(launcher: Launcher) -> None:
             for _ in range(2):
                 [handle] = await launcher.launch([job])
-                assert await handle.wait() == 0, handle.tail(20)
+                assert await handle.wait() == 0, job.tail(20)
 
         self._run(under_test, body)
 
@@ -165,9 +164,9 @@ class LauncherConformance(ComponentConformance):
 
         async def body(launcher: Launcher) -> None:
             [handle] = await launcher.launch([job])
-            await self._until_output(handle, "ready")
+            await self._until_output(job, "ready")
             await handle.dump_stacks()
-            await self._until_output(handle, "stacks")
+            await self._until_output(job, "stacks")
             await handle.stop(0)
 
         self._run(under_test, body)
@@ -215,10 +214,10 @@ class LauncherConformance(ComponentConformance):
 
         anyio.run(whole)
 
-    async def _until_output(self, handle: Handle, words: str) -> None:
+    async def _until_output(self, job: Job, words: str) -> None:
         deadline = time.monotonic() + self.start_s
-        while words not in handle.tail(20):
-            assert time.monotonic() < deadline, f"its output never had {words!r}; it is {handle.tail(20)!r}"
+        while words not in job.tail(20):
+            assert time.monotonic() < deadline, f"its output never had {words!r}; it is {job.tail(20)!r}"
             await anyio.sleep(0.01)
 
 

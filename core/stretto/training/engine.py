@@ -74,11 +74,12 @@ _PEFT_PREFIX = "base_model.model."
 
 
 class HFTraining:
-    """A training engine: a model, its optimizer and its learning rate schedule, in a layout."""
+    """A training engine: a model, its optimizer and its learning rate schedule, in a layout. By default, one
+    process has the whole model."""
 
-    def __init__(self, config: ModelTrainingConfig, context: Context, layout: Layout) -> None:
+    def __init__(self, config: ModelTrainingConfig, context: Context, layout: Layout | None = None) -> None:
         self._config = config
-        self._layout = layout
+        self._layout = layout or Layout(config, context)
         self._initial = context.model
         self._seed = context.seed
         self._head: Head = context.head

@@ -116,10 +116,8 @@ def stretto_reward() -> Iterator[Component[DigitsConfig]]:
 class PlainHandle:
     """One process."""
 
-    def __init__(self, job: Job, process: Process) -> None:
-        self.worker = job.worker
+    def __init__(self, process: Process) -> None:
         self.place = f"process {process.pid}"
-        self._log = job.log
         self._process = process
 
     async def wait(self) -> int:
@@ -140,10 +138,6 @@ class PlainHandle:
         """Send SIGUSR1, at which a worker writes the stacks of its threads."""
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGUSR1)
-
-    def tail(self, lines: int) -> str:
-        """The last lines of the process's log."""
-        return "\n".join(Path(self._log).read_text().splitlines()[-lines:])
 
 
 class PlainLauncher:
@@ -171,7 +165,7 @@ class PlainLauncher:
                     env=env,
                     start_new_session=True,
                 )
-            handles.append(PlainHandle(job, process))
+            handles.append(PlainHandle(process))
         return handles
 
 

@@ -4,30 +4,27 @@ Some tasks draw from sets, whose order depends on the hash seed of the process. 
 rows are the same in every process of a run, and in every run. The library and its imports stay out of the
 kernel and the rollout workers.
 
-The pipes carry frames: 4 bytes of length, then msgpack. The process reads an `Order` and answers with an
-error message, empty if the order is valid. Then it reads an index and answers with an `Entry`, until the
-input ends.
+The pipe carries messages in msgpack. The process reads an `Order` and answers with an error message, empty if
+the order is valid. Then it reads an index and answers with an `Entry`, until the pipe ends.
 """
 
 from __future__ import annotations
 
 import os
-import select
-import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any, BinaryIO, cast
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, cast
 
 import msgspec
 
 from stretto.errors import ConfigError, offer
 
-_HEAD = struct.Struct(">I")
 _START_S = 60.0
 """Time limit for importing the library and creating the tasks."""
 _ROW_S = 60.0
@@ -74,6 +71,7 @@ class Generator:
         self._order = order
         self._asking = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection[Any, Any]
 
     def __del__(self) -> None:
         self._end()
@@ -94,26 +92,27 @@ class Generator:
         return entry
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import {__name__} as generator; generator.main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONHASHSEED": "0"},
-        )
+        self._pipe, theirs = Pipe()
+        code = f"import {__name__} as generator; generator.main()"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what the library prints goes to standard error
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONHASHSEED": "0"},
+            )
         if error := self._ask(self._order, str, _START_S):
             self._end()
             raise ConfigError(error)
 
     def _ask(self, question: Any, kind: Any, timeout_s: float) -> Any:
         assert self._process is not None
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        deadline = time.monotonic() + timeout_s
         try:
-            _write(cast("BinaryIO", stdin), question)
-            [size] = _HEAD.unpack(_read_exactly(stdout.fileno(), _HEAD.size, deadline))
-            return msgspec.msgpack.decode(_read_exactly(stdout.fileno(), size, deadline), type=kind)
+            self._pipe.send_bytes(msgspec.msgpack.encode(question))
+            if not self._pipe.poll(timeout_s):
+                raise TimeoutError
+            return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=kind)
         except TimeoutError:
             self._end()
             raise ConfigError(
@@ -128,27 +127,8 @@ class Generator:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.communicate()
-
-
-def _read_exactly(descriptor: int, size: int, deadline: float) -> bytes:
-    """Read exactly `size` bytes from a pipe. Raises TimeoutError after the deadline, EOFError at the end."""
-    data = bytearray()
-    while len(data) < size:
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise TimeoutError
-        part = os.read(descriptor, size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
-
-
-def _write(file: BinaryIO, message: Any) -> None:
-    data = msgspec.msgpack.encode(message)
-    file.write(_HEAD.pack(len(data)) + data)
-    file.flush()
+            process.wait()
+            self._pipe.close()
 
 
 # -------------------------------------------------------------------------------------- plain data
@@ -232,40 +212,30 @@ def _entry(order: Order, dataset: Any, index: int, instruction: str) -> Entry:
     return Entry(name, options, instruction, row["question"], plain(row["answer"]), plain(row["metadata"]))
 
 
-def _serve(source: BinaryIO, sink: BinaryIO) -> None:
-    order = msgspec.msgpack.decode(_frame(source), type=Order)
+def _serve(pipe: Connection[Any, Any]) -> None:
+    def answer(message: Any) -> None:
+        pipe.send_bytes(msgspec.msgpack.encode(message))
+
+    order = msgspec.msgpack.decode(pipe.recv_bytes(), type=Order)
     try:
         dataset, instruction = _make_dataset(order), _instruction(order)
     except ConfigError as error:
-        _write(sink, str(error))
+        answer(str(error))
         return
     except Exception as error:  # noqa: BLE001 - a task may raise anything for bad options; the owner gets it
-        _write(sink, f"{', '.join(task.name for task in order.tasks)}: {type(error).__name__}: {error}")
+        answer(f"{', '.join(task.name for task in order.tasks)}: {type(error).__name__}: {error}")
         return
-    _write(sink, "")
-    while frame := _frame(source):
-        index = msgspec.msgpack.decode(frame, type=int)
+    answer("")
+    while True:
+        index = msgspec.msgpack.decode(pipe.recv_bytes(), type=int)
         try:
             entry = _entry(order, dataset, index, instruction)
         except Exception as error:  # noqa: BLE001 - the owner gets every error of making a row
             entry = Entry("", {}, "", "", None, {}, error=f"{type(error).__name__}: {error}")
-        _write(sink, entry)
-
-
-def _frame(source: BinaryIO) -> bytes:
-    """Read the next frame; empty at the end of the input."""
-    head = source.read(_HEAD.size)
-    return source.read(_HEAD.unpack(head)[0]) if len(head) == _HEAD.size else b""
+        answer(entry)
 
 
 def main() -> None:
     """Body of the process."""
-    # The pipes are for frames alone: everything that the library prints goes to standard error.
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    with suppress(BrokenPipeError):  # the owner has gone
-        _serve(source, sink)
-
-
-if __name__ == "__main__":
-    main()
+    with suppress(EOFError, ConnectionError):  # the owner has gone
+        _serve(Connection(int(sys.argv[1])))

@@ -7,9 +7,9 @@ host memory, in the dtype of its files and without an optimizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from stretto import Component, Context, Problem, TrainingConfig, hookimpl
+from stretto import Component, Problem, TrainingConfig, hookimpl
 from stretto.models.files import modelling_imports
 
 if TYPE_CHECKING:
@@ -24,13 +24,6 @@ class FrozenConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the published weights; `auto` keeps that of the model's files. To serve the same weights as an
     earlier run, use its `training.dtype`."""
-
-
-def make(config: FrozenConfig, context: Context) -> Any:
-    """Return the engine. This imports torch."""
-    from stretto_frozen.training import FrozenTraining
-
-    return FrozenTraining(config, context)
 
 
 def check(config: FrozenConfig, run: RunConfig) -> Iterable[Problem]:
@@ -48,7 +41,7 @@ def stretto_training() -> Iterator[Component[FrozenConfig]]:
     """The component of this package."""
     yield Component(
         "frozen",
-        make,
+        "stretto_frozen.training:FrozenTraining",
         FrozenConfig,
         "trains nothing: publishes the model unchanged, for runs that only evaluate",
         check=check,

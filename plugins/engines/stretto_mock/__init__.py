@@ -7,9 +7,8 @@ weights are one number.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from stretto import Component, Context, InferenceConfig, Problem, TrainingConfig, hookimpl
+from stretto import Component, InferenceConfig, Problem, TrainingConfig, hookimpl
 from stretto.component import Importable, NonNegativeFloat, PositiveFloat, PositiveInt
 from stretto.config import RunConfig
 from stretto.user_code.importable import fault_of_importable
@@ -53,20 +52,6 @@ class MockInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unk
     worker, so it must be fast. The tokens of a text are its bytes, so the run has no `model`."""
 
 
-def make_training(config: MockTrainingConfig, context: Context) -> Any:
-    """Return the training engine. This imports torch."""
-    from stretto_mock.training import MockTraining
-
-    return MockTraining(config, context)
-
-
-def make_inference(config: MockInferenceConfig, context: Context) -> Any:
-    """Return the inference engine."""
-    from stretto_mock.inference import MockInference
-
-    return MockInference(config, context)
-
-
 def check_inference(config: MockInferenceConfig, run: RunConfig) -> Iterator[Problem]:
     """Check that the script exists and the run has no model, whose tokens are no bytes."""
     if config.script is not None and (fault := fault_of_importable(config.script)):
@@ -82,7 +67,7 @@ def stretto_training() -> Iterator[Component[MockTrainingConfig]]:
     """The training engine of this package."""
     yield Component(
         "mock",
-        make_training,
+        "stretto_mock.training:MockTraining",
         MockTrainingConfig,
         "trains nothing, at a configured speed",
         requires={"torch": "stretto[torch]"},
@@ -96,7 +81,7 @@ def stretto_inference() -> Iterator[Component[MockInferenceConfig]]:
     """The inference engine of this package."""
     yield Component(
         "mock",
-        make_inference,
+        "stretto_mock.inference:MockInference",
         MockInferenceConfig,
         "random answers of random length, or those of a function, at a configured speed",
         check_inference,

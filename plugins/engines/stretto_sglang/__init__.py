@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from stretto import Component, Context, Problem, hookimpl
-from stretto.engine import InferenceEngine
+from stretto import Component, Problem, hookimpl
 from stretto.models.files import known_config
 from stretto.serving.config import ServerEngineConfig, check_server_engine
 
@@ -43,12 +42,6 @@ class SglangConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown
     `slots` times `context_length` tokens. SGLang ignores the seeds of samples."""
 
 
-def _make(config: SglangConfig, context: Context) -> InferenceEngine:
-    from stretto_sglang.engine import SglangEngine
-
-    return SglangEngine(config, context)
-
-
 def _check(config: SglangConfig, run: RunConfig) -> Iterator[Problem]:
     yield from check_server_engine(config, run, "sglang", _RESERVED)
     kind = str(known_config(run.model).get("model_type", ""))
@@ -64,7 +57,7 @@ def stretto_inference() -> Iterable[Component[SglangConfig]]:
     """The inference engine `sglang`."""
     yield Component(
         name="sglang",
-        factory=_make,
+        factory="stretto_sglang.engine:SglangEngine",
         config=SglangConfig,
         summary="an SGLang server in its own interpreter, on GPU or CPU: exact versions, live swaps",
         check=_check,

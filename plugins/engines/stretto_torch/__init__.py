@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from stretto.component import Component, Context, PositiveFloat, PositiveInt, Problem
-from stretto.engine import InferenceConfig, InferenceEngine, TrainingEngine
-from stretto.errors import PluginError
+from stretto.component import Component, PositiveFloat, PositiveInt, Problem
+from stretto.engine import InferenceConfig
 from stretto.hooks import hookimpl
 from stretto.models.files import modelling_imports, text_config
 from stretto.serving.config import context_problems
@@ -60,18 +59,6 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     `deterministic` it uses torch, because the bits must not depend on a measurement."""
 
 
-def _make_inference(config: TorchInferenceConfig, context: Context) -> InferenceEngine:
-    try:
-        from stretto_torch.inference import TorchInferenceEngine
-    except ImportError as error:
-        raise PluginError(
-            f"the torch engine needs {error.name}: pip install 'stretto[torch]'",
-            kind="inference",
-            name="torch",
-        ) from error
-    return TorchInferenceEngine(config, context)
-
-
 def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[Problem]:
     if config.device == "cuda" and not config.gpus:
         yield Problem("inference.gpus", "is 0, but inference.device is 'cuda'; set it to 1")
@@ -103,7 +90,7 @@ def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
     """The inference engine `torch`."""
     yield Component(
         name="torch",
-        factory=_make_inference,
+        factory="stretto_torch.inference:TorchInferenceEngine",
         config=TorchInferenceConfig,
         summary="samples in process with PyTorch: continuous batching, exact versions, bit-reproducible",
         check=_check_inference,
@@ -115,12 +102,6 @@ def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
 
 class TorchTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One process with the whole model."""
-
-
-def _make_training(config: TorchTrainingConfig, context: Context) -> TrainingEngine:
-    from stretto_torch.training import TorchTraining
-
-    return TorchTraining(config, context)
 
 
 def _check_training(config: TorchTrainingConfig, run: RunConfig) -> Iterable[Problem]:
@@ -137,10 +118,10 @@ def stretto_training() -> Iterable[Component[TorchTrainingConfig]]:
     """The training engine `torch`."""
     yield Component(
         name="torch",
-        factory=_make_training,
+        factory="stretto.training.engine:HFTraining",
         config=TorchTrainingConfig,
         summary="one process with the whole model: packed micro-batches, AdamW, float32 or bfloat16",
         check=_check_training,
         requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
-        imports=lambda config, run: (*modelling_imports(run.model), "stretto_torch.training"),
+        imports=lambda config, run: (*modelling_imports(run.model), "stretto.training.engine"),
     )

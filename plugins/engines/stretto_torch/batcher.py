@@ -20,11 +20,10 @@ from stretto.engine import Chunk, Finish, GenerateRequest
 from stretto.errors import RequestError
 from stretto.serving.intake import Intake, final_chunks
 from stretto.serving.stop_strings import StopStrings
-from stretto_torch.images import ImageReader, PromptImages
+from stretto_torch.images import PromptImages
 from stretto_torch.model import LoadedModel
 from stretto_torch.slot_sample import SlotSample
 from stretto_torch.slots import NO_TOKENS, SampleEnding, SlotOutput, Slots
-from stretto_torch.swap import Targets
 
 
 @dataclass
@@ -58,18 +57,21 @@ class Batcher:
     ) -> None:
         self.version = -1
         self.figures = Figures()
-        self._model = model
+        self.model = model
+        """What is served. A swap overwrites its `targets`."""
         self._tokenizer = tokenizer
         self._deterministic = deterministic
         self._recompute_on_swap = recompute_on_swap
         image_token = -1 if model.reader is None else model.reader.vision.image_token
-        self._slots = Slots(model.decoder, model.shapes, image_token, deterministic=deterministic)
+        self.slots = Slots(model.decoder, model.shapes, image_token, deterministic=deterministic)
+        """The samples that are being decoded."""
         # With many slots, it saves more time to compute several new prompts together than the slots lose
         # while they are empty for a few steps.
         self._refill_from = max(1, model.shapes.slots // 8) if model.shapes.slots >= 32 else 1
-        self._intake = Intake(
+        self.intake = Intake(
             SlotSample, vocabulary=model.decoder.vocabulary, room=model.shapes.context, eos=model.eos
         )
+        """All unfinished samples. Call `step` at its `next_deadline` even if `busy` is False."""
         self._chunks: list[Chunk] = []
         # Since when samples have been decoded without anything else than taking and sending in between.
         self._decoding_since: float | None = None
@@ -89,7 +91,7 @@ class Batcher:
                     " continue one that another engine began"
                 )
             self._check_images(request, images)
-            samples = self._intake.accept(request, arrived)
+            samples = self.intake.accept(request, arrived)
         except RequestError as error:
             self._chunks += final_chunks(request, "error", str(error))
             return
@@ -105,32 +107,32 @@ class Batcher:
 
     def _check_images(self, request: GenerateRequest, images: PromptImages | None) -> None:
         """Raise RequestError if a text has a token of images, and the request no image for it."""
-        if self.reader is None:
+        if self.model.reader is None:
             return
         texts = [*request.begun, *([request.prompt_ids] if images is None else [])]
-        if any((text.numpy() == self.reader.vision.image_token).any() for text in texts):
+        if any((text.numpy() == self.model.reader.vision.image_token).any() for text in texts):
             raise RequestError("a text has tokens of images, and the request has no image for them")
 
     def abort(self, request: str) -> None:
         """End the unfinished samples of a request."""
-        self._end_all(self._intake.samples(request), "abort")
+        self._end_all(self.intake.samples(request), "abort")
 
     def give_up(self) -> list[Chunk]:
         """Return the last chunks of a batcher that cannot continue: every unfinished sample ends with
         `abort`. Another engine may finish these samples."""
-        return [*self._chunks, *(_chunk(sample, NO_TOKENS, "abort") for sample in self._intake)]
+        return [*self._chunks, *(_chunk(sample, NO_TOKENS, "abort") for sample in self.intake)]
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
         """Use these checked weights from the next token on, and continue with the others as they are. Return
         how many seconds the swap took."""
         start, self._decoding_since = monotonic(), None
-        self.targets.load(tensors)
+        self.model.targets.load(tensors)
         self.version = version
-        ahead = [sample for sample in self._slots.running if sample.request.min_version > version]
+        ahead = [sample for sample in self.slots.running if sample.request.min_version > version]
         self._end_all(ahead, "error", f"the weights went back to version {version}")
-        self._take_out(self._slots.weights_changed(version, recompute=self._recompute_on_swap))
-        self._intake.serve(version)
-        if self._model.decoder.cache.device.type == "cuda":
+        self._take_out(self.slots.weights_changed(version, recompute=self._recompute_on_swap))
+        self.intake.serve(version)
+        if self.model.decoder.cache.device.type == "cuda":
             torch.cuda.synchronize()
         pause_s = monotonic() - start
         self.figures.swaps += 1
@@ -141,66 +143,26 @@ class Batcher:
     # -------------------------------------------------------------------------------- state and steps
 
     @property
-    def targets(self) -> Targets:
-        """The model's tensors that a swap overwrites."""
-        return self._model.targets
-
-    @property
-    def reader(self) -> ImageReader | None:
-        """What reads the images of prompts; None for a model of text."""
-        return self._model.reader
-
-    @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._slots.running or self._intake.ready)
-
-    @property
-    def running(self) -> int:
-        """Number of samples that are being decoded."""
-        return len(self._slots.running)
-
-    @property
-    def waiting(self) -> int:
-        """Number of samples without a slot."""
-        return self._intake.waiting
-
-    @property
-    def kv_used(self) -> float:
-        """Share of the cache that running samples hold."""
-        return self._slots.kv_used
-
-    @property
-    def prefix_hits(self) -> int:
-        """Number of samples for which the cache already held the beginning of their text."""
-        return self._slots.prefix_hits
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Number of tokens that did not have to be computed because of these hits."""
-        return self._slots.prefix_tokens
-
-    @property
-    def next_deadline(self) -> float:
-        """Time at which `step` must be called even if `busy` is False, on the clock of `time.monotonic`."""
-        return self._intake.next_deadline
+        return bool(self.slots.running or self.intake.ready)
 
     def step(self) -> None:
         """Fill free slots if enough are free, and sample one token for every running sample."""
         start = monotonic()
         begin = start if self._decoding_since is None else self._decoding_since
-        for request in self._intake.late(start):
-            self._end_all(self._intake.samples(request.id), "error", request.late)
+        for request in self.intake.late(start):
+            self._end_all(self.intake.samples(request.id), "error", request.late)
         count = self._refill()
         self._make_room()
-        if self._slots.running:
-            count += len(self._slots.running)
-            self._take_out(self._slots.step(self.version))
+        if self.slots.running:
+            count += len(self.slots.running)
+            self._take_out(self.slots.step(self.version))
         now = monotonic()
         if count:
             self.figures.generated_tokens += count
             self.figures.busy_s += now - begin
-        self._decoding_since = now if self._slots.running else None
+        self._decoding_since = now if self.slots.running else None
 
     def logprobs(
         self, sequence: NDArray[np.int32], images: PromptImages | None = None
@@ -212,21 +174,21 @@ class Batcher:
             RequestError: if there are no weights yet, or the text cannot be computed.
         """
         self._decoding_since = None
-        context, vocabulary = self._model.shapes.context, self._model.decoder.vocabulary
+        context, vocabulary = self.model.shapes.context, self.model.decoder.vocabulary
         if self.version < 0:
             raise RequestError("no weights are served yet")
         if not 2 <= len(sequence) <= context:
             raise RequestError(f"a text of {len(sequence)} tokens; it must have 2 to {context}")
         if not 0 <= sequence.min() <= sequence.max() < vocabulary:
             raise RequestError(f"a text has tokens outside the vocabulary of {vocabulary}")
-        tokens = torch.from_numpy(sequence.astype(np.int64)).to(self._model.decoder.cache.device)
-        return self._model.decoder.score(tokens, images).cpu().numpy()
+        tokens = torch.from_numpy(sequence.astype(np.int64)).to(self.model.decoder.cache.device)
+        return self.model.decoder.score(tokens, images).cpu().numpy()
 
     def collect(self) -> list[Chunk]:
         """Return all chunks since the last call."""
-        for sample in self._slots.running:
-            if self._slots.length(sample) > sample.sent:
-                answer = self._slots.answer(sample, sample.sent)
+        for sample in self.slots.running:
+            if self.slots.length(sample) > sample.sent:
+                answer = self.slots.answer(sample, sample.sent)
                 self._chunks.append(_chunk(sample, answer))
                 sample.sent += len(answer.tokens)
         chunks, self._chunks = self._chunks, []
@@ -235,33 +197,33 @@ class Batcher:
     def _refill(self) -> int:
         """Give free slots to waiting samples, in the order of the line, and sample the first token of each.
         Return the number of these samples."""
-        free, ready = self._slots.free, self._intake.ready
+        free, ready = self.slots.free, self.intake.ready
         if not free or not ready or free < min(self._refill_from, ready):
             return 0
         samples: list[SlotSample] = []
-        while len(samples) < free and self._intake.ready:
-            if not self._slots.fits([*samples, self._intake.first]):
+        while len(samples) < free and self.intake.ready:
+            if not self.slots.fits([*samples, self.intake.first]):
                 break
-            samples.append(self._intake.pop())
+            samples.append(self.intake.pop())
         if samples:
-            self._take_out(self._slots.admit(samples, self.version))
+            self._take_out(self.slots.admit(samples, self.version))
         return len(samples)
 
     def _make_room(self) -> None:
         """Put samples back into the waiting line, with their tokens so far, if the cache is too small for the
         next step of all running samples."""
-        preempted = self._slots.surplus()
+        preempted = self.slots.surplus()
         for sample in preempted:
-            answer = self._slots.answer(sample, sample.sent)
+            answer = self.slots.answer(sample, sample.sent)
             if len(answer.tokens):
                 self._chunks.append(_chunk(sample, answer))
-            sample.begun = self._slots.answer(sample, 0).tokens
+            sample.begun = self.slots.answer(sample, 0).tokens
             sample.sent = max(sample.sent, len(sample.begun))
         if preempted:
-            self._slots.remove(preempted)
+            self.slots.remove(preempted)
             self.figures.preemptions += len(preempted)
         for sample in preempted:
-            self._intake.put_back(sample)
+            self.intake.put_back(sample)
 
     # ------------------------------------------------------------------------------------ endings
 
@@ -274,9 +236,9 @@ class Batcher:
         """End running or waiting samples early."""
         samples = tuple(samples)
         running = [sample for sample in samples if sample.row >= 0]
-        unsent = {sample: self._slots.answer(sample, sample.sent) for sample in running}
+        unsent = {sample: self.slots.answer(sample, sample.sent) for sample in running}
         if running:
-            self._slots.remove(running)
+            self.slots.remove(running)
         for sample in samples:
             self._end(sample, finish, error, unsent.get(sample, NO_TOKENS))
 
@@ -284,7 +246,7 @@ class Batcher:
         self, sample: SlotSample, finish: Finish, error: str = "", unsent: SlotOutput = NO_TOKENS
     ) -> None:
         self._chunks.append(_chunk(sample, unsent, finish, error))
-        self._intake.close(sample)
+        self.intake.close(sample)
 
 
 def _finish_on_arrival(sample: SlotSample) -> Finish:

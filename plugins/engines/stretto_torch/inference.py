@@ -196,15 +196,15 @@ class TorchInferenceEngine:
         batcher, figures = self._batcher, self._batcher.figures
         return Load(
             version=batcher.version,
-            running=batcher.running,
-            waiting=batcher.waiting + self._samples_posted - self._samples_taken,
+            running=len(batcher.slots.running),
+            waiting=batcher.intake.waiting + self._samples_posted - self._samples_taken,
             slots=self._config.slots,
             generated_tokens=figures.generated_tokens,
             busy_s=figures.busy_s,
             swaps=figures.swaps,
             pause_s=figures.pause_s,
             pause_max_s=figures.pause_max_s,
-            kv_used=batcher.kv_used,
+            kv_used=batcher.slots.kv_used,
         )
 
     async def stop(self) -> None:
@@ -236,7 +236,7 @@ class TorchInferenceEngine:
         self, text: NDArray[np.int32], files: Sequence[bytes], digests: Sequence[str] = ()
     ) -> PromptImages:
         """Read the images of a text, in a thread."""
-        reader = self._batcher.reader if self._batcher is not None else None
+        reader = self._batcher.model.reader if self._batcher is not None else None
         if reader is None:
             raise RequestError("the request has images, and the model reads none")
         return await anyio.to_thread.run_sync(reader.read, text, digests, files, limiter=self._reads)
@@ -255,7 +255,7 @@ class TorchInferenceEngine:
     def _inspect(self, update: WeightUpdate, order: int) -> _SwapCommand:
         """Check an update, and hash the tensors that the engine does not hold; runs in a separate thread."""
         tensors, published, held = update.tensors(), update.hashes(), self._held
-        self._loaded.result().targets.check(tensors, update.note.version)
+        self._loaded.result().model.targets.check(tensors, update.note.version)
         same = {name: held[name] for name in tensors if name in held and held[name] == published.get(name)}
         changed = {name: tensor for name, tensor in tensors.items() if name not in same}
         return _SwapCommand(order, update.note.version, same | hashes_of(changed), tensors, same.keys())
@@ -359,7 +359,7 @@ class TorchInferenceEngine:
         """Return the new commands, none after a stop; wait for one if there is nothing to compute."""
         commands: list[_Command] = []
         if not batcher.busy:
-            patience = min(batcher.next_deadline - monotonic(), threading.TIMEOUT_MAX)
+            patience = min(batcher.intake.next_deadline - monotonic(), threading.TIMEOUT_MAX)
             with suppress(Empty):
                 commands.append(self._commands.get(timeout=max(patience, 0.0)))
         while not self._commands.empty() and not (commands and isinstance(commands[-1], _Stop)):
@@ -411,7 +411,7 @@ def _log_totals(batcher: Batcher) -> None:
     log.info(
         "torch inference engine stops",
         generated_tokens=figures.generated_tokens,
-        prefix_hits=batcher.prefix_hits,
-        prefix_tokens=batcher.prefix_tokens,
+        prefix_hits=batcher.slots.prefix_hits,
+        prefix_tokens=batcher.slots.prefix_tokens,
         preemptions=figures.preemptions,
     )

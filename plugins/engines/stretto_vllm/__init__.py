@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from stretto import Component, Context, Problem, hookimpl
+from stretto import Component, Problem, hookimpl
 from stretto.component import PositiveInt
-from stretto.engine import InferenceEngine
 from stretto.models.files import text_config
 from stretto.serving.config import ServerEngineConfig, check_server_engine
 
@@ -46,12 +45,6 @@ class VllmConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown_f
     """Without GPUs: memory of the KV cache in GiB. On GPUs the cache gets the memory that `share` leaves."""
 
 
-def _make(config: VllmConfig, context: Context) -> InferenceEngine:
-    from stretto_vllm.engine import VllmEngine
-
-    return VllmEngine(config, context)
-
-
 def _check(config: VllmConfig, run: RunConfig) -> Iterator[Problem]:
     yield from check_server_engine(config, run, "vllm", _RESERVED)
     model = text_config(run.model)
@@ -70,7 +63,7 @@ def stretto_inference() -> Iterable[Component[VllmConfig]]:
     """The inference engine `vllm`."""
     yield Component(
         name="vllm",
-        factory=_make,
+        factory="stretto_vllm.engine:VllmEngine",
         config=VllmConfig,
         summary="a vLLM server in its own interpreter, on GPU or CPU: exact versions, live swaps",
         check=_check,

@@ -124,19 +124,12 @@ def check(config: KubernetesConfig, run: RunConfig) -> Iterator[Problem]:
         )
 
 
-def make(config: KubernetesConfig, context: Any) -> Any:
-    """Return the launcher."""
-    from stretto_kubernetes.pods import KubernetesLauncher
-
-    return KubernetesLauncher(config, context)
-
-
 @hookimpl
 def stretto_launcher() -> Iterator[Component[KubernetesConfig]]:
     """The component of this package."""
     yield Component(
         "kubernetes",
-        make,
+        "stretto_kubernetes.pods:KubernetesLauncher",
         KubernetesConfig,
         "Kubernetes, with a Job for the kernel and a pod for each worker",
         check=check,

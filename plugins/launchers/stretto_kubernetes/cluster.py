@@ -87,41 +87,20 @@ class Cluster:
             "RoleBinding": self._rights.create_namespaced_role_binding,
         }
         kind, name = manifest["kind"], manifest["metadata"]["name"]
-        with _errors(f"{kind} {name} cannot be created"):
-            # The answer may have fields of a newer Kubernetes, which the client's models do not know.
-            answer = methods[kind](
-                self.namespace,
-                model_of(manifest),
-                _preload_content=False,
-                _request_timeout=(_CONNECT_S, _ANSWER_S),
-            )
-            return _read(answer)
+        what = f"{kind} {name} cannot be created"
+        return self._ask(what, methods[kind], self.namespace, model_of(manifest))
 
     def start_job(self, name: str) -> None:
         """Start a Job that was created suspended."""
-        with _errors(f"Job {name} cannot be started"):
-            _read(
-                self._batch.patch_namespaced_job(
-                    name,
-                    self.namespace,
-                    {"spec": {"suspend": False}},
-                    _preload_content=False,
-                    _request_timeout=(_CONNECT_S, _ANSWER_S),
-                )
-            )
+        change = {"spec": {"suspend": False}}
+        start = self._batch.patch_namespaced_job
+        self._ask(f"Job {name} cannot be started", start, name, self.namespace, change)
 
     def delete_job(self, name: str) -> None:
         """Delete a Job, and all that belongs to it."""
-        with _errors(f"Job {name} cannot be deleted"):
-            _read(
-                self._batch.delete_namespaced_job(
-                    name,
-                    self.namespace,
-                    propagation_policy="Background",
-                    _preload_content=False,
-                    _request_timeout=(_CONNECT_S, _ANSWER_S),
-                )
-            )
+        delete = self._batch.delete_namespaced_job
+        what = f"Job {name} cannot be deleted"
+        self._ask(what, delete, name, self.namespace, propagation_policy="Background")
 
     def delete_pod(self, name: str, grace_s: int) -> None:
         """Ask a pod to end, and kill it after `grace_s` seconds. With 0, Kubernetes forgets it at once, also
@@ -130,28 +109,14 @@ class Cluster:
         Raises:
             Gone: if there is no such pod.
         """
-        with _errors(f"pod {name} cannot be deleted"):
-            _read(
-                self._core.delete_namespaced_pod(
-                    name,
-                    self.namespace,
-                    grace_period_seconds=grace_s,
-                    _preload_content=False,
-                    _request_timeout=(_CONNECT_S, _ANSWER_S),
-                )
-            )
+        delete = self._core.delete_namespaced_pod
+        what = f"pod {name} cannot be deleted"
+        self._ask(what, delete, name, self.namespace, grace_period_seconds=grace_s)
 
     def pods(self, selector: str) -> tuple[list[Manifest], str]:
         """Return the pods with these labels, and the version of the list."""
-        with _errors("pods cannot be listed"):
-            answer = _read(
-                self._core.list_namespaced_pod(
-                    self.namespace,
-                    label_selector=selector,
-                    _preload_content=False,
-                    _request_timeout=(_CONNECT_S, _ANSWER_S),
-                )
-            )
+        list_pods = self._core.list_namespaced_pod
+        answer = self._ask("pods cannot be listed", list_pods, self.namespace, label_selector=selector)
         return answer["items"], answer["metadata"]["resourceVersion"]
 
     def changes(self, selector: str, version: str) -> Iterator[tuple[str, Manifest]]:
@@ -195,7 +160,7 @@ class Cluster:
             )
             _raise_for(answer)
             try:
-                yield from _lines(answer)
+                yield from answer  # its lines
             finally:
                 answer.close()
 
@@ -220,6 +185,23 @@ class Cluster:
             finally:
                 socket.sock.close()  # its own `close` does nothing once the server has closed
 
+    def _ask(self, what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Manifest:
+        """Call a method of the client, and return the JSON of the answer. It may have fields of a newer
+        Kubernetes, which the client's models do not know.
+
+        Args:
+            what: what has failed if it fails.
+        """
+        with _errors(what):
+            answer = method(
+                *arguments,
+                **options,
+                _preload_content=False,
+                _request_timeout=(_CONNECT_S, _ANSWER_S),
+            )
+            _raise_for(answer)
+            return json.loads(answer.data)
+
 
 def model_of(manifest: Manifest) -> Any:
     """Return an object as the client's model of it.
@@ -227,17 +209,8 @@ def model_of(manifest: Manifest) -> Any:
     Raises:
         LaunchError: if it has fields that Kubernetes does not have, or values of another type.
     """
-    kinds: dict[str, Any] = {
-        "Job": client.V1Job,
-        "Pod": client.V1Pod,
-        "Secret": client.V1Secret,
-        "Service": client.V1Service,
-        "ServiceAccount": client.V1ServiceAccount,
-        "Role": client.V1Role,
-        "RoleBinding": client.V1RoleBinding,
-    }
     try:
-        return kinds[manifest["kind"]].model_validate(manifest)
+        return getattr(client, f"V1{manifest['kind']}").model_validate(manifest)
     except ValueError as error:
         raise LaunchError(str(error)) from error
 
@@ -294,22 +267,6 @@ def _refusal(what: str, error: client.ApiException) -> LaunchError:
     return LaunchError(f"{what}: Kubernetes refuses with status {status}: {said.strip()}{advice}")
 
 
-def _read(answer: Any) -> Manifest:
-    """Return the JSON of an answer."""
-    _raise_for(answer)
-    return json.loads(answer.data)
-
-
 def _raise_for(answer: Any) -> None:
     if not 200 <= answer.status <= 299:
         raise client.ApiException(http_resp=answer)
-
-
-def _lines(answer: Any) -> Iterator[bytes]:
-    """Yield the lines of a streamed answer, with their ends."""
-    rest = b""
-    for part in answer.stream(amt=None, decode_content=False):
-        *lines, rest = (rest + part).split(b"\n")
-        yield from (line + b"\n" for line in lines)
-    if rest:
-        yield rest

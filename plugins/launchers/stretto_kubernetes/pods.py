@@ -17,7 +17,7 @@ import yaml
 
 from stretto import Context, Problem
 from stretto.errors import LaunchError, one_error
-from stretto.launcher import Job, Submission, last_lines
+from stretto.launcher import Job, Submission
 from stretto_kubernetes import KubernetesConfig
 from stretto_kubernetes.cluster import Cluster, Gone, context_namespace, model_of
 from stretto_kubernetes.manifests import (
@@ -52,11 +52,6 @@ class KubernetesHandle:
         self._told = False
 
     @property
-    def worker(self) -> str:
-        """Id of the worker."""
-        return self._job.worker
-
-    @property
     def place(self) -> str:
         """Its pod and node."""
         return f"pod {self._view.name} on {self._view.node or 'no node yet'}"
@@ -67,19 +62,18 @@ class KubernetesHandle:
         Raises:
             LaunchError: if it does not start within this many seconds.
         """
-        view = self._view
+        view, worker = self._view, self._job.worker
         with anyio.move_on_after(within_s):
             await view.until(lambda: bool(view.runs or view.refusal))
             if view.refusal:
-                raise LaunchError(
-                    f"{self.worker} cannot be started in pod {view.name}: {view.refusal}", worker=self.worker
-                )
+                reason = f"{worker} cannot be started in pod {view.name}: {view.refusal}"
+                raise LaunchError(reason, worker=worker)
             self._output = PodOutput(self._cluster, view.name, Path(self._job.log))
             return
         raise LaunchError(
-            f"{self.worker} did not start in pod {view.name} within {within_s:g} s (launcher.start_s): "
+            f"{worker} did not start in pod {view.name} within {within_s:g} s (launcher.start_s): "
             f"{view.waits_for}",
-            worker=self.worker,
+            worker=worker,
         )
 
     async def wait(self) -> int:
@@ -114,10 +108,6 @@ class KubernetesHandle:
             with suppress(LaunchError):  # it has ended, or its node does not answer
                 await anyio.to_thread.run_sync(self._cluster.execute, self._view.name, kill)
 
-    def tail(self, lines: int) -> str:
-        """Return the last lines of the worker's stdout and stderr."""
-        return last_lines(self._job.log, lines)
-
     async def _delete(self, grace_s: int) -> None:
         try:
             await anyio.to_thread.run_sync(self._cluster.delete_pod, self._view.name, grace_s)
@@ -129,7 +119,7 @@ class KubernetesHandle:
         if not self._told:
             self._told = True
             with Path(self._job.log).open("a") as file:
-                file.write(f"stretto: {self.worker} was lost, {self.place}: {self._view.loss}\n")
+                file.write(f"stretto: {self._job.worker} was lost, {self.place}: {self._view.loss}\n")
 
 
 class KubernetesLauncher:

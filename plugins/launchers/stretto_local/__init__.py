@@ -18,7 +18,6 @@ from stretto.launcher import (
     Forks,
     Job,
     StartedProcess,
-    last_lines,
     process_environment,
     visible_gpus,
 )
@@ -30,16 +29,10 @@ __all__ = ["LocalHandle", "LocalLauncher"]
 class LocalHandle:
     """One process in its own session, so that signals from the terminal do not reach it."""
 
-    def __init__(self, job: Job, process: StartedProcess) -> None:
-        self._job = job
+    def __init__(self, process: StartedProcess) -> None:
         self._process = process
         self.ended = False
         """Whether somebody has seen its end."""
-
-    @property
-    def worker(self) -> str:
-        """Id of the worker."""
-        return self._job.worker
 
     @property
     def place(self) -> str:
@@ -69,10 +62,6 @@ class LocalHandle:
         """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
-
-    def tail(self, lines: int) -> str:
-        """Return the last lines of the worker's stdout and stderr."""
-        return last_lines(self._job.log, lines)
 
 
 class LocalLauncher:
@@ -113,7 +102,7 @@ class LocalLauncher:
 
         async def start(job: Job) -> None:
             try:
-                handles[job.worker] = LocalHandle(job, await self._start(job))
+                handles[job.worker] = LocalHandle(await self._start(job))
             except OSError as error:
                 failure = LaunchError(f"{job.worker} cannot be started: {error}", worker=job.worker)
                 failure.__cause__ = error

@@ -95,19 +95,12 @@ def check(config: RayConfig, run: RunConfig) -> Iterator[Problem]:
         )
 
 
-def make(config: RayConfig, context: Any) -> Any:
-    """Return the launcher."""
-    from stretto_ray.launcher import RayLauncher
-
-    return RayLauncher(config, context)
-
-
 @hookimpl
 def stretto_launcher() -> Iterator[Component[RayConfig]]:
     """The component of this package."""
     yield Component(
         "ray",
-        make,
+        "stretto_ray.launcher:RayLauncher",
         RayConfig,
         "actors on the nodes of a Ray cluster",
         check=check,

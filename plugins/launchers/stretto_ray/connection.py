@@ -70,7 +70,7 @@ class Connection:
             target=self._read, args=(self._process.stdout,), name="ray client", daemon=True
         )
         self._thread.start()
-        self._write(greeting)
+        self.tell(greeting)
 
     @property
     def runs(self) -> bool:
@@ -89,12 +89,14 @@ class Connection:
                 answer.set_exception(LaunchError(self._fault))
                 return answer
             self._answers[id] = answer
-        self._write(request)
+        self.tell(request)
         return answer
 
-    def tell(self, request: Request) -> None:
-        """Send a request that has no answer. A client that has ended gets nothing."""
-        self._write(request)
+    def tell(self, message: Any) -> None:
+        """Send a message that has no answer. A client that has ended gets nothing."""
+        with self._lock, suppress(BrokenPipeError, ValueError):  # its end is seen by the thread
+            self._requests.write(msgspec.json.encode(message) + b"\n")
+            self._requests.flush()
 
     def listen(self, run: int, listener: Listener) -> None:
         """Call `listener`, in a thread, with each event about a worker, `Ended` last."""
@@ -112,11 +114,6 @@ class Connection:
             self._process.wait()
         self._thread.join()
         self._errors.close()
-
-    def _write(self, message: Any) -> None:
-        with self._lock, suppress(BrokenPipeError, ValueError):  # its end is seen by the thread
-            self._requests.write(msgspec.json.encode(message) + b"\n")
-            self._requests.flush()
 
     def _read(self, events: IO[bytes]) -> None:
         error = ""

@@ -14,7 +14,7 @@ import anyio
 
 from stretto import Context, Problem
 from stretto.errors import LaunchError
-from stretto.launcher import Job, last_lines, thread_variables, visible_gpus
+from stretto.launcher import Job, thread_variables, visible_gpus
 from stretto.nodes import Node, place
 from stretto_ray import RayConfig
 from stretto_ray.connection import Connection
@@ -53,11 +53,6 @@ class RayHandle:
         connection.listen(run, self._take)
 
     @property
-    def worker(self) -> str:
-        """Id of the worker."""
-        return self._job.worker
-
-    @property
     def place(self) -> str:
         """Its node and process id."""
         return self._place
@@ -83,10 +78,6 @@ class RayHandle:
         """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
         self._signal(signal.SIGUSR1)
 
-    def tail(self, lines: int) -> str:
-        """Return the last lines of the worker's stdout and stderr."""
-        return last_lines(self._job.log, lines)
-
     async def _ends_within(self, seconds: float) -> bool:
         with anyio.move_on_after(seconds):
             await self.wait()
@@ -101,7 +92,7 @@ class RayHandle:
         match event:
             case WorkerStarted():
                 self._place = f"{event.node} pid {event.pid}"
-                self._write(f"stretto: {self.worker} on {event.node}, pid {event.pid}\n".encode())
+                self._write(f"stretto: {self._job.worker} on {event.node}, pid {event.pid}\n".encode())
             case WorkerOutput():
                 self._write(event.data)
             case Ended():

@@ -41,11 +41,6 @@ def group_of(job: Job) -> str:
     return job.worker.rpartition("-")[0] if job.role == "trainer" else job.role
 
 
-def strategy_of(group: str) -> str:
-    """Return Ray's strategy: few nodes for the ranks of a worker group, many for workers of another role."""
-    return "PACK" if group.startswith("trainer") else "SPREAD"
-
-
 def resources_of(config: RayConfig, job: Job) -> dict[str, float]:
     """Return the Ray resources that a worker reserves. The CPUs and the memory of a cluster that the launcher
     starts on this machine do not limit the workers, so there is no memory among them."""
@@ -62,12 +57,17 @@ def resources_of(config: RayConfig, job: Job) -> dict[str, float]:
 
 def groups_of(starts: Iterable[Start]) -> list[RayGroup]:
     """Return the placement groups for workers: one for each worker group and role, in the order of the
-    workers. A bundle never spans nodes, so the ranks of a unit share one."""
+    workers. Ranks get few nodes, and workers of another role many. A bundle never spans nodes, so the ranks
+    of a unit share one."""
     groups: dict[str, dict[str, list[Start]]] = {}
     for start in starts:
         groups.setdefault(start.group, {}).setdefault(start.unit or f"alone {start.worker}", []).append(start)
     return [
-        RayGroup(name, strategy_of(name), tuple(_bundle(members) for members in units.values()))
+        RayGroup(
+            name,
+            "PACK" if name.startswith("trainer") else "SPREAD",
+            tuple(_bundle(members) for members in units.values()),
+        )
         for name, units in groups.items()
     ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 
@@ -100,14 +100,13 @@ def check(config: SlurmConfig, run: RunConfig) -> Iterator[Problem]:
             )
 
 
-def make(config: SlurmConfig, context: Any) -> Any:
-    """Return the launcher."""
-    from stretto_slurm.slurm import SlurmLauncher
-
-    return SlurmLauncher(config, context)
-
-
 @hookimpl
 def stretto_launcher() -> Iterator[Component[SlurmConfig]]:
     """The component of this package."""
-    yield Component("slurm", make, SlurmConfig, "a Slurm job, with a step for each worker", check=check)
+    yield Component(
+        "slurm",
+        "stretto_slurm.slurm:SlurmLauncher",
+        SlurmConfig,
+        "a Slurm job, with a step for each worker",
+        check=check,
+    )

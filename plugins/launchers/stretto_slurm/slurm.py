@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from stretto import Context, Problem
 from stretto.errors import LaunchError, one_error
-from stretto.launcher import Job, Submission, last_lines
+from stretto.launcher import Job, Submission
 from stretto.nodes import Node, Spot, place
 from stretto_slurm import SlurmConfig
 from stretto_slurm.allocation import Allocation, ask_slurm, slurm_environment
@@ -70,11 +70,6 @@ class SlurmHandle:
         self._step = self._pid = ""
 
     @property
-    def worker(self) -> str:
-        """Id of the worker."""
-        return self._job.worker
-
-    @property
     def place(self) -> str:
         """Its node, step and process id."""
         return f"{self._spot.node} step {self._step} pid {self._pid}"
@@ -90,20 +85,18 @@ class SlurmHandle:
         Raises:
             LaunchError: if it does not start within this many seconds, or ends before.
         """
+        worker, node = self._job.worker, self._spot.node
         with anyio.move_on_after(within_s):
             while not (started := _STARTED.search(self._output())):
                 if self._process.returncode is not None:
-                    raise LaunchError(
-                        f"{self.worker} cannot be started on {self._spot.node}: {self.tail(5)}",
-                        worker=self.worker,
-                    )
+                    reason = f"{worker} cannot be started on {node}: {self._job.tail(5)}"
+                    raise LaunchError(reason, worker=worker)
                 await anyio.sleep(_POLL_S)
             self._step, self._pid = f"{self._allocation.jobs[self._part]}.{started[3]}", started[4]
             return
         raise LaunchError(
-            f"{self.worker} did not start on {self._spot.node} within {within_s:g} s (launcher.start_s): "
-            f"{self.tail(5)}",
-            worker=self.worker,
+            f"{worker} did not start on {node} within {within_s:g} s (launcher.start_s): {self._job.tail(5)}",
+            worker=worker,
         )
 
     async def wait(self) -> int:
@@ -131,10 +124,6 @@ class SlurmHandle:
     async def dump_stacks(self) -> None:
         """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
         await self._signal(signal.SIGUSR1)
-
-    def tail(self, lines: int) -> str:
-        """Return the last lines of the worker's stdout and stderr."""
-        return last_lines(self._job.log, lines)
 
     async def _signal(self, number: signal.Signals) -> None:
         """Send a signal to the worker alone: `scancel` would send it to all processes of the step."""

@@ -109,6 +109,7 @@ class Matrix:
 
 
 Value = Quantity | BasedInteger | Assignment | Equation | Items | Matrix
+_INFINITY, _MINUS_INFINITY = Quantity(Expression(r"\infty")), Quantity(Expression(r"-\infty"))
 
 # ------------------------------------------------------------------------------------------ reading
 
@@ -274,10 +275,8 @@ def _exclusion(text: str) -> Value | None:
     if len(sides) != 2 or not (name := next(filter(_VARIABLE.match, sides), "")):
         return None
     hole = _read(sides[1] if name == sides[0] else sides[0])
-    infinity = Quantity(Expression(r"\infty"))
-    return Items(
-        "|", (Items("(", (_minus_infinity(), hole), ")", name), Items("(", (hole, infinity), ")", name)), ""
-    )
+    below, above = (_MINUS_INFINITY, hole), (hole, _INFINITY)
+    return Items("|", (Items("(", below, ")", name), Items("(", above, ")", name)), "")
 
 
 def _inequality(text: str) -> Value | None:
@@ -290,24 +289,17 @@ def _inequality(text: str) -> Value | None:
         sides, signs = sides[::-1], [mirrored[sign] for sign in signs[::-1]]
     if not signs or any(sign not in ("<", r"\le") for sign in signs):
         return None
-    infinity = Quantity(Expression(r"\infty"))
     if len(signs) == 2 and _VARIABLE.match(sides[1]):
-        ends = [_read(sides[0]), _read(sides[2])]
-        opening, closing = "[" if signs[0] == r"\le" else "(", "]" if signs[1] == r"\le" else ")"
-        name = sides[1]
+        name, low, high = sides[1], _read(sides[0]), _read(sides[2])
     elif len(signs) == 1 and _VARIABLE.match(sides[0]):
-        ends, opening, closing = [_minus_infinity(), _read(sides[1])], "(", "]" if signs[0] == r"\le" else ")"
-        name = sides[0]
+        name, low, high = sides[0], _MINUS_INFINITY, _read(sides[1])
     elif len(signs) == 1 and _VARIABLE.match(sides[1]):
-        ends, opening, closing = [_read(sides[0]), infinity], "[" if signs[0] == r"\le" else "(", ")"
-        name = sides[1]
+        name, low, high = sides[1], _read(sides[0]), _INFINITY
     else:
         return None
-    return Items(opening, tuple(ends), closing, name)
-
-
-def _minus_infinity() -> Value:
-    return Quantity(Expression(r"-\infty"))
+    opening = "[" if signs[0] == r"\le" and low is not _MINUS_INFINITY else "("
+    closing = "]" if signs[-1] == r"\le" and high is not _INFINITY else ")"
+    return Items(opening, (low, high), closing, name)
 
 
 def _plus_minus(text: str) -> Value | None:
@@ -368,7 +360,6 @@ _UNIT_IN_FONT = re.compile(_FONT + r"([^{}]*)\}\s*(\^\s*\{?-?\d\}?)?$")
 _UNIT = r"[a-zA-Z]+\.?(?: ?\^ ?\{?-?\d\}?)?"
 _UNIT_WORD = re.compile(rf"(?<=[\d}})])( ?)({_UNIT}(?:(?: ?/ ?| |-){_UNIT})*)$")
 _PERCENT = re.compile(r" ?(?:percent|pct|percentage)(?: points?)?\b")
-_SYMBOL = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 
 
 def _quantity(text: str) -> Quantity:
@@ -520,10 +511,10 @@ def equal(gold: Value, answer: Value) -> bool:
         return equal(gold.value, answer.value)
     if isinstance(gold, Assignment | Equation) and isinstance(answer, Assignment | Equation):
         return _equal_equations(gold, answer)
-    if isinstance(gold, Assignment) or isinstance(answer, Assignment):
-        plain, assignment = (answer, gold) if isinstance(gold, Assignment) else (gold, answer)
-        assert isinstance(assignment, Assignment)
-        return equal(assignment.value, plain) if assignment is gold else equal(plain, assignment.value)
+    if isinstance(gold, Assignment):
+        return equal(gold.value, answer)
+    if isinstance(answer, Assignment):
+        return equal(gold, answer.value)
     if isinstance(gold, Items) or isinstance(answer, Items):
         return _equal_items(_as_items(gold), _as_items(answer))
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
@@ -709,31 +700,22 @@ def _parse(latex: str) -> Any:
 
 # -------------------------------------------------------------------------------------------- braces
 
-_CLOSES = {"(": ")", "[": "]", "{": "}"}
 
-
-def _depths(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (position, depth after it) for each character. All brackets count as one kind: `[0, 1)`."""
-    depth = 0
-    for position, character in enumerate(text):
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        yield position, depth
-
-
-def _matching(text: str, start: int) -> int:
-    """Return the position of the bracket that closes the one at `start`; -1 if none does."""
+def _depths(text: str, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield (position, depth after it) for each character from `start` on. All brackets count as one kind:
+    `[0, 1)`."""
     depth = 0
     for position in range(start, len(text)):
         if text[position] in "([{":
             depth += 1
         elif text[position] in ")]}":
             depth -= 1
-            if depth == 0:
-                return position
-    return -1
+        yield position, depth
+
+
+def _matching(text: str, start: int) -> int:
+    """Return the position of the bracket that closes the one at `start`; -1 if none does."""
+    return next((position for position, depth in _depths(text, start) if depth == 0), -1)
 
 
 def _split(text: str, separator: re.Pattern[str], *, keep: bool = False) -> list[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from stretto import Component, Context, Problem, TrackerConfig, hookimpl
+from stretto import Component, Problem, TrackerConfig, hookimpl
 from stretto.config import RunConfig
-from stretto.tracker import Tracker
 
 __all__ = ["MlflowConfig"]
 
@@ -25,12 +24,6 @@ class MlflowConfig(TrackerConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """Name of the run in MLflow; default: the name of the run's folder."""
 
 
-def _make(config: MlflowConfig, context: Context) -> Tracker:
-    from stretto_mlflow.mlflow_run import MlflowTracker  # MLflow is slow to import
-
-    return MlflowTracker(config, context)
-
-
 def _check(config: MlflowConfig, run: RunConfig) -> Iterator[Problem]:
     del run
     if config.tracking_uri is None and "MLFLOW_TRACKING_URI" not in os.environ:
@@ -46,7 +39,7 @@ def stretto_tracker() -> Iterator[Component[MlflowConfig]]:
     """The component of this package."""
     yield Component(
         "mlflow",
-        _make,
+        "stretto_mlflow.mlflow_run:MlflowTracker",
         MlflowConfig,
         "a run on an MLflow tracking server",
         check=_check,

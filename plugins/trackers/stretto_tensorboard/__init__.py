@@ -9,16 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto import Component, Context, TrackerConfig, hookimpl
-from stretto.tracker import Tracker
+from stretto import Component, TrackerConfig, hookimpl
 
 __all__: list[str] = []
-
-
-def _make(config: TrackerConfig, context: Context) -> Tracker:
-    from stretto_tensorboard.events import TensorBoardTracker  # TensorBoard is slow to import
-
-    return TensorBoardTracker(config, context)
 
 
 @hookimpl
@@ -26,7 +19,7 @@ def stretto_tracker() -> Iterator[Component[TrackerConfig]]:
     """The component of this package."""
     yield Component(
         "tensorboard",
-        _make,
+        "stretto_tensorboard.events:TensorBoardTracker",
         TrackerConfig,
         "event files for TensorBoard",
         requires={"tensorboard": "stretto[tensorboard]"},

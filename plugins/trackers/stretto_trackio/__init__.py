@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto import Component, Context, TrackerConfig, hookimpl
-from stretto.tracker import Tracker
+from stretto import Component, TrackerConfig, hookimpl
 
 __all__ = ["TrackioConfig"]
 
@@ -20,18 +19,12 @@ class TrackioConfig(TrackerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """Name of the run in trackio; default: the name of the run's folder. A suffix makes it unique."""
 
 
-def _make(config: TrackioConfig, context: Context) -> Tracker:
-    from stretto_trackio.trackio_run import TrackioTracker  # trackio is slow to import
-
-    return TrackioTracker(config, context)
-
-
 @hookimpl
 def stretto_tracker() -> Iterator[Component[TrackioConfig]]:
     """The component of this package."""
     yield Component(
         "trackio",
-        _make,
+        "stretto_trackio.trackio_run:TrackioTracker",
         TrackioConfig,
         "trackio's dashboard on this machine",
         requires={"trackio": "stretto[trackio]"},

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from stretto import Component, Context, Problem, TrackerConfig, hookimpl
+from stretto import Component, Problem, TrackerConfig, hookimpl
 from stretto.config import RunConfig
-from stretto.tracker import Tracker
 
 __all__ = ["WandbConfig"]
 
@@ -33,12 +32,6 @@ class WandbConfig(TrackerConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Tags of the run."""
 
 
-def _make(config: WandbConfig, context: Context) -> Tracker:
-    from stretto_wandb.wandb_run import WandbTracker  # wandb is slow to import
-
-    return WandbTracker(config, context)
-
-
 def _check(config: WandbConfig, run: RunConfig) -> Iterator[Problem]:
     del run
     logins = (Path(os.environ.get("NETRC", "~/.netrc")), Path("~/_netrc"))
@@ -57,7 +50,7 @@ def stretto_tracker() -> Iterator[Component[WandbConfig]]:
     """The component of this package."""
     yield Component(
         "wandb",
-        _make,
+        "stretto_wandb.wandb_run:WandbTracker",
         WandbConfig,
         "Weights & Biases, online or offline",
         check=_check,

@@ -14,8 +14,16 @@ import anyio.to_thread
 import msgspec
 
 from stretto.errors import BusError, WeightsError, one_error
-from stretto.models.version_files import FolderUpdate, FrozenFiles, Manifest, Outline, lay_out, open_version
-from stretto_bus.questions import AskOutline, AskPiece, Question, TensorPiece, checksum
+from stretto.models.version_files import (
+    AskOutline,
+    FolderUpdate,
+    FrozenFiles,
+    Manifest,
+    Outline,
+    lay_out,
+    open_version,
+)
+from stretto_bus.serving import AskPiece, Question, TensorPiece, checksum
 
 if TYPE_CHECKING:
     from stretto.weights import WeightsNote, Wire

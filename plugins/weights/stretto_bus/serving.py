@@ -1,20 +1,47 @@
-"""The publisher's end: answers questions about the versions in its folder."""
+"""The questions of subscribers about versions, in msgpack, and the publisher's end, which answers them."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import anyio.to_thread
 import msgspec
 
 from stretto.errors import WeightsError
-from stretto.models.version_files import FolderPublisher
-from stretto_bus.questions import AskOutline, AskPiece, Question, TensorPiece, checksum
+from stretto.models.version_files import AskOutline, FolderPublisher
 
 if TYPE_CHECKING:
     from stretto.weights import Wire
+
+
+class AskPiece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
+    """Ask for a piece of one of a version's files. The answer is a `TensorPiece`."""
+
+    version: int
+    file: Annotated[int, msgspec.Meta(ge=0)]
+    """Index in the manifest."""
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    size: Annotated[int, msgspec.Meta(ge=0)]
+
+
+Question = AskOutline | AskPiece
+
+
+class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
+    """The bytes of a piece, and their checksum."""
+
+    checksum: int
+    data: memoryview
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """Return the CRC-32. It shows a damaged piece at once, so that only this piece is requested again. The
+    tensors' hashes show whether they are the announced ones."""
+    return zlib.crc32(data)
+
 
 _decode = msgspec.msgpack.Decoder[Question](Question).decode
 
@@ -41,16 +68,9 @@ class BusPublisher(FolderPublisher):
                 version=question.version,
             )
         try:
-            data = _read(stored.files[question.file], question)
+            with stored.files[question.file].open("rb") as file:
+                data = os.pread(file.fileno(), question.size, question.start)
         except OSError as error:  # the file has just been removed
             reason = f"version {question.version} has been removed: {error}"
             raise WeightsError(reason, version=question.version) from error
         return msgspec.msgpack.encode(TensorPiece(checksum(data), memoryview(data)))
-
-
-def _read(path: Path, question: AskPiece) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.pread(descriptor, question.size, question.start)
-    finally:
-        os.close(descriptor)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from stretto import Component, Context, LocalPath, Problem, hookimpl
+from stretto import Component, LocalPath, Problem, hookimpl
 from stretto.agents.config import AgentCallsConfig
 from stretto.component import Importable, PositiveFloat, PositiveInt
 from stretto.config import RunConfig
@@ -77,13 +77,6 @@ class AgentConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_fi
                 f"agent_timeout_s={self.agent_timeout_s:g} must be less than timeout_s={self.timeout_s:g}, "
                 "which includes waiting and scoring"
             )
-
-
-def make(config: AgentConfig, context: Context) -> Any:
-    """Return the workflow."""
-    from stretto_agent.workflow import AgentWorkflow
-
-    return AgentWorkflow(config, context)
 
 
 def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
@@ -148,7 +141,7 @@ def stretto_workflow() -> Iterator[Component[AgentConfig]]:
     """The component of this package."""
     yield Component(
         "agent",
-        make,
+        "stretto_agent.workflow:AgentWorkflow",
         AgentConfig,
         "any program that calls the API of OpenAI or Anthropic",
         check,

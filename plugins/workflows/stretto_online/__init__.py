@@ -8,11 +8,11 @@ requests.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
-from stretto import Component, Context, Problem, hookimpl
+from stretto import Component, Problem, hookimpl
 from stretto.agents.config import AgentCallsConfig
 from stretto.component import PositiveFloat
 from stretto.config import RunConfig
@@ -43,13 +43,6 @@ class OnlineConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_f
             )
 
 
-def make(config: OnlineConfig, context: Context) -> Any:
-    """Return the workflow."""
-    from stretto_online.workflow import OnlineWorkflow
-
-    return OnlineWorkflow(config, context)
-
-
 def check(config: OnlineConfig, run: RunConfig) -> Iterator[Problem]:
     """Check that nothing else gives rewards, and that the worker has its port and its file for itself."""
     if run.reward is not None:
@@ -66,7 +59,7 @@ def stretto_workflow() -> Iterator[Component[OnlineConfig]]:
     """The component of this package."""
     yield Component(
         "online",
-        make,
+        "stretto_online.workflow:OnlineWorkflow",
         OnlineConfig,
         "sessions of outside programs, which post rewards over HTTP",
         check,

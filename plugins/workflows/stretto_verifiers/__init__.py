@@ -137,13 +137,6 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
             )
 
 
-def make_workflow(config: VerifiersWorkflowConfig, context: Context) -> Any:
-    """Return the workflow."""
-    from stretto_verifiers.workflow import VerifiersWorkflow
-
-    return VerifiersWorkflow(config, context)
-
-
 def check_workflow(config: VerifiersWorkflowConfig, run: RunConfig) -> Iterator[Problem]:
     """Check that the rows come from the dataset `verifiers`, and that the sandbox works here."""
     del config
@@ -186,7 +179,7 @@ def stretto_workflow() -> Iterator[Component[VerifiersWorkflowConfig]]:
     """The workflow of this package."""
     yield Component(
         "verifiers",
-        make_workflow,
+        "stretto_verifiers.workflow:VerifiersWorkflow",
         VerifiersWorkflowConfig,
         "episodes of an environment of `verifiers`, in a separate Python environment",
         check_workflow,

@@ -154,17 +154,17 @@ class Fleet:
         async with self._launching:  # after a launch in progress, so that its handles are stopped too
             self._ending = True
 
-        async def end(handle: Handle) -> None:
-            joined = handle.worker in self.members  # the others cannot have received the last beacon
+        async def end(worker: str, handle: Handle) -> None:
+            joined = worker in self.members  # the others cannot have received the last beacon
             with anyio.move_on_after(grace_s if joined else 0):
                 await handle.wait()
                 return
-            log.info("stopping worker", worker=handle.worker, place=handle.place)
-            await self._kill(handle, 1.0)
+            log.info("stopping worker", worker=worker, place=handle.place)
+            await self._kill(worker, handle, 1.0)
 
         async with anyio.create_task_group() as tasks:
-            for handle in self._handles.values():
-                tasks.start_soon(end, handle)
+            for each in self._handles.items():
+                tasks.start_soon(end, *each)
 
     async def _look_after(self, job: Job) -> None:
         """Restart a worker whose process ends unexpectedly.
@@ -183,14 +183,14 @@ class Fleet:
             raise LaunchError(
                 f"{job.worker} ended {self._max_restarts + 1} times "
                 f"(launcher.max_restarts={self._max_restarts}), at last with {last.why}; its last lines:\n"
-                f"{self._handles[job.worker].tail(_TAIL_LINES)}",
+                f"{job.tail(_TAIL_LINES)}",
                 worker=job.worker,
             )
 
     async def _live(self, job: Job) -> Failure | None:
         """Wait for the end of a worker's process. Return None if the worker is not to be restarted."""
         began, handle = anyio.current_time(), self._handles[job.worker]
-        status = await self._until_end(handle)
+        status = await self._until_end(job.worker, handle)
         if status is None:
             how = f"{handle.place} does not end after SIGKILL"
         else:
@@ -205,7 +205,7 @@ class Fleet:
         if job.worker in self._retired:
             self._forget(job.worker)
             return None
-        log.error("worker ended", worker=job.worker, status=how, last_lines=handle.tail(_TAIL_LINES))
+        log.error("worker ended", worker=job.worker, status=how, last_lines=job.tail(_TAIL_LINES))
         return Failure(how, anyio.current_time() - began > _LONG_LIFE_S)
 
     async def _restart(self, job: Job, pause_s: float) -> bool:
@@ -224,20 +224,20 @@ class Fleet:
         self.restarts += 1
         return True
 
-    async def _until_end(self, handle: Handle) -> int | None:
+    async def _until_end(self, worker: str, handle: Handle) -> int | None:
         """Wait for the end of a process, and return its exit status; None if `_kill` has given it up."""
-        with anyio.CancelScope() as self._waits[handle.worker]:
+        with anyio.CancelScope() as self._waits[worker]:
             return await handle.wait()
         return None
 
-    async def _kill(self, handle: Handle, grace_s: float) -> None:
+    async def _kill(self, worker: str, handle: Handle, grace_s: float) -> None:
         """End a worker's process. Give it up if it does not end: with its SIGKILL it does nothing more, so
         another process can take its place."""
         with anyio.move_on_after(grace_s + _KILLED_S) as waiting:
             await handle.stop(grace_s)
         if waiting.cancelled_caught:
-            log.error("process does not end after SIGKILL", worker=handle.worker, place=handle.place)
-            self._waits[handle.worker].cancel()
+            log.error("process does not end after SIGKILL", worker=worker, place=handle.place)
+            self._waits[worker].cancel()
 
     def _job(self, worker: Worker) -> Job:
         bootstrap = write_bootstrap(self._bootstraps, worker.id)
@@ -284,7 +284,7 @@ class Fleet:
             await handle.wait()
             return
         log.warning("worker did not leave in time", worker=worker, seconds=limit_s)
-        await self._kill(handle, 1.0)
+        await self._kill(worker, handle, 1.0)
 
     def _forget(self, worker: str) -> None:
         """A retired worker has ended. Its number is free again."""
@@ -373,13 +373,13 @@ class Fleet:
                         continue
                     self._lose(member.worker, how)
                     if handle := self._handles.get(member.worker):
-                        tasks.start_soon(self._end_hanging, handle)
+                        tasks.start_soon(self._end_hanging, member.worker, handle)
 
-    async def _end_hanging(self, handle: Handle) -> None:
+    async def _end_hanging(self, worker: str, handle: Handle) -> None:
         """Stop a process after it has written the stacks of its threads."""
         await handle.dump_stacks()
         await anyio.sleep(_STACKS_S)
-        await self._kill(handle, 0)
+        await self._kill(worker, handle, 0)
 
     def _lose(self, worker: str, how: str) -> None:
         member = self.members.get(worker)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,10 +27,8 @@ class MyNameConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fie
 class MyNameHandle:
     """One worker, a process in a session of its own."""
 
-    def __init__(self, job: Job, process: Process) -> None:
-        self.worker = job.worker
+    def __init__(self, process: Process) -> None:
         self.place = f"pid {process.pid}"
-        self._log = Path(job.log)
         self._process = process
 
     async def wait(self) -> int:
@@ -55,13 +52,6 @@ class MyNameHandle:
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
 
-    def tail(self, lines: int) -> str:
-        """Return the last lines of the worker's output."""
-        if not self._log.exists():
-            return ""
-        with self._log.open(errors="replace") as file:
-            return "".join(deque(file, maxlen=lines)).rstrip()
-
     def _signal_session(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
@@ -84,7 +74,7 @@ class MyName:
         handles: list[MyNameHandle] = []
         for job in jobs:
             try:
-                handles.append(MyNameHandle(job, await self._start(job)))
+                handles.append(MyNameHandle(await self._start(job)))
             except OSError as error:
                 for handle in handles:
                     await handle.stop(0)

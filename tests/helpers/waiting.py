@@ -1,0 +1,20 @@
+"""Wait in a test without an event loop: `from waiting import until`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def until(condition: Callable[[], Any], within_s: float = 60, otherwise: Callable[[], Any] = str) -> Any:
+    """Wait until a condition holds, and return what it found.
+
+    Args:
+        otherwise: what to show if it does not hold in time.
+    """
+    deadline = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(0.05)
+    return found
