@@ -118,10 +118,9 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
     events = list(run.events(since=start - margin, until=end + margin))
     pixel = (end - start) / max(1, width)
     steps, waits = _steps(events)
-    spans: dict[tuple[LaneKind, str], list[LaneSpan]] = {("steps", "steps"): steps, **_spans(events)}
-    found = [
-        Lane(name, kind, _merge(_within(each, start, end), pixel)) for (kind, name), each in spans.items()
-    ]
+    found = [Lane("steps", "steps", _merge(_within(steps, start, end), pixel))]
+    for (kind, name), spans in _spans(events).items():
+        found.append(Lane(name, kind, _merge(_within(spans, start, end), pixel)))
     open_until = ended if end + margin >= ended else None
     found += _tickets(events, start, end, width, open_until)
     marks = [mark for event in events if (mark := _mark(event)) and start <= mark.time <= end]
@@ -173,23 +172,22 @@ def _spans(events: Iterable[Event]) -> dict[tuple[LaneKind, str], list[LaneSpan]
     """Return the evaluations, the calls of each worker group, and the swaps of each inference worker, by kind
     and name of the lane. The lanes are in the order of the picture."""
     spans: defaultdict[tuple[LaneKind, str], list[LaneSpan]] = defaultdict(list)
-    lane: tuple[LaneKind, str]
     for event in events:
         match event:
             case EvaluationSpan():
                 accuracy = "no result" if event.accuracy is None else f"accuracy {event.accuracy:.4f}"
                 counts = f"{event.samples} samples, {event.failed} failed"
                 text = f"evaluation of version {event.version}: {accuracy}, {counts}"
-                lane, kind = ("evaluations", "evaluation"), "evaluation"
+                span = LaneSpan(event.start, event.time, "evaluation", text)
+                spans["evaluations", "evaluation"].append(span)
             case CallSpan():
                 text = f"{event.call} at version {event.version}: {event.seconds:.3f} s of work"
-                lane, kind = ("calls", event.group), "call"
+                spans["calls", event.group].append(LaneSpan(event.start, event.time, "call", text))
             case SwapSpan():
                 text = f"swap to version {event.version}: paused {event.pause_s:.4f} s"
-                lane, kind = ("swaps", event.worker), "swap"
+                spans["swaps", event.worker].append(LaneSpan(event.start, event.time, "swap", text))
             case _:
-                continue
-        spans[lane].append(LaneSpan(event.start, event.time, kind, text))
+                pass
     order: tuple[LaneKind, ...] = ("evaluations", "calls", "swaps")
     return dict(sorted(spans.items(), key=lambda each: (order.index(each[0][0]), each[0][1])))
 
