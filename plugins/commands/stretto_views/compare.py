@@ -49,12 +49,12 @@ def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
 
 def _figures_table(runs: Sequence[RunFigures]) -> Table:
     table = figure_table("figure", *(run.label for run in runs))
-    for name, values in figures_of(runs).items():
+    for name, values in figure_rows(runs).items():
         add_row(table, name, *values)
     return table
 
 
-def figures_of(runs: Sequence[RunFigures]) -> dict[str, Iterable[str]]:
+def figure_rows(runs: Sequence[RunFigures]) -> dict[str, Iterable[str]]:
     """Return the figures of each run as texts, by the name of their row."""
 
     def of(key: str, values: Iterable[float | None]) -> tuple[str, Iterable[str]]:

@@ -39,7 +39,7 @@ from stretto.run_folder import (
     compare_runs,
     labels_of,
 )
-from stretto_views.compare import figures_of, text_of
+from stretto_views.compare import figure_rows, text_of
 from stretto_views.report_samples import samples_html
 
 _CURVES = (
@@ -122,7 +122,7 @@ def _summary(comparison: Comparison) -> str:
     left_out = {figure("length").name, figure("staleness").name, "tickets trained", "tickets not trained"}
     texts: dict[str, Iterable[str]] = {
         "run": (run.label for run in runs),
-        **{name: cells for name, cells in figures_of(runs).items() if name not in left_out},
+        **{name: cells for name, cells in figure_rows(runs).items() if name not in left_out},
         "folder": (run.folder for run in runs),
     }
     rows = (

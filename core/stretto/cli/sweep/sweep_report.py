@@ -107,23 +107,17 @@ def _combined(runs: list[SweptRun]) -> CombinationFigures:
         runs=len(runs),
         completed=len(complete),
         figures={
-            name: _spread(values)
+            name: Spread(mean_of(Moments.of(values)), stdev(values) if len(values) > 1 else None)
             for name in _FIGURES
             if (values := [value for shown in complete if (value := shown[name]) is not None])
         },
     )
 
 
-def _spread(values: list[float]) -> Spread:
-    return Spread(mean_of(Moments.of(values)), stdev(values) if len(values) > 1 else None)
-
-
 def _rank(combination: CombinationFigures) -> tuple[float, float]:
     figures = combination.figures
-    accuracy, reward = (
-        figures[name].estimate.mean if name in figures else float("-inf") for name in ("accuracy", "reward")
-    )
-    return accuracy, reward
+    mean = {name: figures[name].estimate.mean for name in figures}
+    return mean.get("accuracy", float("-inf")), mean.get("reward", float("-inf"))
 
 
 # ----------------------------------------------------------------------------------------- as text
