@@ -10,8 +10,8 @@ import msgspec
 from rich.table import Table
 
 from stretto.base.private_file import write_private
+from stretto.cli.output import add_row, figure_table
 from stretto.cli.sweep.sweep import ManifestRun
-from stretto.cli.tables import add_row, figure_table
 from stretto.records.comparison import RunFigures, run_figures
 from stretto.records.figures import FIGURES, Figure, duration_text
 from stretto.records.intervals import Estimate, Moments, mean_of
