@@ -8,11 +8,14 @@ from typing import Any, TypeVar
 
 import anyio
 import msgspec
+import numpy as np
 from nats.aio.client import Client
 
+from stretto.array import Array
 from stretto.bus.connection import NatsClient
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.membership import Welcome
+from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
 
 T = TypeVar("T")
 
@@ -59,3 +62,21 @@ def welcome(run: str, lease_epoch: int, **sections: Any) -> Welcome:
         **sections,
     }
     return Welcome(msgspec.msgpack.encode(document), run, "", lease_epoch, 10.0, {}, 300.0, NO_LOCK)
+
+
+def bundle(size: int) -> TrajectoryBundle:
+    """A bundle of one trajectory with this many tokens."""
+    tokens = np.arange(size, dtype=np.int32)
+    trajectory = WireTrajectory(
+        "1/1/0",
+        Array.of(tokens),
+        Array.of(tokens % 2 == 0),
+        Array.of(tokens, np.float32),
+        Array.of(tokens),
+        1.0,
+        {"accuracy": 1.0},
+        "stop",
+        "inference-0",
+        1,
+    )
+    return TrajectoryBundle(1, 1, 0, (trajectory,))

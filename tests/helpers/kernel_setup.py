@@ -11,8 +11,8 @@ from stretto.assembly.compose import compose
 from stretto.kernel.setup import RunSetup
 
 
-def make_setup(folder: Path, **values: Any) -> RunSetup:
-    """Return the set-up of a run with these values, over one row of a dataset."""
+def make_setup(folder: Path, run: str = "test", **values: Any) -> RunSetup:
+    """Return the set-up of a run with this id and these values, over one row of a dataset."""
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     document = {
         "name": "test",
@@ -23,4 +23,4 @@ def make_setup(folder: Path, **values: Any) -> RunSetup:
         "dataset": {"use": "jsonl", "path": str(folder / "rows.jsonl")},
     }
     (folder / "run.yaml").write_text(json.dumps({**document, **values}))
-    return RunSetup(Assembly(compose(folder / "run.yaml"), folder=folder, run="test"), resumed=None)
+    return RunSetup(Assembly(compose(folder / "run.yaml"), folder=folder, run=run), resumed=None)

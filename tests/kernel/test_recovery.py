@@ -195,7 +195,11 @@ def issued(scheduler: Scheduler) -> set[int]:
 async def test_tickets_of_a_former_kernel_are_gone_before_a_worker_can_take_them(
     open_bus: OpenBus, names: Subjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup, ending, newest = make_setup(tmp_path, steps=1, samples={"keep": "none"}), Ending(), list[int]()
+    setup, ending, newest = (
+        make_setup(tmp_path, "test-run", steps=1, samples={"keep": "none"}),
+        Ending(),
+        list[int](),
+    )
     setup.resumed = None, KernelState.initial()
     async with open_bus("kernel") as bus:
         subject = names.ticket("eval")
@@ -493,7 +497,7 @@ def test_a_damaged_summary_does_not_stop_a_resume(tmp_path: Path, text: str) -> 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"url": "x"}'])
 def test_the_runs_id_is_found_again_when_a_file_of_the_bus_is_empty(tmp_path: Path, damage: str) -> None:
-    assert run_id(tmp_path) is None
+    assert run_id(tmp_path) == ""
     (tmp_path / "store" / "jetstream" / "store" / "streams" / "LOG_mine-1").mkdir(parents=True)
     assert run_id(tmp_path) == "mine-1"
     other = Bootstrap(url="nats://127.0.0.1:1", run="mine-2", role="trainer")

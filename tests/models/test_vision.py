@@ -572,7 +572,7 @@ def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows:
         "import sys\nfrom pathlib import Path\n"
         "from stretto.workers import images as worker_images\n"
         "from stretto.workers.sampling import rollout\n"
-        "from stretto.children.first_row import fault_of_first_row\n"
+        "from stretto.children import row_check\n"
         f"vision = rollout._vision_of({str(vision_models('qwen2_5_vl'))!r})\n"
         f"row = {{'prompt': 'a <|image_pad|>', 'image': {str(rows.parent / 'pictures' / '0-0.png')!r}}}\n"
         "ids, images = worker_images._encode_row(vision, row)\n"

@@ -25,11 +25,12 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import anyio
 import msgspec
+import nats.errors
 import structlog
 from anyio.abc import TaskGroup
 from nats.aio.client import Client
@@ -61,6 +62,8 @@ Handler = Callable[[M], Awaitable[None] | None]
 log = structlog.get_logger()
 
 _RESEND_S = 2.0
+_FLUSH_S = 2
+"""Seconds until the bus asks again whether the server has a subscription."""
 _KEEP_ANSWERS = 1024
 
 
@@ -195,8 +198,7 @@ class Bus:
             except Exception as error:  # noqa: BLE001 - raised again where the bus was opened
                 self._fail(error)
 
-        await self._nats.subscribe(subject, cb=deliver)
-        await self._nats.flush()
+        await self._receive(subject, deliver)
 
     # -------------------------------------------------------------------------- request and serve
 
@@ -304,8 +306,7 @@ class Bus:
             answers[msg.reply] = None
             self._start(answer, msg.reply, message)
 
-        await self._nats.subscribe(subject, cb=deliver)
-        await self._nats.flush()
+        await self._receive(subject, deliver)
 
     def stop_serving(self) -> None:
         """Answer no request any more, not even those whose handlers still run. For a process that leaves: the
@@ -313,6 +314,16 @@ class Bus:
         self._serving = False
 
     # ------------------------------------------------------------------------------------ private
+
+    async def _receive(self, subject: str, deliver: Callable[[Msg], Awaitable[None]]) -> None:
+        """Subscribe, and return when the server has the subscription. If the connection breaks meanwhile, the
+        client subscribes again when it is back."""
+        await self._nats.subscribe(subject, cb=deliver)
+        while True:
+            await self._up.wait()
+            with suppress(nats.errors.FlushTimeoutError):
+                await self._nats.flush(_FLUSH_S)
+                return
 
     async def open(self, tasks: TaskGroup) -> None:
         """Start to receive answers. `connect` calls it."""

@@ -64,7 +64,7 @@ def try_to_score(
     return started.error, [msgspec.msgpack.decode(answer, type=ScoringResult).error for answer in answers]
 
 
-class _Scorer:
+class Scorer:
     """The reward, and the limits for scoring one answer."""
 
     def __init__(self, data: bytes) -> None:
@@ -104,7 +104,7 @@ class _Scorer:
 def main() -> None:
     """Body of the process."""
     cannot = "the reward cannot be made"
-    serve(_Scorer, _Scorer.answer, lambda why: ScoringResult(error=why), cannot=cannot, name="reward")
+    serve(Scorer, Scorer.answer, lambda why: ScoringResult(error=why), cannot=cannot, name="reward")
 
 
 if __name__ == "__main__":

@@ -84,6 +84,11 @@ class Interruptions:
         self._obey: Callable[[], object] | None = None
         """Has the current kernel obey."""
 
+    @property
+    def obeyed(self) -> bool:
+        """Whether a kernel obeys the signals now."""
+        return self._obey is not None
+
     def __enter__(self) -> Interruptions:
         return self
 
@@ -101,7 +106,7 @@ class Interruptions:
             numbers.append(signal.SIGHUP)
         for number in numbers:
             if number not in self._former:
-                self._former[number] = signal.signal(number, self._receive)
+                self._former[number] = signal.signal(number, self.receive)
 
     @contextmanager
     def obeyed_by(self, ending: Ending) -> Generator[None]:
@@ -114,7 +119,8 @@ class Interruptions:
         finally:
             self._obey = None
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         del frame
         self.received.append(signal.Signals(number).name)
         if self._obey is not None:

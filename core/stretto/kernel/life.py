@@ -119,7 +119,7 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
         raise ConfigError(
             f"the run in {folder} is complete; to train it for more steps: stretto resume {folder} steps=…"
         )
-    newest, checkpoint = newest_values(folder), _newest_checkpoint(folder)
+    newest, checkpoint = newest_values(folder), newest_checkpoint(folder)
     number = min(checkpoint[1].values, newest)
     with Interruptions() as interruptions:
         while number < newest:
@@ -129,7 +129,7 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
                 summary, next_values = live(setup, interruptions, accept_dataset)
             if summary["status"] != "repeated":
                 return _print_end(summary, folder)
-            number, checkpoint = next_values or newest, _newest_checkpoint(folder)
+            number, checkpoint = next_values or newest, newest_checkpoint(folder)
         assembly = assemble_existing(composed, folder)
         with fork_server(assembly) as forks:
             summary = _live_to_the_end(
@@ -151,7 +151,8 @@ def exit_status(summary: Mapping[str, Any]) -> int:
 # ----------------------------------------------------------------------------------------- helpers
 
 
-def _newest_checkpoint(folder: Path) -> tuple[Path | None, KernelState]:
+def newest_checkpoint(folder: Path) -> tuple[Path | None, KernelState]:
+    """Return a run's newest intact checkpoint and its state; None and the initial state without one."""
     return newest_intact(folder / "checkpoints") or (None, KernelState.initial())
 
 
@@ -185,7 +186,7 @@ def _live_to_the_end(
         summary, _ = live(setup, interruptions, accept_dataset)
         if summary["status"] != "repeated":
             return summary
-        assembly, checkpoint = assembly.renewed(), _newest_checkpoint(assembly.folder)
+        assembly, checkpoint = assembly.renewed(), newest_checkpoint(assembly.folder)
 
 
 def live(
@@ -198,12 +199,10 @@ def live(
     config = setup.config
     interruptions.hold()
     with tracing.traced(config.tracing, "kernel", setup.run, config.name, setup.folder):
-        return anyio.run(_live_and_sum_up, setup, interruptions)
+        return anyio.run(live_and_sum_up, setup, interruptions)
 
 
-async def _live_and_sum_up(
-    setup: RunSetup, interruptions: Interruptions
-) -> tuple[dict[str, Any], int | None]:
+async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tuple[dict[str, Any], int | None]:
     """Run one kernel with its server, and write the summary.
 
     Raises:

@@ -177,11 +177,13 @@ class RunHandle:
         """
         begun = time.monotonic()
         interrupt: KeyboardInterrupt | None = None
-        while self._kernel.poll() is None:
-            if timeout_s is not None and time.monotonic() - begun > timeout_s:
-                raise TimeoutError(f"the run in {self.folder} is still running after {timeout_s:g} s")
+        running = True
+        while running:
             try:
-                time.sleep(_LOOK_S)
+                running = self._kernel.poll() is None
+                if running and timeout_s is not None and time.monotonic() - begun > timeout_s:
+                    raise TimeoutError(f"the run in {self.folder} is still running after {timeout_s:g} s")
+                time.sleep(_LOOK_S if running else 0)
             except KeyboardInterrupt as error:
                 self.stop(now=interrupt is not None)
                 interrupt = error

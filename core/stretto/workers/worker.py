@@ -84,7 +84,7 @@ def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
         bootstrap = msgspec.structs.replace(bootstrap, lock=None)
     log_to(file, console=by_hand or file is None, run=bootstrap.run, role=bootstrap.role, worker=worker)
     try:
-        anyio.run(_work, bootstrap)
+        anyio.run(work, bootstrap)
     except BaseExceptionGroup as group:
         for error in leaves(group):
             log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
@@ -101,7 +101,8 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _work(bootstrap: Bootstrap) -> None:
+async def work(bootstrap: Bootstrap) -> None:
+    """Join the run and work until the worker leaves."""
     async with anyio.create_task_group() as tasks:
         joining = anyio.CancelScope()
         if bootstrap.lock is not None and bootstrap.lock.visible:

@@ -84,7 +84,7 @@ class RouteSender:
             await self._changed.wait()
             self._changed = anyio.Event()
             stale, self._stale = self._stale, set[str]()
-            await self._send(stale.union(self._candidates.take_changed()))
+            await self._send(sorted(stale.union(self._candidates.take_changed())))
             await anyio.sleep(_GAP_S)
 
     async def refresh(self) -> None:
@@ -109,7 +109,8 @@ class RouteSender:
         candidates = [worker for worker in self._candidates.of(rollout) if worker in members]
         closed = self._closed.pop(rollout, {})
         if members[rollout].tickets:
-            closed |= dict.fromkeys(set(self._told.get(rollout, ())) - set(candidates), now + self._finish_s)
+            former = (worker for worker in self._told.get(rollout, ()) if worker not in candidates)
+            closed |= dict.fromkeys(former, now + self._finish_s)
         closed = {
             worker: until
             for worker, until in closed.items()

@@ -22,7 +22,7 @@ class Waits:
         clock: seconds that never go back.
     """
 
-    def __init__(self, *, sampled: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, sampled: bool, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
         self._now, self._taken = _State(sampled=sampled), _State(sampled=sampled)
         """The state at this moment, and at the last call of `take`."""

@@ -1,0 +1,192 @@
+"""The faults of a universe, as data: a tape can be drawn, shortened, stored and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stretto.testing.simulation.loop import Process
+
+if TYPE_CHECKING:
+    from stretto.testing.simulation.universe import Universe
+
+_CALM_S = 4.0
+"""How long bad weather lasts."""
+_AFTER_S = 0.3
+"""Longest time between a named point and its fault."""
+
+POINTS: dict[str, Callable[[str, bytes], bool]] = {
+    "a swap is asked": lambda subject, data: subject.endswith(".swap"),
+    "a group is stored": lambda subject, data: subject.endswith(".log.groups"),
+    "a batch is in the journal": lambda subject, data: b"JournalBatch" in data,
+    "a step is in the journal": lambda subject, data: b"JournalStep" in data,
+    "a version is published": lambda subject, data: subject.endswith(".published"),
+    "a call is asked": lambda subject, data: subject.endswith(".call"),
+    "a checkpoint is asked": lambda subject, data: subject.endswith(".save"),
+    "a worker joins": lambda subject, data: subject.endswith(".join"),
+    "a kernel takes the run": lambda subject, data: subject.startswith("$KV."),
+}
+"""Moments at which a kill hurts: name -> whether a message shows it."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that goes wrong."""
+
+    kind: str
+    """One of `KINDS`."""
+    at: float
+    """Virtual seconds after the start of the universe, or after the named point."""
+    point: str = ""
+    """A moment of `POINTS`; empty for a moment in time."""
+    nth: int = 1
+    """Which of these moments it is."""
+    who: str = ""
+    """Role of the process that it hits."""
+    pick: float = 0.0
+    """Which process of the role: a share of their number. For `scale`, the new number."""
+    seconds: float = 0.0
+    """How long it lasts."""
+    share: float = 0.0
+    """How many messages it hits."""
+
+
+class Tape(msgspec.Struct, frozen=True, kw_only=True):
+    """A universe: seed, run file and faults. With these, it repeats itself."""
+
+    seed: int
+    run: dict[str, Any]
+    """The run file, without its paths."""
+    faults: tuple[Fault, ...]
+
+
+KINDS = {
+    "kill": 8,
+    "stop": 3,
+    "block": 2,
+    "term": 1,
+    "int": 1,
+    "break": 2,
+    "outage": 3,
+    "hang": 1,
+    "late": 2,
+    "lose": 2,
+    "double": 1,
+    "unconfirmed": 2,
+    "busy store": 1,
+    "scale": 3,
+    "clock": 1,
+}
+"""Kind -> how often it is drawn."""
+_VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 1, "kernel": 2}
+_SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0)
+
+
+def draw(rng: Random, number: int, until_s: float, kinds: Collection[str] = ()) -> tuple[Fault, ...]:
+    """Draw faults, half of them at named points.
+
+    Args:
+        number: number of faults.
+        until_s: virtual seconds after which no fault begins, those at named points excepted.
+        kinds: kinds to draw from; all if empty.
+    """
+    weights = {kind: weight for kind, weight in KINDS.items() if not kinds or kind in kinds}
+    return tuple(sorted((_draw(rng, until_s, weights) for _ in range(number)), key=lambda fault: fault.at))
+
+
+def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
+    kind = rng.choices([*weights], [*weights.values()])[0]
+    seconds = round(rng.choice(_SECONDS) * rng.uniform(0.7, 1.3), 3)
+    who = rng.choices([*_VICTIMS], [*_VICTIMS.values()])[0]
+    if kind == "scale":
+        who = rng.choice(["inference", "rollout", "verifier"])
+    place: dict[str, Any] = {"at": round(rng.uniform(0.2, until_s), 3)}
+    if rng.random() < 0.5:
+        after = round(rng.random() ** 3 * _AFTER_S, 6)
+        place = {"at": after, "point": rng.choice([*POINTS]), "nth": rng.randint(1, 8)}
+    return Fault(
+        kind=kind,
+        **place,
+        who=who,
+        pick=round(rng.random(), 3),
+        seconds=min(seconds, 8.0) if who == "kernel" or kind in ("outage", "hang") else seconds,
+        share=rng.choice([0.01, 0.05, 0.2]),
+    )
+
+
+def inject(universe: Universe, faults: tuple[Fault, ...]) -> None:
+    """Let faults happen when their time has come."""
+    waiting: dict[str, list[Fault]] = {}
+    for fault in faults:
+        if fault.point:
+            waiting.setdefault(fault.point, []).append(fault)
+        else:
+            universe.later(fault.at, happen, universe, fault)
+    seen = dict.fromkeys(waiting, 0)
+
+    def watch(sender: str, subject: str, data: bytes) -> None:
+        for point, due in waiting.items():
+            if POINTS[point](subject, data):
+                seen[point] += 1
+                for fault in due:
+                    if fault.nth == seen[point]:
+                        universe.later(fault.at, happen, universe, fault)
+
+    universe.server.observers.append(watch)
+
+
+def happen(universe: Universe, fault: Fault) -> None:
+    """Let a fault happen now."""
+    server, weather = universe.server, universe.server.weather
+    victim = _victim(universe, fault)
+    universe.tell("fault", fault.kind, victim.name if victim else "", f"{fault.seconds:g} s")
+    match fault.kind:
+        case "outage":
+            server.go_down(fault.seconds)
+        case "hang":
+            server.answer_pings_only(fault.seconds)
+        case "late":
+            weather.late, weather.late_s = fault.share, min(fault.seconds, 5.0)
+        case "lose":
+            weather.lost = weather.untaken = fault.share
+        case "double":
+            weather.doubled = fault.share
+        case "unconfirmed":
+            weather.unconfirmed = fault.share
+        case "busy store":
+            weather.store_fails = fault.share
+        case "scale":
+            universe.scale(fault.who, 1 + int(3 * fault.pick))
+        case "clock":
+            universe.world.wall_offset_s += fault.seconds * (60 if fault.pick < 0.5 else -60)
+        case _ if victim is not None:
+            _hit(universe, victim, fault)
+        case _:
+            pass  # nobody is there to hit
+    if fault.kind in ("late", "lose", "double", "unconfirmed", "busy store"):
+        universe.later(_CALM_S, universe.server.calm)
+
+
+def _victim(universe: Universe, fault: Fault) -> Process | None:
+    living = universe.machine.alive(fault.who)
+    return living[int(fault.pick * len(living))] if living else None
+
+
+def _hit(universe: Universe, victim: Process, fault: Fault) -> None:
+    match fault.kind:
+        case "kill":
+            victim.end(-9)
+        case "stop":
+            victim.stop(fault.seconds)
+        case "block":
+            victim.block(fault.seconds)
+        case "term":
+            victim.signal(15)
+        case "int":
+            victim.signal(2)
+        case "break":
+            universe.server.break_connections(victim.name)
+        case _:
+            raise ValueError(f"no such kind of fault: {fault.kind}")

@@ -1,0 +1,88 @@
+"""Oracles: what must hold in every universe, whatever goes wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stretto.bus.messages.journal import JournalBatch, JournalEntry, JournalEvaluation, JournalStep
+from stretto.bus.messages.tickets import GroupDone, GroupFailed
+from stretto.bus.payloads import is_split
+
+
+class Oracle:
+    """Watches what is stored, and judges the end. `violations` names what must not be.
+
+    Args:
+        bound: η of the run, in train steps.
+    """
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self.violations: list[str] = []
+        self._ages: dict[str, int] = {}
+        """Id of each stored trajectory -> version of its oldest token."""
+        self._trained: dict[int, int] = {}
+        """Ticket -> version of the batch that trains it."""
+        self._digests: dict[int, str] = {}
+        self._evaluated: dict[int, int] = {}
+        """Version -> incarnation of its evaluation."""
+        self._incarnation = 0
+        self.steps = 0
+
+    def __call__(self, sender: str, subject: str, data: bytes) -> None:
+        """Take a message that was published."""
+        if is_split(data):
+            return
+        if subject.endswith(".journal"):
+            self._judge(msgspec.msgpack.decode(data, type=JournalEntry))
+        elif subject.endswith(".log.groups"):
+            outcome = msgspec.msgpack.decode(data, type=GroupDone | GroupFailed)
+            if isinstance(outcome, GroupDone) and outcome.purpose == "train":
+                self._ages |= {member.id: member.oldest for member in outcome.members}
+
+    def _judge(self, entry: JournalEntry) -> None:
+        if entry.incarnation < self._incarnation:
+            self._violated(f"incarnation {entry.incarnation} writes after {self._incarnation}")
+        self._incarnation = max(self._incarnation, entry.incarnation)
+        match entry:
+            case JournalBatch():
+                self._judge_batch(entry)
+            case JournalStep():
+                self._judge_step(entry)
+            case JournalEvaluation():
+                version = entry.result.version
+                if self._evaluated.setdefault(version, entry.incarnation) != entry.incarnation:
+                    self._violated(f"version {version} is evaluated twice")
+            case _:
+                pass  # says nothing of samples
+
+    def _judge_batch(self, batch: JournalBatch) -> None:
+        for ticket in batch.tickets:
+            if self._trained.setdefault(ticket, batch.version) != batch.version:
+                self._violated(
+                    f"ticket {ticket} is trained at {self._trained[ticket]} and at {batch.version}"
+                )
+        for row in batch.rows:
+            age = self._ages.get(row.id)
+            if age is None:
+                self._violated(f"{row.id} is trained, and no outcome names it")
+            elif batch.version - age > self._bound:
+                self._violated(f"{row.id} of version {age} is trained at {batch.version}")
+
+    def _judge_step(self, step: JournalStep) -> None:
+        self.steps = max(self.steps, step.version)
+        if self._digests.setdefault(step.version, step.digest) != step.digest:
+            self._violated(f"version {step.version} has two digests")
+
+    def end(self, summary: dict[str, Any], steps: int) -> None:
+        """Judge the end of the run."""
+        ledger = summary.get("ledger", {})
+        if ledger and sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
+            self._violated(f"the ledger does not add up: {ledger}")
+        if summary["status"] == "completed" and summary.get("version") != steps:
+            self._violated(f"completed at version {summary.get('version')}, not {steps}")
+
+    def _violated(self, text: str) -> None:
+        self.violations.append(text)

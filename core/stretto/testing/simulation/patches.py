@@ -1,0 +1,221 @@
+"""What the simulation puts in the place of the real world, library by library.
+
+stretto itself has few seams for it: nearly everything that touches time, threads, randomness and the network
+is replaced here, where a library or the standard library does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator
+from random import Random
+from typing import Any
+
+import anyio
+import nats.aio.client
+import nats.js.client
+import nats.nuid
+from anyio._backends import _asyncio as backend
+
+from stretto.testing.simulation.loop import Escaped, SimulatedLoop, current_process
+from stretto.testing.simulation.transport import SimulatedTransport
+
+_EPOCH = 1_800_000_000.0
+"""Wall time at the virtual time 0, in seconds since 1970."""
+_THREAD_S = 1e-3
+"""Mean virtual time that a function in a thread takes."""
+
+
+class World:
+    """What the patches share: the loop, the clocks, the randomness.
+
+    Args:
+        seed: draws what the code of processes draws, and how long threads take.
+    """
+
+    def __init__(self, loop: SimulatedLoop, seed: int) -> None:
+        self.loop = loop
+        self.costs = Random(f"costs {seed}")
+        self.random = Random(f"random {seed}")
+        self.wall_offset_s = 0.0
+        """By how much the wall clock has been moved."""
+        self._slept_s: float | None = None
+        """Seconds that the function which runs in a thread has slept; None outside of threads."""
+
+    def now(self) -> float:
+        """The monotonic clock."""
+        return self.loop.time() + (self._slept_s or 0.0)
+
+    def wall(self) -> float:
+        """The wall clock."""
+        return _EPOCH + self.wall_offset_s + self.now()
+
+    def sleep(self, seconds: float) -> None:
+        """Let the thread sleep.
+
+        Raises:
+            Escaped: outside of threads, where it would stop the event loop.
+        """
+        if self._slept_s is None:
+            raise Escaped("time.sleep outside of a thread stops the event loop")
+        self._slept_s += seconds
+
+    def call(self, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+        """Call what a thread runs; return its result, and the virtual seconds that it takes. The result of a
+        function that raises is the exception."""
+        before, self._slept_s = self._slept_s, 0.0
+        try:
+            result = self._result(function, *args)
+            return result, self._slept_s + self.costs.expovariate(1 / _THREAD_S)
+        finally:
+            self._slept_s = before
+
+    @staticmethod
+    def _result(function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:  # noqa: BLE001 - the caller raises it when the time has passed
+            return error
+
+    async def in_thread(self, function: Callable[..., Any], *args: Any, abandon: bool = False) -> Any:
+        """Take the place of `anyio.to_thread.run_sync`."""
+        await anyio.lowlevel.checkpoint()
+        result, seconds = self.call(function, *args)
+        with anyio.CancelScope(shield=not abandon):
+            await anyio.sleep(seconds)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+class _OrderedSet(dict[Any, None]):
+    """A set that is iterated over in the order of insertion, and not in that of addresses."""
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+    def remove(self, item: Any) -> None:
+        del self[item]
+
+
+class _CancelScope(backend.CancelScope):
+    """anyio's cancel scope, which cancels tasks and inner scopes in the same order in each run. Its hash is a
+    number, so that sets of scopes have the same order, too."""
+
+    count = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        _CancelScope.count += 1
+        self._number = _CancelScope.count
+        super().__init__(*args, **options)
+        self._child_scopes: Any = _OrderedSet()
+        self._tasks: Any = _OrderedSet()
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+@contextlib.contextmanager
+def _signals(*numbers: int) -> Generator[Any]:
+    """Take the place of `anyio.open_signal_receiver`."""
+    process = current_process()
+    assert process is not None
+    send, receive = anyio.create_memory_object_stream[int](16)
+
+    def handle(number: int) -> None:
+        send.send_nowait(signal.Signals(number))
+
+    process.on_signal.append(handle)
+    try:
+        yield receive
+    finally:
+        process.on_signal.remove(handle)
+
+
+def _process_id() -> int:
+    """Take the place of `os.getpid`."""
+    process = current_process()
+    return process.pid if process is not None else 1
+
+
+def _escape(*args: object, **options: object) -> Any:
+    raise Escaped(f"{args[:1]}: sockets, threads and processes are not there in the simulation")
+
+
+@contextlib.contextmanager
+def patched(world: World) -> Generator[None]:
+    """Put the simulated world in the place of the real one for the duration of the block."""
+
+    async def in_thread(
+        cls: object, func: Any, args: Any, abandon_on_cancel: bool = False, limiter: object = None
+    ) -> Any:
+        return await world.in_thread(func, *args, abandon=abandon_on_cancel)
+
+    def strftime(form: str, moment: time.struct_time | None = None) -> str:
+        return real_strftime(form, moment or time.gmtime(world.wall()))
+
+    real_strftime = time.strftime
+
+    # Each library has a stream of its own: what one of them draws only once for many universes, such as while
+    # it is imported, moves none of the others.
+    tokens, numbers, names, nats_tokens = (Random(world.random.random()) for _ in range(4))
+
+    def bytes_of(stream: Random) -> Callable[..., bytes]:
+        def draw(number: int = 32) -> bytes:
+            return stream.randbytes(number)
+
+        return draw
+
+    def hex_of(stream: Random) -> Callable[..., str]:
+        return lambda *number: bytes_of(stream)(*number).hex()
+
+    places: list[tuple[Any, str, Any]] = [
+        (time, "monotonic", world.now),
+        (time, "perf_counter", world.now),
+        (time, "process_time", world.now),
+        (time, "time", world.wall),
+        (time, "sleep", world.sleep),
+        (time, "strftime", strftime),
+        (os, "getpid", _process_id),
+        (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
+        (secrets, "token_bytes", bytes_of(tokens)),
+        (secrets, "token_hex", hex_of(tokens)),
+        (secrets, "randbits", numbers.getrandbits),
+        (secrets, "randbelow", numbers.randrange),
+        (nats.nuid, "token_bytes", nats_tokens.randbytes),
+        (nats.nuid, "randbelow", nats_tokens.randrange),
+        (nats.aio.client, "token_hex", hex_of(nats_tokens)),
+        (nats.js.client, "token_hex", hex_of(nats_tokens)),
+        (nats.aio.client, "TcpTransport", SimulatedTransport),
+        (backend, "CancelScope", _CancelScope),
+        (backend.AsyncIOBackend, "run_sync_in_worker_thread", classmethod(in_thread)),
+        (anyio, "open_signal_receiver", _signals),
+        (threading.Thread, "start", _escape),
+        (subprocess, "Popen", _escape),
+        (socket, "socket", _escape),
+    ]
+    # A class method has to be kept as it stands in its class. anyio loads its names when they are asked for.
+    before = [(owner, name, vars(owner).get(name) or getattr(owner, name)) for owner, name, _ in places]
+    state = random.getstate()
+    _CancelScope.count = 0
+    try:
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        random.seed(world.random.random())
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        random.setstate(state)

@@ -1,0 +1,237 @@
+"""The processes of a simulated run: kernels, workers, and what they use of their machine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+from anyio.abc import TaskGroup
+
+from stretto.bus.server import Bootstrap
+from stretto.children import reward
+from stretto.component import Context
+from stretto.errors import leaves
+from stretto.launcher import Job, LauncherConfig
+from stretto.testing.simulation.loop import Process, current_process
+from stretto.testing.simulation.patches import World
+from stretto.workers import worker
+from stretto.workers.heartbeats import Heartbeats
+
+log = structlog.get_logger()
+
+_EXIT_S = 4.0
+_START_S = (0.2, 1.0)
+"""Shortest and longest time that a worker needs to start."""
+_CHILD_S = (0.1, 0.5)
+_SCORE_S = 0.01
+
+
+def use(world: World, machine: Machine) -> None:
+    """Have everything of this module belong to a world."""
+    InlineExecutor.world = InlineChildPool.world = world
+    SimulatedLauncher.machine = machine
+
+
+class Machine:
+    """Where the processes of a simulation run: it starts and finds them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.loop = world.loop
+
+    def start_worker(self, bootstrap: Bootstrap) -> Process:
+        """Start a worker. It needs a moment to load."""
+        process = Process(self.loop, bootstrap.worker)
+
+        async def main() -> None:
+            structlog.contextvars.bind_contextvars(worker=bootstrap.worker)
+            status = 0
+            try:
+                await worker.work(bootstrap)
+            except Exception as error:  # noqa: BLE001 - as the process's `main`, which logs it
+                status = 1
+                for each in leaves(error):
+                    log.error("worker failed", error=f"{type(each).__name__}: {each}")
+            process.end(status)
+
+        def start() -> None:
+            self.loop.note("start", bootstrap.worker)
+            process.task = self.loop.create_task(main(), context=process.context())  # type: ignore[attr-defined]
+
+        self.loop.call_later(self.world.costs.uniform(*_START_S), start, context=process.context())
+        return process
+
+    def alive(self, role: str = "") -> list[Process]:
+        """Return the processes that run, all or those whose names begin with a role."""
+        return [each for each in self.loop.processes if each.status is None and each.name.startswith(role)]
+
+
+# --------------------------------------------------------------------------------------- the launcher
+
+
+class SimulatedConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the launcher `simulated`."""
+
+
+class SimulatedHandle:
+    """A worker of the simulation."""
+
+    def __init__(self, worker: str, process: Process) -> None:
+        self.worker, self._process = worker, process
+        self.place = f"simulated pid {process.pid}"
+
+    async def wait(self) -> int:
+        """Wait for the exit status."""
+        while self._process.status is None:
+            await asyncio.wait([self._process.ended])
+        return self._process.status
+
+    async def stop(self, grace_s: float) -> None:
+        """Send SIGTERM, and SIGKILL after `grace_s` seconds."""
+        self._process.signal(signal.SIGTERM)
+        with anyio.move_on_after(grace_s):
+            await self.wait()
+            return
+        self._process.end(-signal.SIGKILL)
+
+    async def dump_stacks(self) -> None:
+        """Do nothing: there are no threads to show."""
+
+    def tail(self, lines: int) -> str:
+        """Return nothing: the logs of all processes are in one trace."""
+        return ""
+
+
+class SimulatedLauncher:
+    """Starts workers as processes of the simulation."""
+
+    machine: Machine
+
+    def __init__(self, config: SimulatedConfig, context: Context) -> None:
+        del config, context
+
+    def check(self, jobs: Sequence[Job]) -> Iterator[Any]:
+        """Find no problems: the machine is large enough."""
+        return iter(())
+
+    async def launch(self, jobs: Sequence[Job]) -> list[SimulatedHandle]:
+        """Start the jobs."""
+        await anyio.sleep(0.01)
+        machine = self.machine
+        files = [Path(job.command[-1]) for job in jobs]
+        return [
+            SimulatedHandle(job.worker, machine.start_worker(Bootstrap.read(file)))
+            for job, file in zip(jobs, files, strict=True)
+        ]
+
+
+# ------------------------------------------------------------------------- what a worker uses of its process
+
+
+class InlineExecutor:
+    """Takes the place of a thread pool with one thread: jobs run in order, and take virtual time."""
+
+    world: World
+
+    def __init__(self, workers: int, name: str) -> None:
+        del workers, name
+        self._jobs: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._busy = False
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Queue a job."""
+        future: Future[Any] = Future()
+        self._jobs.append((future, function, args))
+        self._next()
+        return future
+
+    def _next(self) -> None:
+        if self._busy or not self._jobs:
+            return
+        if needed := [each for each in _futures(self._jobs[0][2]) if not each.done()]:
+            # A job may wait for one of another thread. In one thread, it has to come after it.
+            needed[0].add_done_callback(lambda _: self.world.loop.call_soon(self._next))
+            return
+        self._busy = True
+        future, function, args = self._jobs.popleft()
+        result, seconds = self.world.call(function, *args)
+        self.world.loop.call_later(seconds, self._finish, future, result)
+
+    def _finish(self, future: Future[Any], result: Any) -> None:
+        self._busy = False
+        if not future.cancelled():  # its task may be cancelled, and asyncio passes that on
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+        self._next()
+
+
+def _futures(args: tuple[Any, ...]) -> Iterator[Future[Any]]:
+    for each in args:
+        if isinstance(each, partial):
+            yield from (inner for inner in each.args if isinstance(inner, Future))
+
+
+@contextmanager
+def heartbeats(bootstrap: Bootstrap, role: Any, first: Any) -> Generator[Heartbeats]:
+    """Take the place of the thread that sends heartbeats: another thread of the simulated process."""
+    process = current_process()
+    assert process is not None
+    beats = Heartbeats(bootstrap, role, first)
+    context = process.context(process.new_thread("heartbeats"))
+    context.run(structlog.contextvars.bind_contextvars, worker=bootstrap.worker)
+    task = process.loop.create_task(beats.send(), context=context)
+    try:
+        yield beats
+    finally:
+        task.cancel()
+
+
+def start_exit_watchdog() -> None:
+    """Take the place of the timer that ends the process."""
+    process = current_process()
+    assert process is not None
+    process.loop.call_later(_EXIT_S, process.end, 0)
+
+
+class InlineChildPool:
+    """Takes the place of the processes that score: the reward runs inline, and takes virtual time."""
+
+    world: World
+
+    def __init__(self, program: Any, count: int) -> None:
+        self._program = program
+        self.calls, self.busy_s = 0, 0.0
+        self._free = anyio.Semaphore(count)
+
+    async def open(self, tasks: TaskGroup) -> bytes:
+        """Make the reward."""
+        await anyio.sleep(self.world.costs.uniform(*_CHILD_S))
+        self._scorer = reward.Scorer(self._program.setup)
+        return b""
+
+    async def ask(self, question: msgspec.Struct, answer: Any, timeout_s: float) -> Any:
+        """Score the samples."""
+        self.calls += 1
+        try:
+            async with self._free:
+                seconds = self.world.costs.expovariate(1 / _SCORE_S)
+                await anyio.sleep(seconds)
+                self.busy_s += seconds
+                return self._scorer.answer(msgspec.msgpack.encode(question))
+        finally:
+            self.calls -= 1
+
+    async def close(self) -> None:
+        """Do nothing: there are no processes."""

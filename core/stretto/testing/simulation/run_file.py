@@ -1,0 +1,70 @@
+"""The run file of a universe: a user's own, with simulated parts in the place of those of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.assembly.plugins import Plugins
+from stretto.component import Kind
+from stretto.errors import ConfigError
+from stretto.launcher import LauncherConfig
+
+_OUTSIDE = ("agent", "online", "verifiers")
+"""Workflows that need servers or libraries of their own."""
+_NOWHERE = ("trackers", "metrics", "tracing", "groups")
+_KEPT_OF_BUS = ("grace_s", "outage_s", "max_payload_mb")
+
+
+def simulated(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a run file for a universe. Engines are those of `mock`, with the keys that these know; launcher,
+    bus and weights are the simulation's; trackers, metrics and kept samples are not there.
+
+    Args:
+        document: a run file as a mapping, with absolute paths.
+        folder: of the universe.
+
+    Raises:
+        ConfigError: if the workflow cannot be simulated.
+    """
+    sections = {key: value for key, value in document.items() if key not in _NOWHERE and value is not None}
+    workflow = _section(sections, "workflow")
+    if workflow.get("use") in _OUTSIDE or "tools" in workflow or "environment" in workflow:
+        raise ConfigError(
+            f"the workflow {workflow.get('use')!r} cannot be simulated: it needs HTTP servers, tools or an "
+            "environment; `single_turn` and workflows of your own that only sample and score can",
+            path="workflow",
+        )
+    models = {name: {**model, "group": "training"} for name, model in sections.get("models", {}).items()}
+    return {
+        **sections,
+        "models": models,
+        "out": str(folder / "run"),
+        "plugins": [*sections.get("plugins", ()), str(Path(__file__).with_name("plugin.py"))],
+        "training": _mock(sections, "training") | {"processes": 1},
+        "inference": _mock(sections, "inference"),
+        "launcher": _known(_section(sections, "launcher"), LauncherConfig) | {"use": "simulated"},
+        "weights": {"use": "file", "folder": str(folder / "weights")},
+        "samples": {"keep": "none"},
+        "bus": {
+            "url": "nats://simulated:4222",
+            **{key: value for key, value in sections.get("bus", {}).items() if key in _KEPT_OF_BUS},
+        },
+    }
+
+
+def _section(sections: Mapping[str, Any], key: str) -> dict[str, Any]:
+    section = sections.get(key, {})
+    return {"use": section} if isinstance(section, str) else dict(section)
+
+
+def _mock(sections: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    return _known(_section(sections, kind), Plugins().get(kind, "mock").config) | {"use": "mock"}
+
+
+def _known(section: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the keys of a section that another component of its kind has, too."""
+    return {key: value for key, value in section.items() if key in kind.__struct_fields__}

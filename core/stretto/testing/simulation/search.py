@@ -1,0 +1,175 @@
+"""Many universes: each in a process of its own, and the failing ones with as few faults as possible."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+
+from stretto.assembly.compose import compose
+from stretto.errors import RunError
+from stretto.testing.simulation.faults import Fault, Tape, draw
+from stretto.testing.simulation.run_file import simulated
+from stretto.testing.simulation.universe import Outcome, Universe
+
+_CPU_S = 60
+"""Processor seconds after which a universe is killed."""
+_PR_SET_PDEATHSIG = 1
+
+
+def tapes_of(
+    file: Path,
+    seeds: Iterable[int],
+    *,
+    overrides: Sequence[str] = (),
+    num_faults: int = 6,
+    kinds: Collection[str] = (),
+) -> list[Tape]:
+    """Return a tape of a run file for each seed. Its faults are drawn over the time that the run needs
+    without any.
+
+    Args:
+        overrides: values such as `steps=20`.
+        num_faults: number of faults of each universe.
+        kinds: kinds of faults, of `KINDS`; all if empty.
+
+    Raises:
+        ConfigError: if the run file cannot be composed or simulated.
+        RunError: if the run does not complete without faults.
+    """
+    document = compose(file, overrides).document
+    calm = Tape(seed=0, run=dict(document), faults=())
+    simulated(document, Path())  # raises here, and not in a fork
+    outcome = run_tape(calm)
+    if outcome.failed:
+        raise RunError("without any fault, the simulated run fails:\n" + "\n".join(story(calm, outcome)))
+    return [
+        msgspec.structs.replace(
+            calm, seed=seed, faults=draw(Random(f"faults {seed}"), num_faults, 0.8 * outcome.virtual_s, kinds)
+        )
+        for seed in seeds
+    ]
+
+
+def search(tapes: Iterable[Tape], jobs: int = 1) -> Iterator[tuple[Tape, Outcome]]:
+    """Yield each tape with what became of its universe, in order.
+
+    Args:
+        jobs: number of universes at the same time.
+    """
+    tapes = list(tapes)
+    if not tapes:
+        return
+    calm = msgspec.structs.replace(tapes[0], faults=())
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, fork, initializer=_warm_up, initargs=(calm,)) as pool:
+        try:
+            yield from zip(tapes, pool.map(run_tape, tapes), strict=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def run_tape(tape: Tape) -> Outcome:
+    """Run a universe in a forked process, with an own folder, and return what became of it. Nothing of it is
+    left afterwards."""
+    folder = _new_folder()
+    reading, writing = os.pipe()
+    try:
+        pid = os.fork()
+        if not pid:
+            os.close(reading)
+            _child(tape, folder, writing)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            data = pipe.read()
+        _, status = os.waitpid(pid, 0)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if not data:
+        return Outcome(status="died", reason=f"exit status {os.waitstatus_to_exitcode(status)}")
+    return msgspec.msgpack.decode(data, type=Outcome)
+
+
+def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape, Outcome]:
+    """Return the failing tape with as few faults as possible, each removal of which lets the run succeed.
+
+    Raises:
+        ValueError: if the tape does not fail.
+    """
+    outcome = run(tape)
+    if not outcome.failed:
+        raise ValueError(f"the universe of seed {tape.seed} does not fail")
+    faults, index = tape.faults, 0
+    while index < len(faults):
+        fewer: tuple[Fault, ...] = faults[:index] + faults[index + 1 :]
+        found = run(msgspec.structs.replace(tape, faults=fewer))
+        if found.failed:
+            faults, outcome = fewer, found
+            index = 0  # what was needed before may not be needed any more
+        else:
+            index += 1
+    return msgspec.structs.replace(tape, faults=faults), outcome
+
+
+def story(tape: Tape, outcome: Outcome) -> Iterator[str]:
+    """Yield lines that say what happened in a universe."""
+    yield f"seed {tape.seed}: {outcome.status}{outcome.reason and ': '}{outcome.reason}"
+    for fault in tape.faults:
+        fields: dict[str, Any] = msgspec.to_builtins(fault)
+        yield "  fault: " + ", ".join(f"{key} {value}" for key, value in fields.items())
+    yield from (f"  violation: {each}" for each in outcome.violations)
+    yield from (f"  error: {each}" for each in outcome.errors)
+    yield from outcome.log
+
+
+def _warm_up(calm: Tape) -> None:
+    """Run a universe in this process, whose forks then need not import and compose what it has. Keep the
+    garbage collector away from that."""
+    _die_with_parent()
+    folder = _new_folder()
+    try:
+        Universe(calm, folder).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    gc.collect()
+    gc.freeze()
+
+
+def _new_folder() -> Path:
+    memory = Path("/dev/shm")  # noqa: S108 - only where nothing has to survive
+    return Path(tempfile.mkdtemp(prefix="universe-", dir=memory if memory.is_dir() else None))
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _child(tape: Tape, folder: Path, writing: int) -> None:
+    """Body of the fork. It does not return: what is left of the universe's coroutines never runs."""
+    try:
+        _die_with_parent()
+        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+        gc.disable()  # it ends what nobody awaits any more, at a moment that no seed decides
+        try:
+            outcome = Universe(tape, folder).run()
+        except BaseException as error:  # noqa: BLE001 - the parent reports it
+            outcome = Outcome(status="crashed", reason="".join(traceback.format_exception(error)))
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(msgspec.msgpack.encode(outcome))
+    finally:
+        os._exit(0)

@@ -1,0 +1,435 @@
+"""A nats-server in memory, as far as stretto uses one: the client protocol, and JetStream's API.
+
+It lies below nats-py, whose client works on it unmodified. The tests of `tests/simulation` run on this server
+and on a real one.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextvars
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from stretto.testing.simulation.loop import SimulatedLoop
+from stretto.testing.simulation.streams import ApiError, Asked, Stream, matches
+from stretto.testing.simulation.transport import Link, SimulatedTransport
+
+_CRLF = b"\r\n"
+_DELAY_S, _JITTER_S = 2e-4, 5e-4
+_NO_RESPONDERS = b"NATS/1.0 503\r\n\r\n"
+_CREATED = "2026-01-01T00:00:00Z"
+
+
+@dataclass
+class Weather:
+    """What network and server do wrong at the moment. Shares are probabilities."""
+
+    lost: float = 0.0
+    """Share of core messages that get lost."""
+    doubled: float = 0.0
+    """Share of core messages that arrive twice."""
+    late: float = 0.0
+    """Share of messages that stall their connection."""
+    late_s: float = 0.0
+    """Longest such stall."""
+    unconfirmed: float = 0.0
+    """Share of stored messages whose acknowledgement gets lost."""
+    untaken: float = 0.0
+    """Share of acknowledgements of a queue's message that get lost: it is delivered again."""
+    store_fails: float = 0.0
+    """Share of messages that the store refuses for now."""
+    disk_full: bool = False
+    """The store refuses every message."""
+    pings_only: bool = False
+    """The server answers pings, and does nothing else until this is over."""
+
+
+class Connection:
+    """The server's end of a connection."""
+
+    def __init__(self, server: Server, transport: SimulatedTransport, name: str, number: int) -> None:
+        self.name, self.number = name, number
+        self.transport = transport
+        self.to_server = Link(server, self._take)
+        self.to_client = Link(server, transport.receive)
+        self._server = server
+        self._held: list[tuple[Any, ...]] = []
+        self._data = b""
+        self.subscriptions: dict[bytes, tuple[str, str]] = {}
+        """Number of each subscription -> subject, queue group."""
+
+    def drop(self) -> None:
+        """Forget the client, and what is under way in both directions."""
+        self.to_server.open = self.to_client.open = False
+        self._server.forget(self)
+
+    def _take(self, data: bytes) -> None:
+        """Parse what has arrived, and carry out each whole operation."""
+        data = self._data + data if self._data else data
+        start = 0
+        while (end := data.find(_CRLF, start)) >= 0:
+            words = data[start:end].split(b" ")
+            if words[0] in (b"PUB", b"HPUB"):
+                size = int(words[-1])
+                after = end + 2 + size + 2
+                if len(data) < after:
+                    break
+                self._do(words, data[end + 2 : after - 2])
+                start = after
+            else:
+                self._do(words, b"")
+                start = end + 2
+        self._data = data[start:]
+
+    def _do(self, words: list[bytes], payload: bytes) -> None:
+        server, verb = self._server, words[0]
+        if verb == b"PING":
+            self.to_client.send(b"PONG\r\n")
+        elif server.weather.pings_only:
+            self._held.append((words, payload))
+        elif verb == b"PUB":
+            reply = words[2].decode() if len(words) == 4 else ""
+            server.publish(self, words[1].decode(), reply, b"", payload)
+        elif verb == b"HPUB":
+            reply, head = words[2].decode() if len(words) == 5 else "", int(words[-2])
+            server.publish(self, words[1].decode(), reply, payload[:head], payload[head:])
+        elif verb == b"SUB":
+            group = words[2].decode() if len(words) == 4 else ""
+            server.subscribe(self, words[-1], words[1].decode(), group)
+        elif verb == b"UNSUB" and len(words) == 2:
+            server.unsubscribe(self, words[1])
+
+    def catch_up(self) -> None:
+        """Carry out what waited while the server answered pings only."""
+        held, self._held = self._held, []
+        for words, payload in held:
+            self._do(words, payload)
+
+
+class Server:
+    """The server: subscriptions, and streams.
+
+    Args:
+        loop: the loop of the simulation.
+        seed: draws delays, and what gets lost.
+    """
+
+    def __init__(self, loop: SimulatedLoop, seed: int) -> None:
+        self.loop = loop
+        self.context = contextvars.Context()
+        """The context of the server's own callbacks, which belong to no process."""
+        self.weather = Weather()
+        self.up = True
+        self.folder = b"/"
+        """Folder of the universe. It has another name each time, so the trace does not show it."""
+        self.observers: list[Callable[[str, str, bytes], None]] = []
+        """Called with sender, subject and payload of each message that is published."""
+        self.messages = 0
+        """Number of messages that were published."""
+        self.streams: dict[str, Stream] = {}
+        self._rng = Random(f"network {seed}")
+        self._connections: dict[int, Connection] = {}
+        self._numbered = 0
+        self._exact: dict[str, dict[tuple[int, bytes], tuple[Connection, bytes, str]]] = {}
+        self._patterns: dict[tuple[int, bytes], tuple[Connection, bytes, str, list[str]]] = {}
+        self._matching: dict[str, list[tuple[Connection, bytes, str]]] = {}
+        """Subject -> the patterns' subscribers, as long as no pattern comes or goes."""
+        self._homes: dict[str, Stream | None] = {}
+        """Subject -> the stream that stores it."""
+        SimulatedTransport.server = self
+
+    def new_number(self) -> int:
+        """Return a number that nothing else has."""
+        self._numbered += 1
+        return self._numbered
+
+    def happens(self, share: float) -> bool:
+        """Draw whether something with a probability happens. Nothing is drawn for 0."""
+        return bool(share) and self._rng.random() < share
+
+    def delay_s(self) -> float:
+        """Draw the seconds that a message takes on its way."""
+        delay = _DELAY_S + self._rng.expovariate(1 / _JITTER_S)
+        if self.happens(self.weather.late):
+            delay += self._rng.random() * self.weather.late_s
+        return delay
+
+    def calm(self) -> None:
+        """End the bad weather. A server that hangs or has a full disk is not concerned."""
+        weather = self.weather
+        self.weather = Weather(disk_full=weather.disk_full, pings_only=weather.pings_only)
+
+    # ------------------------------------------------------------------------------- connections
+
+    def accept(self, transport: SimulatedTransport, name: str) -> Connection:
+        """Return a new connection."""
+        number = self.new_number()
+        connection = self._connections[number] = Connection(self, transport, name, number)
+        info = {
+            "server_id": "simulated",
+            "version": "2.12.0",
+            "proto": 1,
+            "headers": True,
+            "max_payload": 2**20,
+            "jetstream": True,
+            "client_id": number,
+        }
+        connection.to_client.send(b"INFO " + json.dumps(info).encode() + _CRLF)
+        return connection
+
+    def forget(self, connection: Connection) -> None:
+        """Remove a connection that has ended."""
+        if self._connections.pop(connection.number, None) is not None:
+            for sid in [*connection.subscriptions]:
+                self.unsubscribe(connection, sid)
+
+    def break_connections(self, name: str | None = None) -> None:
+        """Break the connections of one process, or all of them."""
+        for connection in [*self._connections.values()]:
+            if name in (None, connection.name):
+                connection.drop()
+                connection.transport.break_off()
+
+    def go_down(self, seconds: float) -> None:
+        """Be away for a while. Streams are on disk; consumers of readers are not."""
+        self.loop.note("server down", seconds)
+        self.up = False
+        self.break_connections()
+        for stream in self.streams.values():
+            stream.restart()
+        self.loop.call_later(seconds, self._come_up, context=self.context)
+
+    def _come_up(self) -> None:
+        self.up = True
+        self.loop.note("server up")
+
+    def answer_pings_only(self, seconds: float) -> None:
+        """Do nothing but answer pings for a while."""
+        self.loop.note("server hangs", seconds)
+        self.weather.pings_only = True
+        self.loop.call_later(seconds, self._catch_up, context=self.context)
+
+    def _catch_up(self) -> None:
+        self.weather.pings_only = False
+        self.loop.note("server works")
+        for connection in [*self._connections.values()]:
+            connection.catch_up()
+
+    # ------------------------------------------------------------------------------ core messages
+
+    def subscribe(self, connection: Connection, sid: bytes, subject: str, group: str) -> None:
+        """Send messages of a subject to a client; those of a group go to one of its members."""
+        connection.subscriptions[sid] = subject, group
+        key = connection.number, sid
+        if "*" in subject or ">" in subject:
+            self._matching.clear()
+            self._patterns[key] = connection, sid, group, subject.split(".")
+        else:
+            self._exact.setdefault(subject, {})[key] = connection, sid, group
+
+    def unsubscribe(self, connection: Connection, sid: bytes) -> None:
+        """End a subscription."""
+        subject, _ = connection.subscriptions.pop(sid, ("", ""))
+        key = connection.number, sid
+        if self._patterns.pop(key, None) is not None:
+            self._matching.clear()
+        subscribers = self._exact.get(subject, {})
+        subscribers.pop(key, None)
+        if not subscribers:
+            self._exact.pop(subject, None)
+
+    def _subscribers(self, subject: str) -> list[tuple[Connection, bytes, str]]:
+        if (exact := self._exact.get(subject)) is not None:
+            return [*exact.values(), *self._by_pattern(subject)]
+        return self._by_pattern(subject)
+
+    def _by_pattern(self, subject: str) -> list[tuple[Connection, bytes, str]]:
+        if (found := self._matching.get(subject)) is None:
+            words = subject.split(".")
+            found = [each[:3] for each in self._patterns.values() if matches(each[3], words)]
+            self._matching[subject] = found
+        return found
+
+    def has_interest(self, subject: str) -> bool:
+        """Whether somebody receives a subject."""
+        return bool(self._subscribers(subject))
+
+    def publish(self, sender: Connection, subject: str, reply: str, head: bytes, data: bytes) -> None:
+        """Take a message of a client."""
+        self.messages += 1
+        for observe in self.observers:
+            observe(sender.name, subject, data)
+        if subject.startswith("$JS."):
+            self._call(subject.split("."), reply, data)
+        elif stream := self._home(subject):
+            answer = self._store(stream, subject, head, data)
+            if reply and not self.happens(self.weather.unconfirmed):
+                self.send(sender.name, reply, "", b"", json.dumps(answer).encode())
+        elif self.happens(self.weather.lost):
+            self.loop.note("lost", sender.name, subject)
+        else:
+            for _ in range(1 + self.happens(self.weather.doubled)):
+                if not self.send(sender.name, subject, reply, head, data) and reply:
+                    self.send("server", reply, "", _NO_RESPONDERS, b"")
+
+    def send(self, sender: str, subject: str, reply: str, head: bytes, data: bytes, to: str = "") -> bool:
+        """Send a message to all subscribers of its subject, or of `to`; whether there are any."""
+        groups: dict[str, list[tuple[Connection, bytes]]] = {}
+        subscribers = self._subscribers(to or subject)
+        for connection, sid, group in subscribers:
+            if group:
+                groups.setdefault(group, []).append((connection, sid))
+            else:
+                self._deliver(sender, connection, sid, subject, reply, head, data)
+        for members in groups.values():
+            self._deliver(sender, *self._rng.choice(members), subject, reply, head, data)
+        return bool(subscribers)
+
+    def _deliver(
+        self, sender: str, to: Connection, sid: bytes, subject: str, reply: str, head: bytes, data: bytes
+    ) -> None:
+        shown = data.replace(self.folder, b"FOLDER") if self.folder in data else data
+        self.loop.note("message", sender, to.name, subject, hashlib.blake2b(shown, digest_size=8).hexdigest())
+        address = f"{subject} {sid.decode()} {reply}".rstrip()
+        if head:
+            line = f"HMSG {address} {len(head)} {len(head) + len(data)}\r\n"
+        else:
+            line = f"MSG {address} {len(data)}\r\n"
+        to.to_client.send(b"".join((line.encode(), head, data, _CRLF)))
+
+    # ----------------------------------------------------------------------------------- JetStream
+
+    def _home(self, subject: str) -> Stream | None:
+        if subject not in self._homes:
+            words = subject.split(".")
+            holding = (each for each in self.streams.values() if each.stores(words))
+            self._homes[subject] = next(holding, None)
+        return self._homes[subject]
+
+    def _store(self, stream: Stream, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
+        try:
+            if self.weather.disk_full:
+                raise ApiError(503, 10023, "insufficient resources")
+            if self.happens(self.weather.store_fails):
+                raise ApiError(503, 10077, "the store is busy")
+            return stream.store(subject, head, data)
+        except ApiError as error:
+            return {**error.answer(), "stream": stream.name, "seq": 0}
+
+    def _call(self, words: list[str], reply: str, data: bytes) -> None:
+        """Carry out a call of the API: `$JS.API.…`, or `$JS.ACK.…`."""
+        if words[1] == "ACK":
+            self._acknowledge(words, data)
+        elif words[2:4] == ["CONSUMER", "MSG"]:
+            self._ask_consumer(words, reply, data)
+        elif words[2:4] == ["DIRECT", "GET"]:
+            self._get_directly(words, reply, data)
+        else:
+            try:
+                answer = self._answer(words[2:], json.loads(data) if data else {})
+            except ApiError as error:
+                answer = error.answer()
+            self.send("server", reply, "", b"", json.dumps(answer).encode())
+
+    def _acknowledge(self, words: list[str], data: bytes) -> None:
+        # $JS.ACK.STREAM.CONSUMER.DELIVERIES.SEQUENCE.CONSUMER_SEQUENCE.TIME.PENDING
+        if self.happens(self.weather.untaken):
+            self.loop.note("acknowledgement lost", words[2], words[5])
+            return
+        stream = self.streams.get(words[2])
+        consumer = stream.consumers.get(words[3]) if stream else None
+        if consumer is not None:
+            consumer.acknowledged(int(words[5]), data)
+
+    def _ask_consumer(self, words: list[str], reply: str, data: bytes) -> None:
+        stream = self.streams.get(words[5])
+        consumer = stream.consumers.get(words[6]) if stream else None
+        if consumer is None:
+            self.send("server", reply, "", _NO_RESPONDERS, b"")
+        else:
+            consumer.ask(Asked(reply, **_request(data)))
+
+    def _get_directly(self, words: list[str], reply: str, data: bytes) -> None:
+        stream = self.streams.get(words[4])
+        question = json.loads(data) if data else {"last_by_subj": ".".join(words[5:])}
+        message = stream.find(question) if stream else None
+        if stream is None:
+            self.send("server", reply, "", _NO_RESPONDERS, b"")
+        elif message is None:
+            self.send("server", reply, "", b"NATS/1.0 404 Message Not Found\r\n\r\n", b"")
+        else:
+            head = (
+                f"NATS/1.0\r\nNats-Stream: {stream.name}\r\nNats-Subject: {message.subject}\r\n"
+                f"Nats-Sequence: {message.sequence}\r\nNats-Time-Stamp: {_CREATED}\r\n\r\n"
+            )
+            self.send("server", reply, "", head.encode(), message.data)
+
+    def _answer(self, words: list[str], question: dict[str, Any]) -> dict[str, Any]:
+        match words:
+            case ["STREAM", "CREATE", name]:
+                return self._create(name, question)
+            case ["CONSUMER", "DURABLE", "CREATE", name, _] | ["CONSUMER", "CREATE", name, *_]:
+                return self._stream(name).add_consumer(question["config"])
+            case ["STREAM", "INFO", name]:
+                return self._info(self._stream(name), details=bool(question.get("deleted_details")))
+            case ["STREAM", "UPDATE", name]:
+                self._stream(name).config = question
+                return self._info(self._stream(name))
+            case ["STREAM", "PURGE", name]:
+                return {"success": True, "purged": self._stream(name).purge(question.get("seq"))}
+            case ["STREAM", "DELETE", name]:
+                del self.streams[self._stream(name).name]
+                self._homes.clear()
+                return {"success": True}
+            case ["STREAM", "MSG", "DELETE", name]:
+                self._stream(name).delete(question["seq"])
+                return {"success": True}
+            case ["STREAM", "MSG", "GET", name]:
+                return self._message(self._stream(name), question)
+            case _:
+                raise NotImplementedError(f"the simulated server has no {'.'.join(words)}")
+
+    def _create(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
+        known = self.streams.get(name)
+        if known is None:
+            self.streams[name] = Stream(self, name, config)
+            self._homes.clear()
+        elif known.config != config:
+            raise ApiError(400, 10058, "stream name already in use with a different configuration")
+        return {**self._info(self.streams[name]), "did_create": known is None}
+
+    def _stream(self, name: str) -> Stream:
+        if name not in self.streams:
+            raise ApiError(404, 10059, "stream not found")
+        return self.streams[name]
+
+    @staticmethod
+    def _info(stream: Stream, *, details: bool = False) -> dict[str, Any]:
+        return {"config": stream.config, "created": _CREATED, "state": stream.state(details=details)}
+
+    @staticmethod
+    def _message(stream: Stream, question: dict[str, Any]) -> dict[str, Any]:
+        message = stream.find(question)
+        if message is None:
+            raise ApiError(404, 10037, "no message found")
+        data = base64.b64encode(message.data).decode()
+        content = {"subject": message.subject, "seq": message.sequence, "data": data, "time": _CREATED}
+        return {"message": content}
+
+
+def _request(data: bytes) -> dict[str, Any]:
+    """Return what a client asks of a consumer: a number, or JSON."""
+    question = json.loads(data) if data else {}
+    if isinstance(question, int):
+        question = {"batch": question}
+    return {
+        "number": question.get("batch", 1),
+        "expires_s": question.get("expires", 0) / 1e9,
+        "heartbeat_s": question.get("idle_heartbeat", 0) / 1e9,
+        "wait": not question.get("no_wait", False),
+    }

@@ -1,0 +1,311 @@
+"""Streams and consumers of the simulated server: what JetStream keeps, and how readers get it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto.testing.simulation.server import Server
+
+_SAME_ID_S = 120.0
+"""For this long a stream recognises a message id."""
+_TIME = "1000000000"
+
+
+class ApiError(Exception):
+    """An error that the API reports to the client."""
+
+    def __init__(self, code: int, err_code: int, text: str) -> None:
+        super().__init__(text)
+        self.code, self.err_code, self.text = code, err_code, text
+
+    def answer(self) -> dict[str, Any]:
+        """Return it as the API's answer."""
+        return {"error": {"code": self.code, "err_code": self.err_code, "description": self.text}}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A message of a stream."""
+
+    sequence: int
+    subject: str
+    head: bytes
+    data: bytes
+
+
+def matches(form: list[str], words: list[str]) -> bool:
+    """Whether a subject has the form of a pattern. Both are split at the points."""
+    for index, each in enumerate(form):
+        if each == ">":
+            return len(words) > index
+        if index >= len(words) or each not in ("*", words[index]):
+            return False
+    return len(words) == len(form)
+
+
+def _header(head: bytes, name: bytes) -> str | None:
+    for line in head.split(b"\r\n"):
+        if line.startswith(name + b":"):
+            return line[len(name) + 1 :].strip().decode()
+    return None
+
+
+class Stream:
+    """A stream. It is on disk: it survives a restart of the server."""
+
+    def __init__(self, server: Server, name: str, config: dict[str, Any]) -> None:
+        self.server, self.name, self.config = server, name, config
+        self.messages: dict[int, Stored] = {}
+        self.last = 0
+        self.consumers: dict[str, Consumer] = {}
+        self.is_queue = config.get("retention") == "workqueue"
+        self._forms = [subject.split(".") for subject in config["subjects"]]
+        self._one_each = config.get("max_msgs_per_subject") == 1
+        self._newest: dict[str, int] = {}
+        self._ids: dict[str, tuple[float, int]] = {}
+
+    def stores(self, words: list[str]) -> bool:
+        """Whether a subject, split at the points, belongs to this stream."""
+        return any(matches(form, words) for form in self._forms)
+
+    def store(self, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
+        """Store a message, once for each id, and return the acknowledgement.
+
+        Raises:
+            ApiError: if the newest message is not the one that the sender expects.
+        """
+        now, id = self.server.loop.time(), _header(head, b"Nats-Msg-Id")
+        expected = _header(head, b"Nats-Expected-Last-Sequence")
+        if expected is not None and int(expected) != self.last:
+            raise ApiError(400, 10071, f"wrong last sequence: {self.last}")
+        if id in self._ids and now - self._ids[id][0] < _SAME_ID_S:
+            return {"stream": self.name, "seq": self._ids[id][1], "duplicate": True}
+        self.last += 1
+        if id is not None:
+            self._ids[id] = now, self.last
+        if self._one_each and subject in self._newest:
+            self.messages.pop(self._newest[subject], None)
+        self._newest[subject] = self.last
+        message = self.messages[self.last] = Stored(self.last, subject, head, data)
+        for consumer in self.consumers.values():
+            consumer.add(message)
+        return {"stream": self.name, "seq": self.last}
+
+    def find(self, question: dict[str, Any]) -> Stored | None:
+        """Return a message by its number (`seq`), or the newest one of a subject (`last_by_subj`)."""
+        if question.get("seq"):
+            return self.messages.get(question["seq"])
+        subject = question["last_by_subj"]
+        newest = self.messages.get(self._newest.get(subject, 0))
+        if newest is not None:
+            return newest
+        return next((each for each in reversed(self.messages.values()) if each.subject == subject), None)
+
+    def delete(self, sequence: int) -> None:
+        """Remove a message.
+
+        Raises:
+            ApiError: if it is not there.
+        """
+        if sequence not in self.messages:
+            raise ApiError(400, 10043, "sequence not found")
+        self.remove(sequence)
+
+    def remove(self, sequence: int) -> None:
+        """Remove a message, if it is there."""
+        self.messages.pop(sequence, None)
+        for consumer in self.consumers.values():
+            consumer.forget(sequence)
+
+    def purge(self, below: int | None) -> int:
+        """Remove the messages below a number, or all; return how many there were."""
+        gone = [each for each in self.messages if not below or each < below]
+        for each in gone:
+            self.remove(each)
+        if below:
+            self.last = max(self.last, below - 1)
+        return len(gone)
+
+    def state(self, *, details: bool) -> dict[str, Any]:
+        """Return the stream's state, as the API reports it."""
+        first = min(self.messages, default=self.last + 1 if self.last else 0)
+        deleted = [each for each in range(max(1, first), self.last + 1) if each not in self.messages]
+        return {
+            "messages": len(self.messages),
+            "bytes": sum(len(each.data) for each in self.messages.values()),
+            "first_seq": first,
+            "last_seq": self.last,
+            "num_deleted": len(deleted),
+            "consumer_count": len(self.consumers),
+        } | ({"deleted": deleted} if details and deleted else {})
+
+    def add_consumer(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Create a consumer, if there is none of this name, and return what the API says of it."""
+        name = config.get("durable_name") or config.get("name") or f"reader{self.server.new_number()}"
+        if name not in self.consumers:
+            self.consumers[name] = Consumer(self, name, config)
+        nothing = {"consumer_seq": 0, "stream_seq": 0}
+        counts = dict.fromkeys(("num_ack_pending", "num_redelivered", "num_waiting", "num_pending"), 0)
+        return {
+            "stream_name": self.name,
+            "name": name,
+            "config": config,
+            "created": "2026-01-01T00:00:00Z",
+            "delivered": nothing,
+            "ack_floor": nothing,
+            **counts,
+        }
+
+    def restart(self) -> None:
+        """Forget what a server does not keep on disk: questions of clients, and consumers of readers."""
+        for name, consumer in [*self.consumers.items()]:
+            consumer.restart()
+            if not consumer.durable:
+                del self.consumers[name]
+
+
+@dataclass(eq=False)
+class Asked:
+    """What a client has asked of a consumer, and where it wants the messages."""
+
+    reply: str
+    number: int
+    expires_s: float
+    heartbeat_s: float
+    wait: bool
+    over: bool = False
+
+
+class Consumer:
+    """A reader's place in a stream; for a work queue also what is taken and not acknowledged yet."""
+
+    def __init__(self, stream: Stream, name: str, config: dict[str, Any]) -> None:
+        self._stream, self._server, self._name = stream, stream.server, name
+        self.durable = bool(config.get("durable_name"))
+        subjects = config.get("filter_subjects") or [config.get("filter_subject") or ">"]
+        self._forms = [subject.split(".") for subject in subjects]
+        self._explicit = config.get("ack_policy") == "explicit"
+        self._redeliver_s = config.get("ack_wait", 30 * 10**9) / 1e9
+        self._inactive_s = config.get("inactive_threshold", 0) / 1e9
+        self._start = config.get("opt_start_seq", 1)
+        self._to_send = deque(each.sequence for each in stream.messages.values() if self._wants(each))
+        self._taken: dict[int, asyncio.TimerHandle] = {}
+        """Sequence number of a message that is not acknowledged -> timer of its next delivery."""
+        self._deliveries: dict[int, int] = {}
+        self._sent = 0
+        self._questions: deque[Asked] = deque()
+        self._used = self._server.loop.time()
+        if self._inactive_s and not self.durable:
+            self._later(self._inactive_s, self._end_if_unused)
+
+    def _later(self, seconds: float, call: Any, *args: Any) -> asyncio.TimerHandle:
+        return self._server.loop.call_later(seconds, call, *args, context=self._server.context)
+
+    def _wants(self, message: Stored) -> bool:
+        words = message.subject.split(".")
+        return message.sequence >= self._start and any(matches(form, words) for form in self._forms)
+
+    def _end_if_unused(self) -> None:
+        idle_s = self._server.loop.time() - self._used
+        if self._questions or idle_s < self._inactive_s:
+            self._later(
+                self._inactive_s if self._questions else self._inactive_s - idle_s, self._end_if_unused
+            )
+        elif self._stream.consumers.get(self._name) is self:
+            del self._stream.consumers[self._name]
+
+    def add(self, message: Stored) -> None:
+        """Take a new message of the stream."""
+        if self._wants(message):
+            self._to_send.append(message.sequence)
+            self._send()
+
+    def forget(self, sequence: int) -> None:
+        """Forget a message that was removed from the stream."""
+        if timer := self._taken.pop(sequence, None):
+            timer.cancel()
+        self._deliveries.pop(sequence, None)
+
+    def restart(self) -> None:
+        """Forget the questions of clients, which have to ask again."""
+        for each in self._questions:
+            each.over = True
+        self._questions.clear()
+
+    def ask(self, asked: Asked) -> None:
+        """Take a client's question: answer with messages, now or later."""
+        self._used = self._server.loop.time()
+        self._questions.append(asked)
+        if asked.expires_s:
+            self._later(asked.expires_s, self._expire, asked)
+        if asked.heartbeat_s:
+            self._later(asked.heartbeat_s, self._beat, asked)
+        self._send()
+        if not asked.over and not asked.expires_s and not asked.wait:
+            self._end(asked, b"404 No Messages")
+
+    def _end(self, asked: Asked, status: bytes) -> None:
+        if not asked.over:
+            asked.over = True
+            self._questions.remove(asked)
+            self._server.send("server", asked.reply, "", b"NATS/1.0 " + status + b"\r\n\r\n", b"")
+
+    def _expire(self, asked: Asked) -> None:
+        self._used = self._server.loop.time()
+        self._end(asked, b"408 Request Timeout")
+
+    def _beat(self, asked: Asked) -> None:
+        if not asked.over and self._server.up and not self._server.weather.pings_only:
+            self._server.send("server", asked.reply, "", b"NATS/1.0 100 Idle Heartbeat\r\n\r\n", b"")
+        if not asked.over:
+            self._later(asked.heartbeat_s, self._beat, asked)
+
+    def _send(self) -> None:
+        """Send messages to those who have asked, in the order in which they have."""
+        while self._to_send and self._questions:
+            asked = self._questions[0]
+            if not self._server.has_interest(asked.reply):  # the client has gone
+                self._questions.popleft().over = True
+            elif message := self._stream.messages.get(self._to_send.popleft()):
+                asked.number -= 1
+                if not asked.number:
+                    self._questions.popleft().over = True
+                self._deliver(message, asked.reply)
+
+    def _deliver(self, message: Stored, to: str) -> None:
+        self._sent += 1
+        sequence = message.sequence
+        deliveries = self._deliveries.get(sequence, 0) + 1
+        if self._explicit:
+            self._deliveries[sequence] = deliveries
+            self._taken[sequence] = self._later(self._redeliver_s, self._redeliver, sequence)
+        left = len(self._to_send)
+        answer = (
+            f"$JS.ACK.{self._stream.name}.{self._name}.{deliveries}.{sequence}.{self._sent}.{_TIME}.{left}"
+        )
+        self._server.send("server", message.subject, answer, message.head, message.data, to=to)
+
+    def _redeliver(self, sequence: int) -> None:
+        if self._taken.pop(sequence, None) is not None:
+            self._server.loop.note("delivered again", self._stream.name, sequence)
+            self._to_send.appendleft(sequence)
+            self._send()
+
+    def acknowledged(self, sequence: int, data: bytes) -> None:
+        """Take a client's word on a message: done, given back, refused, or in progress."""
+        word, timer = data[:4], self._taken.pop(sequence, None)
+        if timer is not None:
+            timer.cancel()
+        if word == b"+WPI":
+            if timer is not None:
+                self._taken[sequence] = self._later(self._redeliver_s, self._redeliver, sequence)
+        elif word == b"-NAK":
+            if timer is not None:
+                self._to_send.appendleft(sequence)
+                self._send()
+        elif self._stream.is_queue:
+            self._stream.remove(sequence)

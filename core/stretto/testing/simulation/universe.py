@@ -1,0 +1,282 @@
+"""One universe: a run, its faults, and what became of it. The same tape gives the same universe."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import anyio
+import msgspec
+import structlog
+
+import stretto.kernel.observe.report
+import stretto.workers.context
+import stretto.workers.scoring.verifier
+import stretto.workers.worker
+from stretto.assembly.assembly import Assembly, new_run_id
+from stretto.assembly.compose import compose_mapping
+from stretto.base.cores import CoreUse
+from stretto.bus.joining import operator_bootstrap
+from stretto.bus.messages.operation import ScaleRun
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.server import lock_run
+from stretto.errors import StrettoError
+from stretto.kernel import life
+from stretto.kernel.durable.changes import write_values
+from stretto.kernel.ending import Interruptions
+from stretto.kernel.setup import RunSetup
+from stretto.models.tokenizer import load_tokenizer
+from stretto.testing.simulation import processes
+from stretto.testing.simulation.faults import Tape, inject
+from stretto.testing.simulation.loop import Deadlock, Livelock, Process, SimulatedLoop
+from stretto.testing.simulation.oracles import Oracle
+from stretto.testing.simulation.patches import World, patched
+from stretto.testing.simulation.run_file import simulated
+from stretto.testing.simulation.server import Server
+
+_LIMIT_S = 300.0
+"""Virtual seconds after which a run that has not ended is stuck."""
+_MOST_KERNELS = 6
+_PAUSES_S = (0.2, 3.0, 15.0)
+_NUM_ROWS = 200
+
+
+class Outcome(msgspec.Struct):
+    """What became of a universe."""
+
+    status: str
+    reason: str
+    violations: list[str] = []
+    errors: list[str] = []
+    """Exceptions that nobody has handled."""
+    digest: str = ""
+    """SHA-256 of the trace."""
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    callbacks: int = 0
+    messages: int = 0
+    kernels: int = 0
+    """Number of kernels that have owned the run."""
+    log: list[str] = []
+
+    @property
+    def failed(self) -> bool:
+        """Whether it shows a fault of stretto."""
+        return self.status != "completed" or bool(self.violations or self.errors)
+
+
+class Universe:
+    """A run in the simulation.
+
+    Args:
+        folder: an empty folder, which the universe uses.
+    """
+
+    def __init__(self, tape: Tape, folder: Path) -> None:
+        seed = tape.seed
+        self.tape, self.folder = tape, folder
+        self.loop = SimulatedLoop(seed)
+        self.world = World(self.loop, seed)
+        self.server = Server(self.loop, seed)
+        self.server.folder = str(folder).encode()
+        self.machine = processes.Machine(self.world)
+        self.log: list[str] = []
+        self._rng = Random(f"pauses {seed}")
+        self._kernels = 0
+        self._summary: dict[str, Any] | None = None
+        self._began = self.loop.time()
+
+    def later(self, seconds: float, call: Callable[..., Any], *args: Any) -> None:
+        """Call something later, outside of all processes."""
+        self.loop.call_later(seconds, call, *args, context=self.server.context)
+
+    def tell(self, *words: object) -> None:
+        """Add a line to the log and the trace."""
+        text = " ".join(map(str, words)).replace(str(self.folder), "FOLDER")
+        self.loop.note("log", text)
+        self.log.append(f"{self.loop.time() - self._began:9.3f} {text}")
+
+    def run(self) -> Outcome:
+        """Run until the run has ended for good, or is stuck."""
+        cpu = time.process_time
+        began = cpu()
+        load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
+        processes.use(self.world, self.machine)
+        with patched(self.world), _replaced(), _logged(self.tell):
+            self._composed = compose_mapping(self._document())
+            self._run = new_run_id(self.folder / "run")
+            oracle = Oracle(self._composed.config.queue.max_staleness)
+            self.server.observers.append(oracle)
+            inject(self, self.tape.faults)
+            summary = self._live()
+        oracle.end(summary, self.tape.run["steps"])
+        return Outcome(
+            status=summary["status"],
+            reason=summary.get("reason", ""),
+            violations=oracle.violations,
+            errors=self.loop.errors,
+            digest=self.loop.digest,
+            virtual_s=round(self.loop.time() - self._began, 3),
+            cpu_s=round(cpu() - began, 3),
+            callbacks=self.loop.callbacks,
+            messages=self.server.messages,
+            kernels=self._kernels,
+            log=self.log,
+        )
+
+    def _document(self) -> dict[str, Any]:
+        """Return the run file. A tape without a dataset gets sums of one."""
+        (self.folder / "weights").mkdir()
+        run = dict(self.tape.run)
+        if "dataset" not in run:
+            rows = self.folder / "rows.jsonl"
+            lines = (f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(_NUM_ROWS))
+            rows.write_text("".join(lines))
+            run["dataset"] = dataset = {"use": "jsonl", "path": str(rows)}
+            if "evaluation" in run:
+                run["evaluation"] = {**run["evaluation"], "dataset": dataset}
+        return simulated(run, self.folder)
+
+    def _live(self) -> dict[str, Any]:
+        try:
+            return self.loop.run_until_complete(self._kernels_in_turn())
+        except Deadlock as error:
+            return {"status": "deadlock", "reason": str(error)}
+        except Livelock as error:
+            return {"status": "livelock", "reason": str(error)}
+
+    async def _kernels_in_turn(self) -> dict[str, Any]:
+        """Start a kernel, and another one whenever one was killed or could not go on alone."""
+        out = self.folder / "run"
+        deadline = self._began + _LIMIT_S
+        with lock_run(out / "bus"):
+            write_values(out, self._composed)
+        while True:
+            kernel = self._start_kernel(out)
+            done, _ = await asyncio.wait([kernel.ended], timeout=deadline - self.loop.time())
+            if not done:
+                return {"status": "stuck", "reason": f"not over after {_LIMIT_S:g} virtual seconds"}
+            summary, self._summary = self._summary, None
+            if summary is not None and not _resumable(summary):
+                return summary
+            if self._kernels == _MOST_KERNELS:
+                return summary or {"status": "killed", "reason": "each kernel was killed"}
+            self.tell("RESUME", summary["reason"] if summary else "killed")
+            if summary is None or summary["status"] != "repeated":
+                await anyio.sleep(self._rng.choice(_PAUSES_S))
+
+    def _start_kernel(self, out: Path) -> Process:
+        """Do what `stretto run` or `stretto resume` does, as a process of the simulation."""
+        kernel = Process(self.loop, "kernel")
+        lock = lock_run(out / "bus")
+        kernel.on_end.append(lock.close)
+        first = not self._kernels
+        self._kernels += 1
+        interruptions = Interruptions()
+        kernel.on_signal.append(partial(_interrupt, kernel, interruptions))
+
+        async def main() -> None:
+            try:
+                resumed = None if first else life.newest_checkpoint(out)
+                setup = RunSetup(Assembly(self._composed, folder=out, run=self._run), resumed)
+                self._summary, _ = await life.live_and_sum_up(setup, interruptions)
+            except StrettoError as error:
+                self._summary = {"status": "refused", "reason": str(error)}
+            except Exception as error:  # noqa: BLE001 - a fault of stretto, which the outcome shows
+                self._summary = {"status": "raised", "reason": "".join(traceback.format_exception(error))}
+            kernel.end(0)
+
+        self._task = self.loop.create_task(main(), context=kernel.context())
+        return kernel
+
+    def scale(self, role: str, number: int) -> None:
+        """Ask the kernel for another number of processes, as `stretto scale` does."""
+        try:
+            bootstrap = operator_bootstrap(self.folder / "run" / "bus")
+        except StrettoError:
+            return  # no kernel has begun yet
+        names = Subjects(bootstrap.run)
+        subject = names.kernel("operator", "scale")
+        reply = f"{names.answers('operator', 'kernel')}.simulation.{self.loop.callbacks}"
+        data = msgspec.msgpack.encode(ScaleRun(bootstrap.token, {role: number}))
+        self.server.send("operator", subject, reply, b"", data)
+
+
+def _resumable(summary: dict[str, Any]) -> bool:
+    """Whether a run ended as it has to, so that somebody resumes it: by a signal, or because a trainer is
+    gone."""
+    lost = summary["reason"].startswith("trainer-") and "was lost" in summary["reason"]
+    return summary["status"] in ("interrupted", "repeated") or (summary["status"] == "failed" and lost)
+
+
+def _interrupt(kernel: Process, interruptions: Interruptions, number: int) -> None:
+    """Send a signal to a kernel. The second one ends its process if no kernel is there to obey."""
+    if interruptions.received and not interruptions.obeyed:
+        kernel.end(-number)
+    else:
+        interruptions.receive(number, None)
+
+
+@contextmanager
+def _replaced() -> Generator[None]:
+    """Replace what stretto uses of its machine."""
+    places: list[tuple[Any, str, Any]] = [
+        (stretto.workers.context, "ThreadPoolExecutor", processes.InlineExecutor),
+        (stretto.workers.scoring.verifier, "ChildPool", processes.InlineChildPool),
+        (stretto.workers.worker, "heartbeats", processes.heartbeats),
+        (stretto.workers.worker, "_start_exit_watchdog", processes.start_exit_watchdog),
+        (stretto.kernel.observe.report, "CoreMeter", _NoMeter),
+        (life, "View", _NoView),
+    ]
+    with ExitStack() as stack:
+        # By its name, because core knows no plugin. A tick costs as much as it does in production.
+        stack.enter_context(mock.patch("stretto_mock.inference._TICK_S", 0.03))
+        for owner, name, value in places:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+@contextmanager
+def _logged(tell: Callable[..., None]) -> Generator[None]:
+    """Have log lines in the trace."""
+
+    def log(logger: object, name: str, event: Any) -> Any:
+        who, text = event.pop("worker", "kernel"), event.pop("event")
+        tell(who, name, text, *(f"{key}={value}" for key, value in event.items()))
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(processors=[structlog.contextvars.merge_contextvars, log])
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+class _NoView:
+    """A live view that shows nothing."""
+
+    def __init__(self, *args: object) -> None:
+        del args
+
+    async def run(self) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+
+class _NoMeter:
+    """A meter of cores that nobody uses."""
+
+    def read(self) -> CoreUse:
+        """Return constants."""
+        return CoreUse(0.5, 0.5)

@@ -1,0 +1,120 @@
+"""`stretto simulate`: a run file in a thousand simulated worlds in which things go wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stretto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.testing.simulation import Outcome, Tape
+
+_LAST_LINES = 60
+"""Lines of the log of a failed universe that are printed."""
+
+
+def simulate(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The run file.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of universes.")] = 100,
+    first: Annotated[int, typer.Option(min=0, help="Seed of the first one.")] = 0,
+    faults: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of faults; default all.")] = "",
+    number: Annotated[int, typer.Option(min=0, help="Faults in each universe.")] = 6,
+    jobs: Annotated[int, typer.Option(min=1, help="Universes at the same time.")] = 2,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="TAPE", help="Run the universe of this file instead.")
+    ] = None,
+) -> None:
+    """Run a run file in simulated worlds: its kernel and workers on virtual time, and with faults.
+
+    Each seed is a universe that repeats itself. The first one that fails is written to `tape-SEED.json` with
+    as few faults as possible.
+    """
+    from stretto.testing.simulation import run_tape, shrink, tapes_of
+
+    if replay is not None:
+        tape = _read(replay)
+        outcome = run_tape(tape)
+        _show(tape, outcome)
+        raise typer.Exit(outcome.failed)
+    if file is None:
+        raise ConfigError("name a run file, or a tape: stretto simulate --replay TAPE")
+    kinds = [each.strip() for each in faults.split(",") if each.strip()]
+    _expect_kinds(kinds)
+    tapes = tapes_of(
+        file, range(first, first + seeds), overrides=overrides or (), num_faults=number, kinds=kinds
+    )
+    if (failing := _search(tapes, jobs)) is None:
+        return
+    fewest, outcome = shrink(failing)
+    kept = Path(f"tape-{failing.seed}.json")
+    _write(kept, fewest)
+    _show(fewest, outcome)
+    typer.echo(f"to repeat it: stretto simulate --replay {kept}")
+    raise typer.Exit(1)
+
+
+def _expect_kinds(kinds: Sequence[str]) -> None:
+    from stretto.testing.simulation import KINDS
+
+    if unknown := [each for each in kinds if each not in KINDS]:
+        raise ConfigError(f"--faults: there is no kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
+
+
+def _search(tapes: Sequence[Tape], jobs: int) -> Tape | None:
+    """Run the universes until one fails. Return its tape."""
+    from stretto.testing.simulation import search
+
+    num_done, num_faults, callbacks, virtual_s, cpu_s = 0, 0, 0, 0.0, 0.0
+    failing: Tape | None = None
+    for tape, outcome in search(tapes, jobs):
+        num_done += 1
+        num_faults += len(tape.faults)
+        callbacks += outcome.callbacks
+        virtual_s, cpu_s = virtual_s + outcome.virtual_s, cpu_s + outcome.cpu_s
+        if outcome.failed:
+            failing = tape
+            break
+    typer.echo(
+        f"{num_done} universes, {num_faults} faults, {callbacks:,} events, {virtual_s:,.0f} virtual seconds, "
+        f"{cpu_s:,.0f} processor seconds: {'no failure' if failing is None else f'seed {failing.seed} fails'}"
+    )
+    return failing
+
+
+def _show(tape: Tape, outcome: Outcome) -> None:
+    from stretto.testing.simulation import story
+
+    lines = [*story(tape, outcome)]
+    log = len(outcome.log)
+    head, tail = lines[: len(lines) - log], lines[len(lines) - min(log, _LAST_LINES) :]
+    typer.echo("\n".join([*head, f"the last {len(tail)} of {log} lines of the log:", *tail]))
+
+
+def _read(file: Path) -> Tape:
+    """Read a tape.
+
+    Raises:
+        ConfigError: if the file cannot be read, or holds no tape.
+    """
+    import msgspec
+
+    from stretto.testing.simulation import Tape
+
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Tape)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{file} is no tape of `stretto simulate`: {error}") from error
+
+
+def _write(file: Path, tape: Tape) -> None:
+    import msgspec
+
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(tape), indent=2))

@@ -1,0 +1,60 @@
+"""Tapes of random universes, in two sizes."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from stretto.testing.simulation import Tape
+from stretto.testing.simulation.faults import draw
+
+
+def small(seed: int, faults: int | None = None) -> Tape:
+    """One rollout worker, two engines, one verifier, one trainer; 40 groups."""
+    rng = Random(f"small {seed}")
+    run = _run(rng, steps=10, engines=2, rollouts=1, verifiers=1)
+    return Tape(seed=seed, run=run, faults=draw(rng, _number(rng, faults), 7.5))
+
+
+def large(seed: int, faults: int | None = None) -> Tape:
+    """Two rollout workers, three engines, two verifiers, one trainer; 200 groups."""
+    rng = Random(f"large {seed}")
+    run = _run(rng, steps=25, engines=3, rollouts=2, verifiers=2)
+    run["queue"]["batch_size"] = 8
+    return Tape(seed=seed, run=run, faults=draw(rng, _number(rng, faults), 18.0))
+
+
+def _number(rng: Random, faults: int | None) -> int:
+    return rng.randint(5, 7) if faults is None else faults
+
+
+def _run(rng: Random, *, steps: int, engines: int, rollouts: int, verifiers: int) -> dict[str, Any]:
+    run: dict[str, Any] = {
+        "name": "universe",
+        "steps": steps,
+        "algorithm": {"use": "grpo", "group_size": 4},
+        "training": {"seconds_per_step": 0.5},
+        "inference": {
+            "replicas": engines,
+            "slots": rng.choice([2, 16]),
+            "tokens_per_s": 4000.0,
+            "swap_s": rng.choice([0.02, 0.2, 0.5]),
+            "mean_tokens": 24.0,
+            "sigma": 0.5,
+        },
+        "sampling": {"max_tokens": 64},
+        "rollout": {"processes": rollouts, "concurrency": rng.choice([2, 256])},
+        "verifier": {"processes": verifiers},
+        "reward": "exact",
+        "queue": {
+            "batch_size": 4,
+            "max_staleness": rng.choice([0, 1, 2]),
+            "max_failures": 1000,
+            "max_attempts": 100,
+        },
+        "checkpoint": {"every": rng.choice([0, 3])},
+        "launcher": {"max_restarts": 100},
+    }
+    if rng.random() < 0.6:
+        run["evaluation"] = {"every": rng.choice([2, 3]), "rows": 4, "sampling": {"temperature": 0}}
+    return run

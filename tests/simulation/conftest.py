@@ -1,0 +1,40 @@
+"""Tests that run on a real nats-server, and on the simulated one in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from stretto.bus.client import Bus, connect
+from stretto.bus.server import Bootstrap, NatsServer, lock_run
+from stretto.config import BusConfig
+from stretto.testing.simulation.loop import SimulatedLoop
+from stretto.testing.simulation.patches import World, patched
+from stretto.testing.simulation.server import Server
+
+RUN = "test-run"
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"nats-server": asyncio.new_event_loop, "simulated": lambda: SimulatedLoop(0)}
+
+
+@pytest.fixture
+async def open_bus(tmp_path: Path) -> AsyncIterator[Callable[[str], AbstractAsyncContextManager[Bus]]]:
+    """`async with open_bus("rollout") as bus`: a bus of a role, on the server that belongs to the loop."""
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, SimulatedLoop):
+        Server(loop, 0)
+        with patched(World(loop, 0)):
+            yield lambda role: connect(Bootstrap(url="nats://simulated:4222", run=RUN, role=role))
+    else:
+        lock = lock_run(tmp_path / "bus")
+        config = BusConfig(grace_s=2.0, max_payload_mb=1)
+        server = await NatsServer.start(tmp_path / "bus", RUN, config, tmp_path / "logs")
+        yield lambda role: connect(Bootstrap.read(tmp_path / "bus" / f"{role}.json"))
+        await server.stop()
+        lock.close()

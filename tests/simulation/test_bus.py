@@ -1,0 +1,236 @@
+"""What the bus promises, on a real nats-server and on the simulated one. The real one is the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import anyio
+import numpy as np
+import pytest
+
+from bus_testing import NO_LOCK, bundle, until
+from stretto.bus.client import Bus
+from stretto.bus.messages.journal import KernelLease
+from stretto.bus.messages.membership import Heartbeat, Join, Welcome
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Ticket, TrajectoryBundle
+from stretto.errors import BusError, Malformed, NoAnswer, Refused
+
+OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
+
+
+async def test_published_messages_arrive_in_order(open_bus: OpenBus, names: Subjects) -> None:
+    heartbeat = names.kernel("rollout", "heartbeat")
+    got: list[Heartbeat] = []
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        await kernel.subscribe(heartbeat, Heartbeat, got.append)
+        for tickets in range(500):
+            await rollout.publish(heartbeat, Heartbeat("rollout-0", "n", True, tickets=tickets))
+        await until(lambda: len(got) == 500)
+    assert [beat.tickets for beat in got] == list(range(500))
+
+
+async def test_payloads_above_the_limit_travel_in_parts(open_bus: OpenBus, names: Subjects) -> None:
+    join = names.kernel("trainer", "join")
+    async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
+
+        async def welcome(message: Join) -> Welcome:
+            return Welcome(message.place.encode() * 2, "r", "", 1, 1.0, {}, 300.0, NO_LOCK)
+
+        await kernel.serve(join, Join, welcome)
+        place = "x" * 3_000_000  # the server takes 1 MiB
+        answer = await trainer.request(
+            join,
+            Join("trainer-0", "trainer", place, "n", "t"),
+            Welcome,
+            who="kernel",
+            deadline_s=20,
+        )
+        assert answer.config == place.encode() * 2
+
+
+async def test_a_subscription_receives_what_is_published_once_it_is_made(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    """The client's own `flush` overtakes a subscription that waits to be sent, now and then."""
+    subject = names.kernel("rollout", "heartbeat")
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        for _ in range(200):
+            heard = anyio.Event()
+            await kernel.subscribe(subject, Heartbeat, lambda _, heard=heard: heard.set())
+            await rollout.publish(subject, Heartbeat("rollout-0", "n", ready=True))
+            with anyio.fail_after(5):
+                await heard.wait()
+
+
+async def test_a_request_without_a_server_names_who_is_silent(open_bus: OpenBus, names: Subjects) -> None:
+    join = names.kernel("trainer", "join")
+    async with open_bus("trainer") as trainer:
+        began = anyio.current_time()
+        with pytest.raises(NoAnswer, match=r"kernel did not answer on .*join.* within 0\.5 s"):
+            await trainer.request(
+                join,
+                Join("trainer-0", "trainer", "p", "n", "t"),
+                Welcome,
+                who="kernel",
+                deadline_s=0.5,
+            )
+    assert anyio.current_time() - began < 3
+
+
+async def test_a_request_waits_for_a_server_that_comes_late(open_bus: OpenBus, names: Subjects) -> None:
+    join = names.kernel("trainer", "join")
+    async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
+
+        async def welcome(message: Join) -> Welcome:
+            return Welcome(b"", message.worker, "", 1, 1.0, {}, 300.0, NO_LOCK)
+
+        async with anyio.create_task_group() as tasks:
+
+            async def late() -> None:
+                await anyio.sleep(0.3)
+                await kernel.serve(join, Join, welcome)
+
+            tasks.start_soon(late)
+            answer = await trainer.request(
+                join,
+                Join("trainer-0", "trainer", "p", "n", "t"),
+                Welcome,
+                who="kernel",
+                deadline_s=10,
+            )
+            assert answer.run == "trainer-0"
+
+
+async def test_a_repeated_request_is_served_once(open_bus: OpenBus, names: Subjects) -> None:
+    join = names.kernel("rollout", "join")
+    served = 0
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+
+        async def slow(message: Join) -> Welcome:
+            nonlocal served
+            served += 1
+            await anyio.sleep(4.5)  # the asker repeats itself twice meanwhile
+            return Welcome(b"", message.worker, "", 1, 1.0, {}, 300.0, NO_LOCK)
+
+        await kernel.serve(join, Join, slow)
+        await rollout.request(
+            join,
+            Join("rollout-0", "rollout", "p", "n", "t"),
+            Welcome,
+            who="kernel",
+            deadline_s=20,
+        )
+    assert served == 1
+
+
+async def test_what_a_server_raises_reaches_the_asker(open_bus: OpenBus, names: Subjects) -> None:
+    join = names.kernel("rollout", "join")
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+
+        async def refuse(message: Join) -> Welcome:
+            raise ZeroDivisionError(message.worker)
+
+        await kernel.serve(join, Join, refuse)
+        with pytest.raises(Refused, match="kernel refused: ZeroDivisionError: rollout-0"):
+            await rollout.request(
+                join,
+                Join("rollout-0", "rollout", "p", "n", "t"),
+                Welcome,
+                who="kernel",
+                deadline_s=5,
+            )
+
+
+async def test_a_handler_that_raises_ends_the_bus(open_bus: OpenBus, names: Subjects) -> None:
+    heartbeat = names.kernel("rollout", "heartbeat")
+
+    def broken(message: Heartbeat) -> None:
+        raise LookupError(message.worker)
+
+    with pytest.RaisesGroup(LookupError):
+        async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+            await kernel.subscribe(heartbeat, Heartbeat, broken)
+            await rollout.publish(heartbeat, Heartbeat("rollout-0", "n", True))
+            with anyio.fail_after(60):
+                await anyio.sleep_forever()
+
+
+async def test_the_log_is_read_by_sequence_and_stores_each_id_once(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout, open_bus("trainer") as trainer:
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
+        small = await rollout.store.append(names.trajectories, bundle(10), id="a")
+        again = await rollout.store.append(names.trajectories, bundle(10), id="a")
+        large = await rollout.store.append(names.trajectories, bundle(200_000), id="b")  # 2.6 MB
+        assert small == again
+        read = await trainer.store.read(names.log_stream, small, TrajectoryBundle)
+        assert read.trajectories[0].tokens.numpy().tolist() == list(range(10))
+        read = await trainer.store.read(names.log_stream, large, TrajectoryBundle)
+        np.testing.assert_array_equal(read.trajectories[0].versions.numpy(), np.arange(200_000))
+        with pytest.raises(Malformed, match="expected GroupDone"):
+            await trainer.store.read(names.log_stream, small, GroupDone)
+        await kernel.store.purge(names.log_stream, below=large)
+        with pytest.raises(BusError, match="is gone"):
+            await trainer.store.read(names.log_stream, small, TrajectoryBundle)
+
+
+async def test_following_a_log_begins_anywhere_and_goes_on(open_bus: OpenBus, names: Subjects) -> None:
+    def failure(ticket: int) -> GroupFailed:
+        return GroupFailed("train", ticket, 1, "w", "x" * (2_000_000 if ticket == 3 else 1))
+
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
+        sequences = [await rollout.store.append(names.groups, failure(i), id=f"{i}") for i in range(4)]
+        await rollout.store.append(names.trajectories, bundle(1), id="beside")
+        assert await kernel.store.last_sequence(names.log_stream, names.groups) == sequences[-1]
+        got: list[int] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def follow() -> None:
+                async for sequence, message in kernel.store.follow(
+                    names.log_stream, names.groups, GroupDone | GroupFailed, start=sequences[1]
+                ):
+                    got.append(message.ticket)
+                    assert sequence in sequences or message.ticket == 9
+
+            tasks.start_soon(follow)
+            await until(lambda: got == [1, 2, 3])
+            await rollout.store.append(names.groups, failure(9), id="9")
+            await until(lambda: got == [1, 2, 3, 9])
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    async with open_bus("kernel") as kernel, open_bus("rollout") as one, open_bus("rollout") as two:
+        await kernel.store.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=1)
+        first = Ticket(1, 1, "train", 0, 0, 8)
+        second = Ticket(2, 1, "train", 0, 0, 8)
+        for ticket in (first, second, first):
+            await kernel.store.append(names.ticket("train"), ticket, id=ticket.name)
+        with anyio.fail_after(10):
+            at_one = await anext(
+                one.store.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+            )
+            at_two = await anext(
+                two.store.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+            )
+            assert {at_one.message.id, at_two.message.id} == {1, 2}
+            await at_two.acknowledge()
+            # `at_one` is forgotten: it comes again, and only it.
+            again = await anext(
+                two.store.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+            )
+        assert again.message == at_one.message
+
+
+async def test_the_revision_of_a_value_grows(open_bus: OpenBus, names: Subjects) -> None:
+    async with open_bus("kernel") as kernel:
+        await kernel.store.make_state(names.state_bucket)
+        first = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("here"))
+        second = await kernel.store.put_state(names.state_bucket, "kernel", KernelLease("there"))
+        assert second > first

@@ -1,0 +1,137 @@
+"""Universes repeat themselves, show planted faults, and run from the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.errors import ConfigError
+from stretto.testing.simulation import Fault, Tape, run_tape, search, shrink, story, tapes_of
+from universes import large, small
+
+RUN = """\
+name: tiny
+steps: 3
+algorithm: {use: grpo, group_size: 2}
+training: {use: fsdp2, lr: 1.0e-5}
+inference: {use: vllm, slots: 8}
+sampling: {max_tokens: 16}
+reward: exact
+dataset: {use: jsonl, path: rows.jsonl}
+queue: {batch_size: 2}
+"""
+DIGEST = """\
+from universes import large
+from stretto.testing.simulation import run_tape
+print(run_tape(large(3)).digest)
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it printed."""
+
+    status: int
+    output: str
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """Return a run file of somebody who has GPUs."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    return file
+
+
+def simulate(folder: Path, *arguments: str) -> Ended:
+    """Run `stretto simulate`."""
+    command = [str(Path(sys.executable).with_name("stretto")), "simulate", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    return Ended(done.returncode, done.stdout + done.stderr)
+
+
+def digest_of_another_process(hash_seed: int) -> str:
+    helpers = Path(__file__).parents[1] / "helpers"
+    environment = os.environ | {"PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": str(helpers)}
+    command = [sys.executable, "-c", DIGEST]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_universe_is_the_same_in_each_process() -> None:
+    [(_, warm)] = search([large(3)])
+
+    assert warm.messages > 500
+    assert {digest_of_another_process(1), digest_of_another_process(2)} == {warm.digest}
+
+
+def test_runs_complete_whatever_goes_wrong() -> None:
+    failed = ["\n".join(story(*found)) for found in search(map(small, range(8))) if found[1].failed]
+
+    assert failed == []
+
+
+def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a worker that ended is never started again."""
+
+    async def never(*args: object) -> None:
+        raise RuntimeError("planted")
+
+    calm = small(0, faults=0)
+    noise = Fault(kind="clock", at=1.0, seconds=3.0)
+    cause = Fault(kind="kill", at=2.0, who="rollout")
+    tape = msgspec.structs.replace(calm, faults=(noise, cause, noise))
+    assert not run_tape(tape).failed
+    monkeypatch.setattr("stretto.kernel.fleet.fleet.Fleet._restart", never)
+
+    fewest, outcome = shrink(tape)
+
+    assert fewest.faults == (cause,)
+    assert "planted" in "\n".join(story(fewest, outcome))
+
+
+def test_a_run_file_runs_with_simulated_parts(run_file: Path) -> None:
+    ended = simulate(run_file.parent, str(run_file), "--seeds", "3", "--number", "4")
+
+    assert ended.status == 0, ended.output
+    assert ended.output.startswith("3 universes, 12 faults, ")
+    assert "no failure" in ended.output
+
+
+def test_a_tape_is_replayed(tmp_path: Path) -> None:
+    tape = small(5)
+    file = tmp_path / "tape.json"
+    file.write_bytes(msgspec.json.encode(tape))
+
+    ended = simulate(tmp_path, "--replay", str(file))
+
+    assert ended.status == 0, ended.output
+    assert "seed 5: completed" in ended.output
+    assert msgspec.json.decode(file.read_bytes(), type=Tape) == tape
+
+
+def test_what_cannot_be_simulated_is_refused(run_file: Path) -> None:
+    run_file.write_text(RUN + "workflow: {use: online}\n")
+
+    with pytest.raises(ConfigError, match="the workflow 'online' cannot be simulated"):
+        tapes_of(run_file, [1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--faults", "kill,hunger"], "there is no kind 'hunger'; the kinds are kill, stop,"),
+        (["--replay", "run.yaml"], "run.yaml is no tape of `stretto simulate`"),
+    ],
+)
+def test_wrong_arguments(run_file: Path, arguments: list[str], message: str) -> None:
+    ended = simulate(run_file.parent, *([str(run_file)] if "--replay" not in arguments else []), *arguments)
+
+    assert ended.status == 2
+    assert message in ended.output
