@@ -23,7 +23,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.membership import RunStatus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
-from stretto.cli.show.watch import watch_bus
+from stretto.cli.show.watch import bootstrap_elsewhere
 from stretto.errors import ConfigError
 from stretto.records.kept.samples import SampleStore
 from stretto.records.status import STATUS
@@ -198,4 +198,4 @@ def test_only_the_file_of_a_viewer_is_taken(tmp_path: Path) -> None:
     file = tmp_path / "kernel.json"
     file.write_text('{"url": "nats://127.0.0.1:1", "run": "r", "role": "kernel"}')
     with pytest.raises(ConfigError, match="is not a file for the party 'viewer'"):
-        watch_bus(file, None, None)
+        bootstrap_elsewhere(file, "viewer", None, None, None)

@@ -274,12 +274,7 @@ class _Composer:
         fields = {field.name: field.type for field in _fields(struct)}
         if fields.get(_PARTS) is not ComponentParts:
             return struct
-        parts = _at(data, f"{path}.{_PARTS}") or {}
-        if not isinstance(parts, dict):
-            raise self.source.error(
-                f"{path}.{_PARTS}", f"expected a mapping of names, found {parts!r}", parts
-            )
-        names = [str(name) for name in cast("dict[Any, Any]", parts)]
+        names = [str(name) for name in self._mapping(data, f"{path}.{_PARTS}")]
         for name in names:
             self._expect_name(f"{path}.{_PARTS}.{name}", name, "a part")
         structs = self._structs_of(data, {f"{path}.{_PARTS}.{name}": kind for name in names}, notices)
@@ -288,6 +283,13 @@ class _Composer:
         return msgspec.defstruct(
             struct.__name__, [(_PARTS, narrow)], bases=(struct,), kw_only=True, frozen=True
         )
+
+    def _mapping(self, data: dict[str, Any], path: str) -> dict[str, Any]:
+        """Return the mapping of names at a path; it is empty if the run file does not have it."""
+        entries = _at(data, path) or {}
+        if not isinstance(entries, dict):
+            raise self.source.error(path, f"expected a mapping of names, found {entries!r}", entries)
+        return cast("dict[str, Any]", entries)
 
     def _expect_name(self, path: str, name: str, what: str) -> None:
         """Refuse a name that cannot be a key of a run file's section."""
@@ -317,10 +319,7 @@ class _Composer:
         """Return the sections whose names the user chooses, such as `groups.critics`, with their kinds."""
         kinds: dict[str, Kind] = {}
         for path, kind in NAMED_SECTIONS.items():
-            entries = data.get(path) or {}
-            if not isinstance(entries, dict):
-                raise self.source.error(path, f"expected a mapping of names, found {entries!r}", entries)
-            for name in cast("dict[str, Any]", entries):
+            for name in self._mapping(data, path):
                 self._expect_name(f"{path}.{name}", str(name), "a worker group")
                 kinds[f"{path}.{name}"] = kind
         return kinds
@@ -328,11 +327,8 @@ class _Composer:
     def _variant_sections(self, data: dict[str, Any]) -> dict[str, Kind]:
         """Give the sections of variants the keys of the run's own sections. Return those that choose a
         component, such as `variants.short.workflow`, with their kinds."""
-        variants = data.get("variants") or {}
-        if not isinstance(variants, dict):
-            raise self.source.error("variants", f"expected a mapping of names, found {variants!r}", variants)
         kinds: dict[str, Kind] = {}
-        for name, variant in cast("dict[str, Any]", variants).items():
+        for name, variant in self._mapping(data, "variants").items():
             path = f"variants.{name}"
             if not re.fullmatch(VARIANT_NAME, str(name)):
                 raise self.source.error(
@@ -442,10 +438,9 @@ class _Composer:
         variants: Sequence[str],
     ) -> type[msgspec.Struct]:
         """Return `RunConfig` with its sections narrowed to the structs of the chosen components."""
-        section_fields: list[tuple[str, Any]] = []
-        for path, struct in sections.items():
-            if "." not in path:
-                section_fields.append((path, struct))
+        section_fields: list[tuple[str, Any]] = [
+            (path, struct) for path, struct in sections.items() if "." not in path
+        ]
         groups = [
             (path.removeprefix("groups."), struct)
             for path, struct in sections.items()

@@ -43,7 +43,8 @@ def setup_frame(environment: str) -> bytes:
     return msgspec.msgpack.encode(environment)
 
 
-def _react(environment: Callable[..., Any], question: Question) -> Reaction:
+def _react(environment: Callable[..., Any], data: bytes) -> Reaction:
+    question = msgspec.msgpack.decode(data, type=Question)
     arguments: dict[str, Any] = msgspec.msgpack.decode(question.arguments, type=dict[str, Any])
     parameters = inspect.signature(environment).parameters
     if missing := [name for name in required(parameters) if name not in arguments]:
@@ -83,14 +84,10 @@ def _load(data: bytes) -> Callable[..., Any]:
     return load_importable(msgspec.msgpack.decode(data, type=str))
 
 
-def _answer(environment: Callable[..., Any], data: bytes) -> Reaction:
-    return _react(environment, msgspec.msgpack.decode(data, type=Question))
-
-
 def main() -> None:
     """Body of the process."""
     cannot = "the environment cannot be imported"
-    serve(_load, _answer, lambda why: Reaction(error=why), cannot=cannot, name="environment")
+    serve(_load, _react, lambda why: Reaction(error=why), cannot=cannot, name="environment")
 
 
 if __name__ == "__main__":

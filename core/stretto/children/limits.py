@@ -16,11 +16,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
-from stretto.children.protocol import HEAD, die_with_parent, encodable, framed
+from stretto.children.protocol import die_with_parent, encodable, framed, unframed
 from stretto.errors import RewardError, place_of
 
 Value = tuple[float, dict[str, float]]
@@ -80,7 +79,8 @@ def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence
         _score_all(limits, score, indices, writing)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        scores = list(_frames(pipe))
+        frames = unframed(pipe.read(), indices[0])
+        scores = [msgspec.msgpack.decode(frame, type=LimitedScore) for frame in frames]
     _, status = os.waitpid(child, 0)
     for each in scores:
         if each.error:
@@ -129,19 +129,6 @@ def _limit_memory(memory_mb: int | None) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _frames(pipe: BinaryIO) -> list[LimitedScore]:
-    """Return the scores that the fork wrote; skip a frame that is incomplete."""
-    data, scores, start = pipe.read(), list[LimitedScore](), 0
-    while len(data) >= start + HEAD.size:
-        size, _ = HEAD.unpack_from(data, start)
-        start += HEAD.size
-        if len(data) < start + size:
-            break
-        scores.append(msgspec.msgpack.decode(data[start : start + size], type=LimitedScore))
-        start += size
-    return scores
 
 
 def _score_at_limit(limits: AnswerLimits, status: int) -> LimitedScore:

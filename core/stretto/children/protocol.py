@@ -145,25 +145,6 @@ def die_with_parent() -> None:
         sys.exit()
 
 
-def try_to_start(
-    argv: Sequence[str],
-    setup: bytes,
-    timeout_s: float,
-    *,
-    env: Mapping[str, str] | None = None,
-    folder: Path | None = None,
-) -> Started:
-    """Start a child, return its `Started`, and let it end.
-
-    Args:
-        setup: the content of the child's first frame.
-
-    Raises:
-        TimeoutError: if the child does not end within `timeout_s`.
-    """
-    return try_to_ask(argv, setup, (), timeout_s, env=env, folder=folder)[0]
-
-
 def try_to_ask(
     argv: Sequence[str],
     setup: bytes,
@@ -176,13 +157,16 @@ def try_to_ask(
     """Start a child, ask it some questions, and let it end. Return its `Started` and its answers. There
     are no answers if the child failed to start, or did not answer all questions.
 
+    Args:
+        setup: the content of the child's first frame.
+
     Raises:
         TimeoutError: if the child does not end within `timeout_s`; the child is then killed.
     """
     contents = [setup, *map(msgspec.msgpack.encode, questions)]
     frames_in = b"".join(framed(number, content) for number, content in enumerate(contents))
     done = run_child(argv, frames_in, timeout_s, env=env, folder=folder)
-    frames = list(_unframed(done.stdout))
+    frames = list(unframed(done.stdout))
     started = msgspec.msgpack.decode(frames[0], type=Started) if frames else None
     if started is None or (len(frames) <= len(questions) and not started.error):
         text = f"its process ended with status {done.returncode}"
@@ -190,9 +174,9 @@ def try_to_ask(
     return started, frames[1:]
 
 
-def _unframed(data: bytes) -> Iterator[bytes]:
-    """Yield the contents of the complete frames that have the numbers 0, 1, and so on."""
-    start = expected = 0
+def unframed(data: bytes, expected: int = 0) -> Iterator[bytes]:
+    """Yield the contents of the complete frames whose numbers count up from `expected`."""
+    start = 0
     while len(data) >= start + HEAD.size:
         size, number = HEAD.unpack_from(data, start)
         start += HEAD.size + size

@@ -21,7 +21,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from stretto.children.protocol import MAX_FRAME, Pipes, Started, encodable, try_to_start
+from stretto.children.protocol import MAX_FRAME, Pipes, Started, encodable, try_to_ask
 from stretto.component import Problem, SandboxMode
 from stretto.errors import nearest, place_of
 from stretto.models.images import MAX_FILE_BYTES, ImageError, decode, files_of
@@ -103,7 +103,7 @@ def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
     sandboxed = command(config, run.sandbox, run.out or "")
     setup = setup_frame(config)
     try:
-        started = try_to_start(sandboxed.argv, setup, _TRY_S, env=sandboxed.env, folder=sandboxed.folder)
+        started, _ = try_to_ask(sandboxed.argv, setup, (), _TRY_S, env=sandboxed.env, folder=sandboxed.folder)
     except TimeoutError:
         message = f"not verified: making the tools took longer than {_TRY_S:.0f} s"
         yield Problem("workflow.tools", message, "warning")

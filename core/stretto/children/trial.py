@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from stretto.assembly.compose import compose_mapping
-from stretto.children.protocol import Pipes, Started, try_to_start
+from stretto.children.protocol import Pipes, Started, try_to_ask
 from stretto.component import Context, Problem
 from stretto.errors import ContractError, StrettoError
 
@@ -29,7 +29,7 @@ def try_to_make(
     Raises:
         TimeoutError: if the child does not end within `timeout_s`.
     """
-    started = try_to_start(_COMMAND, msgspec.msgpack.encode((document, paths, context)), timeout_s)
+    started, _ = try_to_ask(_COMMAND, msgspec.msgpack.encode((document, paths, context)), (), timeout_s)
     if started.error:
         return [Problem(path, f"not verified: {started.error}", "warning") for path in paths]
     return msgspec.msgpack.decode(started.data, type=list[Problem])

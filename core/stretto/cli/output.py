@@ -13,6 +13,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+def figure_table(*columns: str) -> Table:
+    """Return a table without rows: the first column has names, and the others have figures."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(printable(column), overflow="fold", justify="left" if number == 0 else "right")
+    return table
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Add a row, with control characters as escapes."""
+    table.add_row(*map(printable, cells))
+
+
 def print_table(table: Table) -> None:
     """Print a table. Text in its cells is no markup: a model or a plugin may have written it."""
     from rich.console import Console

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -41,6 +41,9 @@ _STEPS_SHOWN = 12
 """Number of newest steps of the window that is shown at first."""
 
 
+LaneKind = Literal["steps", "evaluations", "calls", "swaps", "tickets", "flight"]
+
+
 class LaneSpan(msgspec.Struct, omit_defaults=True):
     """Something that took time."""
 
@@ -66,7 +69,7 @@ class Lane(msgspec.Struct):
     """One line of the picture, of one or more rows."""
 
     name: str
-    kind: Literal["steps", "evaluations", "calls", "swaps", "tickets", "flight"]
+    kind: LaneKind
     spans: list[LaneSpan]
     rows: int = 1
     flight: list[float] = []
@@ -114,13 +117,10 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
     margin = max(_MARGIN_S, end - start)
     events = list(run.events(since=start - margin, until=end + margin))
     pixel = (end - start) / max(1, width)
-    found: list[Lane] = []
     steps, waits = _steps(events)
-    found.append(Lane("steps", "steps", _merge(_within(steps, start, end), pixel)))
-    if evaluations := [_evaluation(each) for each in events if isinstance(each, EvaluationSpan)]:
-        found.append(Lane("evaluation", "evaluations", _merge(_within(evaluations, start, end), pixel)))
-    found += _by_name("calls", _calls(events), start, end, pixel)
-    found += _by_name("swaps", _swaps(events), start, end, pixel)
+    found = [Lane("steps", "steps", _merge(_within(steps, start, end), pixel))]
+    for (kind, name), spans in _spans(events).items():
+        found.append(Lane(name, kind, _merge(_within(spans, start, end), pixel)))
     open_until = ended if end + margin >= ended else None
     found += _tickets(events, start, end, width, open_until)
     marks = [mark for event in events if (mark := _mark(event)) and start <= mark.time <= end]
@@ -168,44 +168,28 @@ def _totals(
     return sorted(((each, round(seconds, 3)) for each, seconds in totals.items()), key=lambda each: -each[1])
 
 
-def _evaluation(event: EvaluationSpan) -> LaneSpan:
-    accuracy = "no result" if event.accuracy is None else f"accuracy {event.accuracy:.4f}"
-    text = (
-        f"evaluation of version {event.version}: {accuracy}, {event.samples} samples, {event.failed} failed"
-    )
-    return LaneSpan(event.start, event.time, "evaluation", text)
-
-
-def _calls(events: Iterable[Event]) -> Iterator[tuple[str, LaneSpan]]:
-    """Yield the calls, each with its worker group."""
+def _spans(events: Iterable[Event]) -> dict[tuple[LaneKind, str], list[LaneSpan]]:
+    """Return the evaluations, the calls of each worker group, and the swaps of each inference worker, by kind
+    and name of the lane. The lanes are in the order of the picture."""
+    spans: defaultdict[tuple[LaneKind, str], list[LaneSpan]] = defaultdict(list)
     for event in events:
-        if isinstance(event, CallSpan):
-            text = f"{event.call} at version {event.version}: {event.seconds:.3f} s of work"
-            yield event.group, LaneSpan(event.start, event.time, "call", text)
-
-
-def _swaps(events: Iterable[Event]) -> Iterator[tuple[str, LaneSpan]]:
-    """Yield the swaps, each with its inference worker."""
-    for event in events:
-        if isinstance(event, SwapSpan):
-            text = f"swap to version {event.version}: paused {event.pause_s:.4f} s"
-            yield event.worker, LaneSpan(event.start, event.time, "swap", text)
-
-
-def _by_name(
-    kind: Literal["calls", "swaps"],
-    spans: Iterable[tuple[str, LaneSpan]],
-    start: float,
-    end: float,
-    pixel: float,
-) -> list[Lane]:
-    """Return a lane for each name."""
-    named: defaultdict[str, list[LaneSpan]] = defaultdict(list)
-    for name, span in spans:
-        named[name].append(span)
-    return [
-        Lane(name, kind, _merge(_within(spans, start, end), pixel)) for name, spans in sorted(named.items())
-    ]
+        match event:
+            case EvaluationSpan():
+                accuracy = "no result" if event.accuracy is None else f"accuracy {event.accuracy:.4f}"
+                counts = f"{event.samples} samples, {event.failed} failed"
+                text = f"evaluation of version {event.version}: {accuracy}, {counts}"
+                span = LaneSpan(event.start, event.time, "evaluation", text)
+                spans["evaluations", "evaluation"].append(span)
+            case CallSpan():
+                text = f"{event.call} at version {event.version}: {event.seconds:.3f} s of work"
+                spans["calls", event.group].append(LaneSpan(event.start, event.time, "call", text))
+            case SwapSpan():
+                text = f"swap to version {event.version}: paused {event.pause_s:.4f} s"
+                spans["swaps", event.worker].append(LaneSpan(event.start, event.time, "swap", text))
+            case _:
+                pass
+    order: tuple[LaneKind, ...] = ("evaluations", "calls", "swaps")
+    return dict(sorted(spans.items(), key=lambda each: (order.index(each[0][0]), each[0][1])))
 
 
 def _tickets(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Generator
@@ -56,7 +57,7 @@ class ListedRun:
         Raises:
             ConfigError: like `read`; also if a file of the run is damaged.
         """
-        stamp = self._stamp()
+        stamp = [(state.st_ino, state.st_size, state.st_mtime_ns) for state in _states(self.folder)]
         if stamp != self._row_stamp or self._row["state"] == "running":
             was_open = self._record is not None
             with self.read() as record:
@@ -70,11 +71,6 @@ class ListedRun:
         with self._lock:
             self._record = None
         self.samples = Samples(self.folder)
-
-    def _stamp(self) -> object:
-        files = [self.folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]
-        states = [file.stat() for file in files if file.exists()]
-        return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]
 
     def _refuse_links(self) -> None:
         if not self.folder.is_dir():
@@ -131,7 +127,7 @@ def _row(record: RunFolder) -> dict[str, Any]:
     last = steps[-1] if steps else {}
     rewards = [value for _, value in record.series("reward")]
     accuracies = [value for _, value in record.series(ACCURACY)]
-    model = document.get("model")
+    model, algorithm = document.get("model"), document.get("algorithm")
     return {
         "name": record.name,
         "state": record.state,
@@ -141,20 +137,15 @@ def _row(record: RunFolder) -> dict[str, Any]:
         "curve": rewards[:: max(1, len(rewards) // _CURVE)],
         "accuracy": accuracies[-1] if accuracies else None,
         "best": max(accuracies, default=None),
-        "algorithm": _use(document.get("algorithm")),
+        "algorithm": str(algorithm["use"]) if isinstance(algorithm, dict) and "use" in algorithm else None,
         "model": model if isinstance(model, str) else None,
         "wall_s": record.wall_s,
         "started": record.started,
-        "changed": _changed(record.folder),
+        "changed": max(state.st_mtime for state in _states(record.folder)),
     }
 
 
-def _use(section: Any) -> str | None:
-    """Return the component that a section of the run file names."""
-    return str(section["use"]) if isinstance(section, dict) and "use" in section else None
-
-
-def _changed(folder: Path) -> float:
-    """Return when the run last wrote a figure, in Unix seconds."""
+def _states(folder: Path) -> list[os.stat_result]:
+    """Return the states of the files that have a run's values and figures."""
     files = [folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]
-    return max(file.stat().st_mtime for file in files if file.exists())
+    return [file.stat() for file in files if file.exists()]

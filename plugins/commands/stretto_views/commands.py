@@ -3,6 +3,7 @@ module, so what they need is imported in the functions."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -86,7 +87,6 @@ def samples(
         print_samples,
         sample_filter,
         why_none,
-        write_lines,
         write_parquet,
     )
 
@@ -116,7 +116,8 @@ def samples(
         return
     with output.open("w") if output else nullcontext(sys.stdout) as file:
         if format == "jsonl":
-            write_lines(rows, lambda line: print(line, file=file))
+            for row in rows:
+                print(json.dumps(row), file=file)
             return
         console = Console(file=file, markup=False, emoji=False, highlight=False, soft_wrap=not group)
         if group:

@@ -49,32 +49,39 @@ def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
 
 def _figures_table(runs: Sequence[RunFigures]) -> Table:
     table = figure_table("figure", *(run.label for run in runs))
+    for name, values in figure_rows(runs).items():
+        add_row(table, name, *values)
+    return table
+
+
+def figure_rows(runs: Sequence[RunFigures]) -> dict[str, Iterable[str]]:
+    """Return the figures of each run as texts, by the name of their row."""
 
     def of(key: str, values: Iterable[float | None]) -> tuple[str, Iterable[str]]:
         return figure(key).name, map(figure(key).text, values)
 
     accuracy = FIGURES[ACCURACY].label
-    rows: list[tuple[str, Iterable[str]]] = [
-        ("state", (run.state for run in runs)),
-        ("seed", (str(run.seed) for run in runs)),
-        ("steps", (str(run.steps) for run in runs)),
-        of("reward", (run.reward for run in runs)),
-        (accuracy, (_text(run.last) for run in runs)),
-        (f"best {accuracy}", (_text(run.best) for run in runs)),
-        of("length", (run.length for run in runs)),
-        of("staleness", (run.staleness for run in runs)),
-        of("step_s", (run.step_s for run in runs)),
-        of("step_tokens_per_s", (run.tokens_per_s for run in runs)),
-        ("duration", (duration_text(run.wall_s) for run in runs)),
-        ("tickets trained", (str(run.trained) for run in runs)),
-        ("tickets not trained", (str(run.not_trained) for run in runs)),
-    ]
-    for name, values in rows:
-        add_row(table, name, *values)
-    return table
+    return dict(
+        [
+            ("state", (run.state for run in runs)),
+            ("seed", (str(run.seed) for run in runs)),
+            ("steps", (str(run.steps) for run in runs)),
+            of("reward", (run.reward for run in runs)),
+            (accuracy, (text_of(run.last) for run in runs)),
+            (f"best {accuracy}", (text_of(run.best) for run in runs)),
+            of("length", (run.length for run in runs)),
+            of("staleness", (run.staleness for run in runs)),
+            of("step_s", (run.step_s for run in runs)),
+            of("step_tokens_per_s", (run.tokens_per_s for run in runs)),
+            ("duration", (duration_text(run.wall_s) for run in runs)),
+            ("tickets trained", (str(run.trained) for run in runs)),
+            ("tickets not trained", (str(run.not_trained) for run in runs)),
+        ]
+    )
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """Return a value as a cell shows it."""
     return "-" if value is None else str(value)
 
 

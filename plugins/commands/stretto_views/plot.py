@@ -6,10 +6,8 @@ and in a panel of their own where a run has no reward.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from stretto.charts import COLOURS, FIGURES, Panel, RunCurve, chart_file, figure, panels_of, thin_points
@@ -53,7 +51,10 @@ def draw_text(panels: Sequence[Panel], width: int, *, coloured: bool) -> str:
     Raises:
         ConfigError: if plotext is not installed.
     """
-    plotext: Any = _require("plotext")
+    try:
+        import plotext
+    except ImportError as error:
+        raise ConfigError("`stretto plot` needs plotext: pip install 'stretto[plot]'") from error
     return "\n\n".join(_draw_text(plotext, panel, width, coloured) for panel in panels)
 
 
@@ -109,15 +110,3 @@ def draw_file(panels: Sequence[Panel], file: Path) -> None:
         file.write_text(chart_file(panels))
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error}") from error
-
-
-def _require(module: str) -> ModuleType:
-    """Import a library of the extra `plot`.
-
-    Raises:
-        ConfigError: if it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"`stretto plot` needs {module}: pip install 'stretto[plot]'") from error

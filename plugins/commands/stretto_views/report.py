@@ -19,7 +19,6 @@ from stretto.charts import (
     Bar,
     bar_chart,
     chart_style,
-    duration_text,
     figure,
     lane_chart,
     line_chart,
@@ -40,6 +39,7 @@ from stretto.run_folder import (
     compare_runs,
     labels_of,
 )
+from stretto_views.compare import figure_rows, text_of
 from stretto_views.report_samples import samples_html
 
 _CURVES = (
@@ -118,27 +118,17 @@ def _legend(labels: Sequence[str]) -> str:
 
 
 def _summary(comparison: Comparison) -> str:
-    def row(name: str, texts: Iterable[str]) -> str:
-        return f"<tr><th>{name}</th>{''.join(f'<td>{safe(text)}</td>' for text in texts)}</tr>"
-
-    def figures(key: str, values: Iterable[float | None]) -> str:
-        return row(figure(key).name, map(figure(key).text, values))
-
-    runs = comparison.runs
-    accuracy = FIGURES[ACCURACY]
-    rows = [
-        row("run", (run.label for run in runs)),
-        row("state", (run.state for run in runs)),
-        row("seed", (str(run.seed) for run in runs)),
-        row("steps", (str(run.steps) for run in runs)),
-        figures("reward", (run.reward for run in runs)),
-        row(accuracy.label, (_text(run.last) for run in runs)),
-        row(f"best {accuracy.label}", (_text(run.best) for run in runs)),
-        figures("step_s", (run.step_s for run in runs)),
-        figures("step_tokens_per_s", (run.tokens_per_s for run in runs)),
-        row("duration", (duration_text(run.wall_s) for run in runs)),
-        row("folder", (run.folder for run in runs)),
-    ]
+    runs, accuracy = comparison.runs, FIGURES[ACCURACY]
+    left_out = {figure("length").name, figure("staleness").name, "tickets trained", "tickets not trained"}
+    texts: dict[str, Iterable[str]] = {
+        "run": (run.label for run in runs),
+        **{name: cells for name, cells in figure_rows(runs).items() if name not in left_out},
+        "folder": (run.folder for run in runs),
+    }
+    rows = (
+        f"<tr><th>{name}</th>{''.join(f'<td>{safe(text)}</td>' for text in cells)}</tr>"
+        for name, cells in texts.items()
+    )
     groups = "".join(
         f"<p>{len(group.runs)} runs that differ in their seed: {safe(', '.join(group.runs))}: "
         f"{accuracy.label} {accuracy.text(group.accuracy)}, "
@@ -208,10 +198,8 @@ def _timeline(run: RunFolder) -> str:
                 text = f"swap to version {event.version}, pause {event.pause_s:.3f} s"
                 lane, bar = event.worker, Bar(event.start, event.time, "swap", text)
             case EvaluationSpan():
-                lane, bar = (
-                    "evaluations",
-                    Bar(event.start, event.time, "evaluation", f"version {event.version}"),
-                )
+                text = f"version {event.version}"
+                lane, bar = "evaluations", Bar(event.start, event.time, "evaluation", text)
             case _:
                 continue
         if bar.start < end and bar.end > start:
@@ -253,17 +241,16 @@ def _ledger(run: RunFolder) -> str:
 def _advice(run: RunFolder) -> str:
     summary: Mapping[str, Any] | None = run.summary
     if summary is not None:
-        given = [
-            (
-                each["since"],
-                each["message"] if each["until"] is None else f"{each['message']} (until {each['until']})",
-            )
+        items = [
+            f"since step {each['since']}: {each['message']}"
+            + ("" if each["until"] is None else f" (until {each['until']})")
             for each in summary.get("advice", [])
         ]
+        items += summary.get("problems", [])
     else:
-        given = [(each.since, each.message) for each in (run.status.advice if run.status else [])]
-    problems: Sequence[str] = (summary or {}).get("problems", [])
-    items = [f"since step {since}: {message}" for since, message in given] + list(problems)
+        items = [
+            f"since step {each.since}: {each.message}" for each in (run.status.advice if run.status else [])
+        ]
     return f"<ul>{''.join(f'<li>{safe(item)}</li>' for item in items)}</ul>" if items else ""
 
 
@@ -271,13 +258,13 @@ def _differences(comparison: Comparison, labels: Sequence[str]) -> str:
     if not comparison.differences:
         return ""
     return _table(
-        ("key", *labels), ((key, *map(_text, values)) for key, values in comparison.differences.items())
+        ("key", *labels), ((key, *map(text_of, values)) for key, values in comparison.differences.items())
     )
 
 
 def _configuration(run: RunFolder) -> str:
     rows = "".join(
-        f"<tr><td>{safe(key)}</td><td>{safe(value)}</td></tr>" for key, value in run.values().items()
+        f"<tr><td>{safe(key)}</td><td>{safe(text)}</td></tr>" for key, text in run.values().items()
     )
     return f"<details><summary>all keys</summary><table>{rows}</table></details>"
 
@@ -299,10 +286,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") 
 
     body = "".join(row("td", cells) for cells in rows)
     return f'<div class="wide"><table>{row("th", heads)}{body}</table></div>'
-
-
-def _text(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 _OF_EACH_RUN = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +22,6 @@ _WORDS = {"outcome": get_args(SampleOutcome), "purpose": get_args(Purpose)}
 _PARQUET_ROWS = 1000
 _MOST_COLUMNS = 4
 """Samples of a group that stand side by side."""
-_INDENT = "    "
 _IMAGE = re.compile("[0-9a-f]{64}")
 
 
@@ -69,12 +68,6 @@ def why_none(store: SampleStore, wanted: SampleFilter) -> str:
     return f"no sample fits; samples of {kind} are kept from {what} {steps[0]} to {steps[-1]}"
 
 
-def write_lines(rows: Iterable[Row], write: Callable[[str], object]) -> None:
-    """Write each row as one JSON object."""
-    for row in rows:
-        write(json.dumps(row))
-
-
 def write_parquet(rows: Sequence[Row], file: Path) -> None:
     """Write rows to a Parquet file. Columns that hold structures are JSON.
 
@@ -97,9 +90,7 @@ def print_samples(rows: Iterable[Row], console: Console) -> None:
     """Print rows one below the other."""
     for row in rows:
         console.print(Text(_headline(row), style="bold"))
-        for title, body in _sections(row):
-            console.print(Text(f"  {title}", style="dim"))
-            console.print(Text("\n".join(f"{_INDENT}{line}" for line in body)))
+        _print_sections((*common_sections(row), *sections_of_one(row)), console)
         console.print()
 
 
@@ -111,15 +102,19 @@ def print_groups(store: SampleStore, rows: Iterable[Row], console: Console) -> N
         group = [row for row in found if row["attempt"] == attempt]
         first = group[0]
         console.print(Text(f"ticket {_name(first)}, row {first['row']}, {fate_of(first)}", style="bold"))
-        for title, body in common_sections(first):
-            console.print(Text(f"  {title}", style="dim"))
-            console.print(Text("\n".join(f"{_INDENT}{line}" for line in body)))
+        _print_sections(common_sections(first), console)
         for start in range(0, len(group), _MOST_COLUMNS):
             console.print(_side_by_side(group[start : start + _MOST_COLUMNS]))
         console.print()
 
 
 # ----------------------------------------------------------------------------------------- helpers
+
+
+def _print_sections(sections: Iterable[tuple[str, list[str]]], console: Console) -> None:
+    for title, body in sections:
+        console.print(Text(f"  {title}", style="dim"))
+        console.print(Text("\n".join(f"    {line}" for line in body)))
 
 
 def _flat(name: str, value: Any) -> Any:
@@ -167,12 +162,6 @@ def _makers(row: Row) -> str:
     engine = f", {row['engine']}" if row["engine"] else ""
     parts = f"generation {row['generate_s']:.2f} s, reward {row['score_s']:.2f} s"
     return f"{row['worker']}{engine}, {row['seconds']:.2f} s ({parts})"
-
-
-def _sections(row: Row) -> Iterator[tuple[str, list[str]]]:
-    """Yield titles and lines of a row."""
-    yield from common_sections(row)
-    yield from sections_of_one(row)
 
 
 def sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:

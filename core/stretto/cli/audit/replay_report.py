@@ -18,7 +18,7 @@ from rich.table import Table
 
 from stretto.bus.messages.journal import JournalBatch
 from stretto.cli.audit.recording import Recording, WeightSums, read_replayed, read_weights
-from stretto.cli.tables import add_row, figure_table
+from stretto.cli.output import add_row, figure_table
 from stretto.records.files import REPLAY
 from stretto.run_folder import RunFolder
 

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.arguments import (
-    EvaluationOverrides,
-    TrustPlugins,
-    WithOverrides,
-)
+from stretto.cli.arguments import EvaluationOverrides, TrustPlugins, WithOverrides
 from stretto.cli.output import print_table
 from stretto.errors import ConfigError, PluginError, StrettoError, printable
 

@@ -39,7 +39,9 @@ def new_package(kind: str, name: str, folder: Path | None, plugins: Plugins) -> 
     words = _words(known, name)
     try:
         for source, place in _files(known):
-            _write(source, target / _fill(place, words), words)
+            file = target / _fill(place, words)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(_fill(source.read_text(encoding="utf-8"), words), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write to {str(target)!r}: {error}") from error
     return target
@@ -97,8 +99,9 @@ def _expect_free_name(kind: Kind, name: str, plugins: Plugins) -> None:
         )
     if name in plugins.names(kind):
         raise PluginError(f"there is a {kind} {name!r} already; choose another name")
-    if importlib.util.find_spec(_module(name)) is not None:
-        raise ConfigError(f"there is a module {_module(name)!r} already; choose another name", value=name)
+    module = f"stretto_{name}"
+    if importlib.util.find_spec(module) is not None:
+        raise ConfigError(f"there is a module {module!r} already; choose another name", value=name)
 
 
 def _files(kind: Kind) -> Iterator[tuple[Path, str]]:
@@ -108,11 +111,6 @@ def _files(kind: Kind) -> Iterator[tuple[Path, str]]:
         for path in sorted(part.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 yield path, str(path.relative_to(part))
-
-
-def _write(source: Path, target: Path, words: dict[str, str]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_fill(source.read_text(encoding="utf-8"), words), encoding="utf-8")
 
 
 def _fill(text: str, words: dict[str, str]) -> str:
@@ -138,7 +136,3 @@ def _words(kind: Kind, name: str) -> dict[str, str]:
 
 def _distribution(name: str) -> str:
     return f"stretto-{name.replace('_', '-')}"
-
-
-def _module(name: str) -> str:
-    return f"stretto_{name}"

@@ -18,6 +18,7 @@ from stretto.bus.joining import operator_bootstrap
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
 from stretto.bus.messages.subjects import Subjects
+from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, one_error
 from stretto.records.files import MIRROR
 
@@ -56,7 +57,7 @@ def scale_run(folder: Path, numbers: Mapping[str, int]) -> tuple[str, ...]:
     _require_kernel(folder)
     _check_groups(folder, numbers)
     bootstrap = operator_bootstrap(folder / "bus")
-    return _tell(folder, "scale", ScaleRun(bootstrap.token, dict(numbers)), RunScaled).done
+    return _request(bootstrap, "scale", ScaleRun(bootstrap.token, dict(numbers)), RunScaled).done
 
 
 def stop_run(folder: Path, *, now: bool) -> str:
@@ -72,7 +73,7 @@ def stop_run(folder: Path, *, now: bool) -> str:
     """
     _require_kernel(folder)
     bootstrap = operator_bootstrap(folder / "bus")
-    return _tell(folder, "stop", StopRun(bootstrap.token, now), RunStopping).state
+    return _request(bootstrap, "stop", StopRun(bootstrap.token, now), RunStopping).state
 
 
 def _require_kernel(folder: Path) -> None:
@@ -128,9 +129,8 @@ def _refuse_new_faults(former: Assembly, changed: Assembly) -> None:
         raise ConfigError("\n".join(faults))
 
 
-def _tell(folder: Path, verb: str, command: Message, answer: type[A]) -> A:
+def _request(bootstrap: Bootstrap, verb: str, command: Message, answer: type[A]) -> A:
     """Send a command to the kernel of a run, and return its answer."""
-    bootstrap = operator_bootstrap(folder / "bus")
 
     async def ask() -> A:
         async with connect(bootstrap) as bus:

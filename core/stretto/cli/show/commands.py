@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stretto.cli.arguments import ElsewhereCertificate, ElsewhereLogin, ElsewhereUrl, RunOrViewer
 from stretto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stretto.bus.server import Bootstrap
 
 app = typer.Typer()
 
@@ -24,13 +27,10 @@ def status(
     from stretto.assembly.logs import log_nothing
     from stretto.cli.show.status import status_lines, status_lines_over_bus
 
-    _require_begun(source)
-    if source.is_file():
+    viewer = _viewer(source, url, credentials, certificate)
+    if viewer is not None:
         log_nothing()
-        typer.echo("\n".join(status_lines_over_bus(source, url, credentials, certificate)))
-        return
-    _refuse_viewer_options(url, credentials, certificate)
-    typer.echo("\n".join(status_lines(source)))
+    typer.echo("\n".join(status_lines_over_bus(viewer) if viewer is not None else status_lines(source)))
 
 
 @app.command()
@@ -63,11 +63,8 @@ def watch(
     """Show the live view of a run that another process owns. `q` ends the view; the run continues."""
     from stretto.cli.show.watch import watch_bus, watch_folder
 
-    _require_begun(source)
-    if source.is_dir():
-        _refuse_viewer_options(url, credentials, certificate)
-        raise typer.Exit(watch_folder(source))
-    raise typer.Exit(watch_bus(source, url, credentials, certificate))
+    viewer = _viewer(source, url, credentials, certificate)
+    raise typer.Exit(watch_bus(viewer) if viewer is not None else watch_folder(source))
 
 
 @app.command()
@@ -90,20 +87,25 @@ def mirror(
     typer.echo(mirror_run(bootstrap, folder.absolute()))
 
 
-def _refuse_viewer_options(url: str | None, credentials: str | None, certificate: Path | None) -> None:
-    if url is not None or credentials is not None or certificate is not None:
-        options = "--url, --credentials and --certificate"
-        raise ConfigError(f"{options} go with a viewer file, not with a run's folder")
-
-
-def _require_begun(source: Path) -> None:
-    """Refuse a path that does not exist. A submitted run makes its folder when the cluster starts it.
+def _viewer(
+    source: Path, url: str | None, credentials: str | None, certificate: Path | None
+) -> Bootstrap | None:
+    """Return what a viewer file says; None for a run's folder.
 
     Raises:
-        ConfigError: if nothing is there.
+        ConfigError: if nothing is there, or if a run's folder comes with options of a viewer file.
     """
-    if not source.exists():
+    from stretto.bus.server import VIEWER
+    from stretto.cli.show.watch import bootstrap_elsewhere
+
+    if not source.exists():  # a submitted run makes its folder when the cluster starts it
         raise ConfigError(
             f"{source} does not exist: the run has not begun (a submitted run may still be waiting for the "
             "cluster), or it has another folder"
         )
+    if source.is_file():
+        return bootstrap_elsewhere(source, VIEWER, url, credentials, certificate)
+    if url is not None or credentials is not None or certificate is not None:
+        options = "--url, --credentials and --certificate"
+        raise ConfigError(f"{options} go with a viewer file, not with a run's folder")
+    return None

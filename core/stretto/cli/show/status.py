@@ -12,8 +12,7 @@ from stretto.bus.client import connect
 from stretto.bus.guard import is_locked
 from stretto.bus.messages.membership import RunStatus
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.server import VIEWER, Bootstrap
-from stretto.cli.show.watch import bootstrap_elsewhere
+from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, NoAnswer, printable
 from stretto.records.status import (
     LATE_S,
@@ -45,22 +44,13 @@ def status_lines(folder: Path) -> list[str]:
     return [*lines, *([remark] if remark else []), *_details(status)]
 
 
-def status_lines_over_bus(
-    file: Path, url: str | None, credentials: str | None, certificate: Path | None
-) -> list[str]:
+def status_lines_over_bus(viewer: Bootstrap) -> list[str]:
     """Describe the state of a run whose kernel sends its status over the bus.
 
-    Args:
-        file: the viewer's bootstrap file, `bus/viewer.json` of the run.
-        url: the address of nats-server as it is reached from here; None for the one in the file.
-        credentials: a file with a login for a server of the user's own.
-        certificate: a certificate for such a server, beside its key.
-
     Raises:
-        ConfigError: if a file is not what it should be.
         NoAnswer: if the server cannot be reached, or refuses the login, or if the kernel is silent.
     """
-    status = anyio.run(_receive_status, bootstrap_elsewhere(file, VIEWER, url, credentials, certificate))
+    status = anyio.run(_receive_status, viewer)
     return [*_head(status), *_details(status)]
 
 

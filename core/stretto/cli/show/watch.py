@@ -19,7 +19,7 @@ from stretto.bus.client import connect
 from stretto.bus.messages.base import Party
 from stretto.bus.messages.membership import RunStatus
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.server import VIEWER, Bootstrap
+from stretto.bus.server import Bootstrap
 from stretto.bus.tls import TlsIdentity
 from stretto.config import TlsConfig
 from stretto.errors import ConfigError, leaves, printable
@@ -59,28 +59,20 @@ def watch_folder(folder: Path) -> int:
     return exit_status
 
 
-def watch_bus(file: Path, url: str | None, credentials: str | None, certificate: Path | None = None) -> int:
+def watch_bus(viewer: Bootstrap) -> int:
     """Show the run whose kernel sends its status over the bus, until it ends, or until the user ends the
     view. Return the exit status.
 
-    Args:
-        file: the viewer's bootstrap file, `bus/viewer.json` of the run.
-        url: the address of nats-server as it is reached from here; None for the one in the file.
-        credentials: a file with a login for a server of the user's own.
-        certificate: a client's certificate for such a server; its key is in the file with the suffix `.key`.
-
     Raises:
-        ConfigError: if a file is not what it should be.
         NoAnswer: if the server cannot be reached, or refuses the login.
     """
-    bootstrap = bootstrap_elsewhere(file, VIEWER, url, credentials, certificate)
     # The view says what is wrong with the connection.
     log_nothing()
     listener = _Listener()
 
     async def until_the_end() -> None:
-        async with connect(bootstrap) as bus:
-            await bus.subscribe(Subjects(bootstrap.run).status, RunStatus, listener.take_in)
+        async with connect(viewer) as bus:
+            await bus.subscribe(Subjects(viewer.run).status, RunStatus, listener.take_in)
             await listener.ended.wait()
 
     return anyio.run(_watch, listener.status, until_the_end, None)
@@ -89,7 +81,12 @@ def watch_bus(file: Path, url: str | None, credentials: str | None, certificate:
 def bootstrap_elsewhere(
     file: Path, party: Party, url: str | None, credentials: str | None, certificate: Path | None
 ) -> Bootstrap:
-    """Read the bootstrap file of a viewer or operator who is not on the run's machine. See `watch_bus`.
+    """Read the bootstrap file of a viewer or operator who is not on the run's machine.
+
+    Args:
+        url: the address of nats-server as it is reached from here; None for the one in the file.
+        credentials: a file with a login for a server of the user's own.
+        certificate: a client's certificate for such a server; its key is in the file with the suffix `.key`.
 
     Raises:
         ConfigError: if a file is not what it should be.

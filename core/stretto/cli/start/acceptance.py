@@ -49,15 +49,8 @@ def accepted(
 def accepted_start(
     assembly: Assembly, tell: Callable[[str, str], None] = print_notice
 ) -> Generator[ForkServer | None]:
-    """Refuse a run that has errors, while a fork server already imports what its workers need. Give the
-    server, for the duration of the block.
-
-    Args:
-        tell: as for `accepted`.
-
-    Raises:
-        ConfigError: as `accepted`.
-    """
+    """Refuse a run as `accepted` does, while a fork server already imports what its workers need. Give the
+    server, for the duration of the block."""
     with fork_server(assembly) as forks:
         accepted(assembly, starting=True, tell=tell)
         yield forks

@@ -106,10 +106,10 @@ def _problems(assembly: Assembly, starting: bool) -> Iterator[Problem]:
         return
     failed_sections = _failed_sections(section_problems)
     with ThreadPoolExecutor() as trials:  # most trials are a process of their own
-        tools = trials.submit(lambda: list(_tool_trial_problems(config, failed_sections)))
-        server = trials.submit(lambda: list(bus_problems(config.bus)))
-        made = trials.submit(lambda: list(_trial_problems(assembly, starting, failed_sections)))
-        rows = trials.submit(lambda: list(_row_problems(assembly, failed_sections)))
+        tools = trials.submit(list, _tool_trial_problems(config, failed_sections))
+        server = trials.submit(list, bus_problems(config.bus))
+        made = trials.submit(list, _trial_problems(assembly, starting, failed_sections))
+        rows = trials.submit(list, _row_problems(assembly, failed_sections))
         read: dict[str, ReadRows] = {}
         for path in ("dataset", "evaluation.dataset"):
             if path in components:
@@ -117,7 +117,7 @@ def _problems(assembly: Assembly, starting: bool) -> Iterator[Problem]:
                 yield from _plugin_problems(assembly, path, find_problems)
         if config.steps:
             yield from leaked_rows(read)
-        rewards = trials.submit(lambda: list(_reward_problems(assembly, read, failed_sections)))
+        rewards = trials.submit(list, _reward_problems(assembly, read, failed_sections))
         yield from _plugin_problems(assembly, "model", partial(model_problems, assembly))
         yield from _batch_problems(assembly)
         if config.steps == 0 and config.evaluation is None:

@@ -6,22 +6,12 @@ import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from stretto.cli.arguments import (
-    Detach,
-    DryRun,
-    Overrides,
-    RunFile,
-    TrustPlugins,
-    WithOverrides,
-)
+from stretto.cli.arguments import Detach, DryRun, Overrides, RunFile, TrustPlugins, WithOverrides
 from stretto.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer()
 

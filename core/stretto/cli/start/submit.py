@@ -19,15 +19,7 @@ _STRETTO = (sys.executable, "-m", "stretto")
 
 
 def submitted_run(assembly: Assembly, file: Path, overrides: Sequence[str], *, dry_run: bool) -> bool:
-    """Submit a run if its launcher does so, and return whether it does.
-
-    Args:
-        dry_run: print the text instead.
-
-    Raises:
-        ConfigError: if the run has errors, or `dry_run` is set for a launcher that submits nothing.
-        LaunchError: if the cluster refuses the run.
-    """
+    """Submit a run if its launcher does so, and return whether it does. See `_submitted`."""
     folder = assembly.folder
     begin = (*_STRETTO, "run", str(file.absolute()), *overrides, f"out={folder}")
     resume = (*_STRETTO, "resume", str(folder))
@@ -40,14 +32,10 @@ def submitted_run(assembly: Assembly, file: Path, overrides: Sequence[str], *, d
 def submitted_resume(
     folder: Path, overrides: Sequence[str], options: Sequence[str], *, dry_run: bool
 ) -> bool:
-    """Submit a run that continues if its launcher submits runs, and return whether it does.
+    """Submit a run that continues if its launcher submits runs, and return whether it does. See `_submitted`.
 
     Args:
         options: options of `stretto resume`, for the command that the cluster runs.
-        dry_run: print the text instead.
-
-    Raises:
-        ConfigError, LaunchError: as `submitted_run`.
     """
     if not (folder / "config.yaml").exists():
         return False  # `stretto resume` says what is wrong
@@ -60,10 +48,15 @@ def submitted_resume(
 
 
 def _submitted(assembly: Assembly, submission: Submission, *, dry_run: bool, resumed: bool) -> bool:
-    """Submit a run.
+    """Submit a run if its launcher does so.
 
     Args:
         submission: of the run, without its workers.
+        dry_run: print the text instead.
+
+    Raises:
+        ConfigError: if the run has errors, or `dry_run` is set for a launcher that submits nothing.
+        LaunchError: if the cluster refuses the run.
     """
     launcher: Launcher = assembly.make("launcher")
     text = None

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from stretto.cli.arguments import (
-    RunFile,
-    WithOverrides,
-)
+from stretto.cli.arguments import RunFile, WithOverrides
 from stretto.cli.output import print_table
 from stretto.errors import ConfigError, printable
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer()
 
@@ -51,7 +45,8 @@ def sweep(
     Each run has its own processes and its own folder. The same command again skips complete runs, resumes
     others, and begins the rest; other values extend the sweep.
     """
-    from stretto.cli.sweep.sweep import Sweep, default_folder
+    from stretto.assembly.compose import compose
+    from stretto.cli.sweep.sweep import Sweep
     from stretto.cli.sweep.sweep_grid import grid
     from stretto.cli.sweep.sweep_report import report_of, report_tables, write_report
     from stretto.cli.sweep.sweep_view import SweepView
@@ -59,9 +54,12 @@ def sweep(
     if jobs != "auto" and not (jobs.isdecimal() and int(jobs)):
         raise ConfigError(f"--jobs {jobs}: expected auto, or a number of runs of at least 1")
     runs = grid(values or (), seeds)
-    folder = (out or default_folder(file, runs[0])).expanduser().absolute()
+    # The same folder each time, so that the command can be repeated.
+    out = out or Path("runs", f"sweep-{compose(file, runs[0].overrides).config.name}")
+    folder = out.expanduser().absolute()
     planned = Sweep(file, runs, folder)
-    planned.check(lambda warning: typer.echo(f"warning: {printable(warning)}", err=True))
+    for warning in planned.check():
+        typer.echo(f"warning: {printable(warning)}", err=True)
     view = SweepView(folder, list(planned.runs))
     exit_status = planned.run(None if jobs == "auto" else int(jobs), view)
     report = report_of(folder, planned.planned())

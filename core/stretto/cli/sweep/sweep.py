@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,18 +97,6 @@ class Machine:
         )
 
 
-def default_folder(file: Path, run: PlannedRun) -> Path:
-    """Return the folder of a sweep of this run file; the same each time, so that a command can be repeated.
-
-    Args:
-        run: any run of the sweep.
-
-    Raises:
-        ConfigError: if the run cannot be composed.
-    """
-    return Path("runs", f"sweep-{compose(file, run.overrides).config.name}")
-
-
 def this_machine() -> Machine:
     """Return what this machine has now."""
     cores = available_cores()
@@ -168,11 +156,9 @@ class Sweep:
         self._running: dict[str, _Running] = {}
         self._interrupts = self._obeyed = 0
 
-    def check(self, warn: Callable[[str], None]) -> None:
+    def check(self) -> list[str]:
         """Check every combination, once for all its seeds, and the values of the runs that exist already.
-
-        Args:
-            warn: called with each warning, once.
+        Return the warnings.
 
         Raises:
             ConfigError: for all errors of the first combination that has any; the text names the combination.
@@ -194,8 +180,7 @@ class Sweep:
             if faults:
                 raise ConfigError("\n".join(f"{name}: {fault}" for fault in faults))
             warnings |= dict.fromkeys(found)
-        for warning in warnings:
-            warn(warning)
+        return list(warnings)
 
     def run(self, jobs: int | None, view: SweepView) -> int:
         """Do all runs that are not complete, and return the exit status: 0 if all are complete at the end,

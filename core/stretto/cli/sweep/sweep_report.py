@@ -10,8 +10,8 @@ import msgspec
 from rich.table import Table
 
 from stretto.base.private_file import write_private
+from stretto.cli.output import add_row, figure_table
 from stretto.cli.sweep.sweep import ManifestRun
-from stretto.cli.tables import add_row, figure_table
 from stretto.records.comparison import RunFigures, run_figures
 from stretto.records.figures import FIGURES, Figure, duration_text
 from stretto.records.intervals import Estimate, Moments, mean_of
@@ -107,23 +107,17 @@ def _combined(runs: list[SweptRun]) -> CombinationFigures:
         runs=len(runs),
         completed=len(complete),
         figures={
-            name: _spread(values)
+            name: Spread(mean_of(Moments.of(values)), stdev(values) if len(values) > 1 else None)
             for name in _FIGURES
             if (values := [value for shown in complete if (value := shown[name]) is not None])
         },
     )
 
 
-def _spread(values: list[float]) -> Spread:
-    return Spread(mean_of(Moments.of(values)), stdev(values) if len(values) > 1 else None)
-
-
 def _rank(combination: CombinationFigures) -> tuple[float, float]:
     figures = combination.figures
-    accuracy, reward = (
-        figures[name].estimate.mean if name in figures else float("-inf") for name in ("accuracy", "reward")
-    )
-    return accuracy, reward
+    mean = {name: figures[name].estimate.mean for name in figures}
+    return mean.get("accuracy", float("-inf")), mean.get("reward", float("-inf"))
 
 
 # ----------------------------------------------------------------------------------------- as text
