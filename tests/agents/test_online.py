@@ -100,13 +100,13 @@ class Ticket:
 
 
 @asynccontextmanager
-async def desk_of(
+async def registry_of(
     folder: Path, *sessions: FakeSession, **options: Any
 ) -> AsyncGenerator[tuple[Desk, list[Ticket], TaskGroup]]:
     """A worker with a ticket for each session."""
     context = Context(run="r", name="r", seed=1, folder=str(folder), worker="rollout-0")
     workflow = OnlineWorkflow(OnlineConfig(use="online", **options), context)
-    await workflow.desk.open()
+    await workflow.registry.open()
     tickets = [Ticket(workflow, session) for session in sessions]
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
@@ -114,7 +114,7 @@ async def desk_of(
                 tasks.start_soon(ticket.run)
             yield Desk(folder), tickets, tasks
             tasks.cancel_scope.cancel()
-    await workflow.desk.endpoint.stop()
+    await workflow.registry.endpoint.stop()
 
 
 def group(*texts: str, size: int = 1) -> FakeSession:
@@ -125,18 +125,18 @@ def group(*texts: str, size: int = 1) -> FakeSession:
 
 async def test_a_session_talks_ends_and_gets_its_reward_later(tmp_path: Path) -> None:
     policy = group("two", "2", size=2)
-    async with desk_of(tmp_path, policy) as (desk, [ticket], _):
-        assert stat.S_IMODE(desk.file.stat().st_mode) == 0o600
-        first, second = await desk.start(), await desk.start()
+    async with registry_of(tmp_path, policy) as (registry, [ticket], _):
+        assert stat.S_IMODE(registry.file.stat().st_mode) == 0o600
+        first, second = await registry.start(), await registry.start()
         assert first["prompt"] == "1+1="
         assert first["row"] == ROW
         assert first["id"] != second["id"]
         assert first["api_key"] != second["api_key"]
-        assert await desk.ask(first) == "two"
-        _, state = await desk.post(f"/{first['id']}/end", first["api_key"])
+        assert await registry.ask(first) == "two"
+        _, state = await registry.post(f"/{first['id']}/end", first["api_key"])
         assert state == {"id": first["id"], "calls": 1, "rewarded": False, "ended": True}
         with pytest.raises(openai.AuthenticationError):  # it has ended
-            await desk.ask(first)
+            await registry.ask(first)
 
         def talk() -> str:
             client = Anthropic(base_url=second["anthropic_base_url"], api_key=second["api_key"])
@@ -146,11 +146,13 @@ async def test_a_session_talks_ends_and_gets_its_reward_later(tmp_path: Path) ->
 
         assert await anyio.to_thread.run_sync(talk) == "2"
         # The reward may come before the end or after it, with the session's key or the token.
-        status, _ = await desk.post(f"/{second['id']}/reward", second["api_key"], {"reward": 1, "exact": 1})
+        status, _ = await registry.post(
+            f"/{second['id']}/reward", second["api_key"], {"reward": 1, "exact": 1}
+        )
         assert status == 200
-        await desk.post(f"/{second['id']}/end", second["api_key"], {})
+        await registry.post(f"/{second['id']}/end", second["api_key"], {})
         assert not ticket.ended.is_set()
-        await desk.post(f"/{first['id']}/reward", desk.token, -0.5)
+        await registry.post(f"/{first['id']}/reward", registry.token, -0.5)
         await ticket.ended.wait()
     assert ticket.error is None
     rewards = {text_of(each): each.score.reward for each in ticket.trajectories}
@@ -165,27 +167,27 @@ def text_of(trajectory: Trajectory) -> str:
 
 async def test_a_session_that_never_ends_fails_its_ticket_alone(tmp_path: Path) -> None:
     stuck, other = group("a", "b", size=2), group("c")
-    async with desk_of(tmp_path, stuck, other, session_timeout_s=2.0) as (desk, tickets, _):
-        sessions = [await desk.start() for _ in range(2)]
+    async with registry_of(tmp_path, stuck, other, session_timeout_s=2.0) as (registry, tickets, _):
+        sessions = [await registry.start() for _ in range(2)]
         for session in sessions:
-            await desk.ask(session)
-        await desk.post(f"/{sessions[1]['id']}/reward", desk.token, 1.0)
-        await desk.post(f"/{sessions[1]['id']}/end", desk.token)
+            await registry.ask(session)
+        await registry.post(f"/{sessions[1]['id']}/reward", registry.token, 1.0)
+        await registry.post(f"/{sessions[1]['id']}/end", registry.token)
         await tickets[0].ended.wait()
         message = f"session {sessions[0]['id']} had no reward 2 s after its start"
         assert isinstance(tickets[0].error, OnlineError)
         assert str(tickets[0].error) == f"{message} (workflow.session_timeout_s)"
         # Its program learns it, with the session's own key or with the token.
-        for key in (sessions[0]["api_key"], desk.token):
-            status, answer = await desk.post(f"/{sessions[0]['id']}/reward", key, 1.0)
+        for key in (sessions[0]["api_key"], registry.token):
+            status, answer = await registry.post(f"/{sessions[0]['id']}/reward", key, 1.0)
             assert (status, answer["error"]["code"]) == (410, "session_over")
             assert message in answer["error"]["message"]
-        status, answer = await desk.post(f"/{sessions[1]['id']}/reward", desk.token, 1.0)
+        status, answer = await registry.post(f"/{sessions[1]['id']}/reward", registry.token, 1.0)
         assert (status, "it is complete" in answer["error"]["message"]) == (410, True)
-        third = await desk.start()
-        await desk.ask(third)
-        await desk.post(f"/{third['id']}/reward", third["api_key"], 1.0)
-        await desk.post(f"/{third['id']}/end", third["api_key"])
+        third = await registry.start()
+        await registry.ask(third)
+        await registry.post(f"/{third['id']}/reward", third["api_key"], 1.0)
+        await registry.post(f"/{third['id']}/end", third["api_key"])
         await tickets[1].ended.wait()
         assert tickets[1].error is None
 
@@ -200,12 +202,12 @@ async def test_a_session_that_never_ends_fails_its_ticket_alone(tmp_path: Path) 
 async def test_a_session_without_an_answer_or_given_up_fails(
     tmp_path: Path, answers: int, end: Any, reason: str
 ) -> None:
-    async with desk_of(tmp_path, group("a")) as (desk, [ticket], _):
-        session = await desk.start()
+    async with registry_of(tmp_path, group("a")) as (registry, [ticket], _):
+        session = await registry.start()
         for _ in range(answers):
-            await desk.ask(session)
-        await desk.post(f"/{session['id']}/reward", desk.token, 1.0)
-        await desk.post(f"/{session['id']}/end", desk.token, end)
+            await registry.ask(session)
+        await registry.post(f"/{session['id']}/reward", registry.token, 1.0)
+        await registry.post(f"/{session['id']}/end", registry.token, end)
         await ticket.ended.wait()
     assert reason in str(ticket.error)
 
@@ -234,49 +236,49 @@ async def test_a_session_without_an_answer_or_given_up_fails(
 async def test_a_body_that_is_no_reward_is_refused(
     tmp_path: Path, raw: bytes, status: int, message: str
 ) -> None:
-    async with desk_of(tmp_path, group("a")) as (desk, _, _):
-        session = await desk.start()
-        answer = await desk.post(f"/{session['id']}/reward", session["api_key"], raw=raw)
+    async with registry_of(tmp_path, group("a")) as (registry, _, _):
+        session = await registry.start()
+        answer = await registry.post(f"/{session['id']}/reward", session["api_key"], raw=raw)
         assert answer[0] == status
         assert message in answer[1]["error"]["message"]
         assert "\x1b" not in answer[1]["error"]["message"]
-        assert (await desk.post(f"/{session['id']}/reward", session["api_key"], 1.0))[0] == 200
-        assert (await desk.post(f"/{session['id']}/reward", session["api_key"], 1.0))[0] == 409
+        assert (await registry.post(f"/{session['id']}/reward", session["api_key"], 1.0))[0] == 200
+        assert (await registry.post(f"/{session['id']}/reward", session["api_key"], 1.0))[0] == 409
 
 
 async def test_only_the_right_keys_are_accepted(tmp_path: Path) -> None:
-    async with desk_of(tmp_path, group("a"), group("b")) as (desk, _, _):
-        first, second = await desk.start(), await desk.start()
+    async with registry_of(tmp_path, group("a"), group("b")) as (registry, _, _):
+        first, second = await registry.start(), await registry.start()
         for path in ("", f"/{first['id']}/reward", f"/{first['id']}/end", "/sess_other/end"):
             for key in ("", "other", "\xff", second["api_key"]):
-                status, answer = await desk.post(path, key, {} if path.endswith("end") else 1.0)
+                status, answer = await registry.post(path, key, {} if path.endswith("end") else 1.0)
                 assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        assert (await desk.post("", first["api_key"]))[0] == 401
-        status, answer = await desk.post("/sess_other/end", desk.token)
+        assert (await registry.post("", first["api_key"]))[0] == 401
+        status, answer = await registry.post("/sess_other/end", registry.token)
         assert (status, "may have restarted" in answer["error"]["message"]) == (410, True)
         with pytest.raises(openai.AuthenticationError):  # the token alone does not open the policy
-            await desk.ask({**first, "api_key": desk.token})
-        assert await desk.ask(first) == "a"
+            await registry.ask({**first, "api_key": registry.token})
+        assert await registry.ask(first) == "a"
 
 
 async def test_a_start_waits_for_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto_online.desk._WAIT_S", 0.2)
-    async with desk_of(tmp_path) as (desk, _, _):
-        assert await desk.post("", desk.token) == (204, None)
-    monkeypatch.setattr("stretto_online.desk._WAIT_S", 20)
-    async with desk_of(tmp_path, group("a")) as (desk, [ticket], tasks):
-        await desk.start()
+    monkeypatch.setattr("stretto_online.registry._WAIT_S", 0.2)
+    async with registry_of(tmp_path) as (registry, _, _):
+        assert await registry.post("", registry.token) == (204, None)
+    monkeypatch.setattr("stretto_online.registry._WAIT_S", 20)
+    async with registry_of(tmp_path, group("a")) as (registry, [ticket], tasks):
+        await registry.start()
         started: list[Any] = []
 
         async def start_next() -> None:
-            started.append(await desk.start())
+            started.append(await registry.start())
 
         tasks.start_soon(start_next)
         late = Ticket(ticket._workflow, group("b"))  # pyright: ignore[reportPrivateUsage]
         tasks.start_soon(late.run)
         while not started:
             await anyio.sleep(0.01)
-        assert await desk.ask(started[0]) == "b"
+        assert await registry.ask(started[0]) == "b"
 
 
 # ------------------------------------------------------------------------------------------ whole runs

@@ -52,7 +52,7 @@ def test_the_import_rules_hold(checkout: Path) -> None:
             "plugins use public modules only",
         ),
         (
-            "plugins/commands/stretto_trace/story.py",
+            "plugins/commands/stretto_trace/history.py",
             "import stretto.records.timeline",
             "plugins use public modules only",
         ),

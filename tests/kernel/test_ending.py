@@ -33,9 +33,9 @@ def test_the_first_signal_drains_the_run_and_the_second_one_ends_it() -> None:
     with Interruptions() as interruptions:
         ending = live(interruptions, Ending(), interrupted=True)
         assert (ending.drain_status, ending.drain_reason) == ("interrupted", "SIGTERM")
-        assert (ending.status, ending.hurried) == ("running", False)
+        assert (ending.status, ending.forced) == ("running", False)
         live(interruptions, ending, interrupted=True)
-        assert (ending.status, ending.reason, ending.hurried) == ("interrupted", "SIGTERM, twice", True)
+        assert (ending.status, ending.reason, ending.forced) == ("interrupted", "SIGTERM, twice", True)
 
 
 def test_a_signal_while_a_kernel_dismisses_its_workers_for_the_next_one_ends_the_run() -> None:

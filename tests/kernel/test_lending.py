@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from stretto.kernel.schedule.lending import Lending, Wish
+from stretto.kernel.schedule.lending import Demand, Lending
 
-BESIDE = Wish(10, (10,))
+BESIDE = Demand(10, (10,))
 
 
 def training(*workers: str) -> dict[str, int | None]:
@@ -16,13 +16,13 @@ def training(*workers: str) -> dict[str, int | None]:
 
 def test_nothing_is_lent_without_an_evaluation() -> None:
     lending = Lending(30)
-    assert lending.choose(Wish(), training("a", "b"), 0) == math.inf
+    assert lending.choose(Demand(), training("a", "b"), 0) == math.inf
     assert lending.lent == frozenset()
 
 
 def test_all_are_lent_while_training_rests() -> None:
     lending = Lending(30)
-    assert lending.choose(Wish(0, (0,), resting=True), training("a", "b"), 0) == math.inf
+    assert lending.choose(Demand(0, (0,), resting=True), training("a", "b"), 0) == math.inf
     assert lending.lent == {"a", "b"}
 
 
@@ -30,9 +30,9 @@ def test_of_several_one_is_lent_and_half_of_them_while_another_evaluation_waits(
     lending, workers = Lending(30), training("a", "b", "c", "d", "e")
     assert lending.choose(BESIDE, workers, 0) == math.inf
     assert lending.lent == {"a"}
-    lending.choose(Wish(10, (10, 20)), workers, 1)
+    lending.choose(Demand(10, (10, 20)), workers, 1)
     assert lending.lent == {"a", "b"}
-    lending.choose(Wish(10, (10, 20)), training("a", "b"), 2)
+    lending.choose(Demand(10, (10, 20)), training("a", "b"), 2)
     assert lending.lent == {"a"}
 
 
@@ -62,16 +62,16 @@ def test_a_single_engine_takes_turns_and_begins_with_the_evaluation() -> None:
 
 def test_a_single_engine_serves_training_until_the_first_step() -> None:
     lending = Lending(30)
-    assert lending.choose(Wish(0, (0,), untrained=True), {"a": None}, 0) == math.inf
+    assert lending.choose(Demand(0, (0,), untrained=True), {"a": None}, 0) == math.inf
     assert lending.lent == frozenset()
-    lending.choose(Wish(0, (0,), resting=True, untrained=True), {"a": None}, 1)  # it has nothing to do
+    lending.choose(Demand(0, (0,), resting=True, untrained=True), {"a": None}, 1)  # it has nothing to do
     assert lending.lent == {"a"}
-    lending.choose(Wish(0, (0,), untrained=True), {"a": None}, 2)
+    lending.choose(Demand(0, (0,), untrained=True), {"a": None}, 2)
     assert lending.lent == frozenset()
-    lending.choose(Wish(0, (0,)), {"a": None}, 3)
+    lending.choose(Demand(0, (0,)), {"a": None}, 3)
     assert lending.lent == {"a"}
     lending = Lending(30)
-    lending.choose(Wish(0, (0,), untrained=True), training("a", "b"), 0)  # another one serves training
+    lending.choose(Demand(0, (0,), untrained=True), training("a", "b"), 0)  # another one serves training
     assert lending.lent == {"a"}
 
 
@@ -88,6 +88,6 @@ def test_the_next_evaluation_begins_with_a_turn_of_its_own() -> None:
     lending.choose(BESIDE, {"a": 10}, 0)
     lending.choose(BESIDE, {"a": 10}, 31)
     assert lending.lent == frozenset()
-    lending.choose(Wish(), {"a": None}, 32)
-    assert lending.choose(Wish(20, (20,)), {"a": 20}, 33) == 63
+    lending.choose(Demand(), {"a": None}, 32)
+    assert lending.choose(Demand(20, (20,)), {"a": 20}, 33) == 63
     assert lending.lent == {"a"}

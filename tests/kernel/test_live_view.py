@@ -154,7 +154,7 @@ def test_the_status_of_a_kernel_is_small_and_complete(tmp_path: Path) -> None:
     for curve in setup.report.curves.values():
         for number in range(2000):
             curve.add(number / 3)
-    setup.board.write_end()
+    setup.status_writer.write_end()
     status = read_status(tmp_path)
     assert status is not None
     assert (status.name, status.steps, status.state, status.now) == ("small", 2000, "running", "running")

@@ -153,7 +153,7 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
         seen: list[Outcome] = []
         with anyio.move_on_after(20) as until_both:
 
-            def take_in(outcome: Outcome) -> None:
+            def accept(outcome: Outcome) -> None:
                 seen.append(outcome)
                 if isinstance(outcome, GroupDone):
                     scheduler.group_done(outcome)
@@ -162,7 +162,7 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
                 if len(seen) == 2:
                     until_both.cancel()
 
-            await queue.follow(take_in)
+            await queue.follow(accept)
         assert [type(outcome) for outcome in seen] == [GroupFailed, GroupDone]
         assert scheduler.ledger.failed == 1
         assert list(scheduler.reasons) == ["failed: rollout-0 wrote a faulty group: it has no member"]

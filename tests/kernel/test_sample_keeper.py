@@ -15,8 +15,8 @@ import pytest
 
 from bus_testing import until
 from kernel_setup import make_setup
-from stretto.kernel.observe import sample_keeper
-from stretto.kernel.observe.sample_keeper import SampleKeeper
+from stretto.kernel.observe import sample_writer_supervisor
+from stretto.kernel.observe.sample_writer_supervisor import SampleWriterSupervisor
 
 
 class Connected:
@@ -26,26 +26,26 @@ class Connected:
 
 
 @asynccontextmanager
-async def running(keeper: SampleKeeper) -> AsyncGenerator[None]:
+async def running(keeper: SampleWriterSupervisor) -> AsyncGenerator[None]:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(keeper.run)
         yield
         tasks.cancel_scope.cancel()
 
 
-def make_keeper(folder: Path) -> tuple[SampleKeeper, list[str]]:
+def make_keeper(folder: Path) -> tuple[SampleWriterSupervisor, list[str]]:
     """A keeper and the problems of its run."""
     setup, bus = make_setup(folder, steps=1), Connected()
-    return SampleKeeper(setup, cast("Any", bus), 1), setup.report.problems
+    return SampleWriterSupervisor(setup, cast("Any", bus), 1), setup.report.problems
 
 
 async def test_a_writer_that_hangs_is_killed_started_again_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_keeper, "_FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr(sample_keeper, "_SILENT_S", 1.0)
-    monkeypatch.setattr(sample_keeper, "_IMPORTS_S", 0.0)
-    monkeypatch.setattr(sample_keeper, "_STOP_S", 0.1)
+    monkeypatch.setattr(sample_writer_supervisor, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(sample_writer_supervisor, "_SILENT_S", 1.0)
+    monkeypatch.setattr(sample_writer_supervisor, "_IMPORTS_S", 0.0)
+    monkeypatch.setattr(sample_writer_supervisor, "_STOP_S", 0.1)
     started: list[subprocess.Popen[bytes]] = []
 
     async def start() -> subprocess.Popen[bytes]:

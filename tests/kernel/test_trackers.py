@@ -61,15 +61,15 @@ def run_with(tmp_path: Path, deed: str, finish_s: float) -> Composed:
 
 
 @pytest.mark.parametrize("hurried", [False, True])
-async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, hurried: bool) -> None:
-    composed = run_with(tmp_path, "time.sleep(3600)", finish_s=3600 if hurried else 0.5)
+async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, forced: bool) -> None:
+    composed = run_with(tmp_path, "time.sleep(3600)", finish_s=3600 if forced else 0.5)
     problems: list[str] = []
     trackers = Trackers(tmp_path, composed.config.trackers, problems)
     trackers.start()
     await until((tmp_path / "reached").exists, deadline_s=60)
     [child] = [each for each in psutil.Process().children() if "stretto.children.tracker" in each.cmdline()]
     start = time.monotonic()
-    await trackers.finish(lambda: hurried)
+    await trackers.finish(lambda: forced)
     assert time.monotonic() - start < 10
     child.wait(10)
     assert problems == [

@@ -85,7 +85,7 @@ async def test_what_a_reward_raises_is_plain_text_in_a_terminal(
 
 async def show_failures(setup: RunSetup, terminal: int) -> str:
     """Let tickets fail by the reward; return what the view, the log and the final lines show."""
-    scheduler, view = setup.scheduler, View(setup.board.status, setup.folder)
+    scheduler, view = setup.scheduler, View(setup.status_writer.status, setup.folder)
     scheduler.start()
     reason = reason_of_reward(setup)
     assert reason.startswith(f"reward raised ValueError: {SHOWN} (")
@@ -94,7 +94,7 @@ async def show_failures(setup: RunSetup, terminal: int) -> str:
         outcome = admit(GroupFailed("train", ticket.id, 1, "rollout-0", reason), 1, samples=True)
         assert isinstance(outcome, GroupFailed)
         scheduler.group_failed(outcome)
-    setup.board.note = SAID
+    setup.status_writer.note = SAID
     shown = ""
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:

@@ -63,12 +63,12 @@ def test_characters_are_counted_without_tokenising() -> None:
 
 
 async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised() -> None:
-    goes_on = threading.Event()
+    continues = threading.Event()
     async with anyio.create_task_group() as tasks:
 
         async def go_on() -> None:
-            goes_on.set()
+            continues.set()
 
         tasks.start_soon(go_on)
-        assert await work_on_text(lambda: goes_on.wait(20), 10**6)
+        assert await work_on_text(lambda: continues.wait(20), 10**6)
         assert await work_on_text(threading.current_thread, 10) is threading.current_thread()

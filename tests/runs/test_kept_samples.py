@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stretto.cli.audit.ticket_story import ticket_story
+from stretto.cli.audit.ticket_history import ticket_history
 from stretto.records.kept.samples import SampleFilter, SampleStore
 
 Start = Callable[..., Any]
@@ -40,7 +40,7 @@ def test_every_trajectory_is_kept_once_although_writer_and_kernel_are_killed(
     assert {row["step"] for row in rows if row["outcome"] == "evaluated"} == {0, 14}
     for ticket in {row["ticket"] for row in trained}:
         assert all(said == found for said, found in store.digests(ticket).values())
-    story = ticket_story(run.folder, trained[-1]["ticket"])
+    story = ticket_history(run.folder, trained[-1]["ticket"])
     assert story.violations == []
     assert any("trained in step 14" in event for event in story.events)
     assert any("the samples match" in event for event in story.events)

@@ -22,7 +22,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from stretto.records.timeline import CAUSES, StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
-from stretto_trace.story import Story
+from stretto_trace.history import History
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "stretto.json"
 STEPS, BATCH, SAMPLES = 6, 4, 4
@@ -458,9 +458,9 @@ def test_a_run_without_a_timeline_has_no_trace(watched: Watched, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_the_story_of_a_run_ends_with_its_kernel(watched: Watched) -> None:
-    story = Story.of(read_timeline(watched.folder))
-    assert story is not None
-    [(started, end, status)] = story.kernels
-    assert (started.version, status, end) == (0, "completed", story.end)
-    assert {attempt.outcome for attempt in story.attempts} <= {"trained", "evaluated"}
+def test_the_history_of_a_run_ends_with_its_kernel(watched: Watched) -> None:
+    history = History.of(read_timeline(watched.folder))
+    assert history is not None
+    [(started, end, status)] = history.kernels
+    assert (started.version, status, end) == (0, "completed", history.end)
+    assert {attempt.outcome for attempt in history.attempts} <= {"trained", "evaluated"}

@@ -31,7 +31,7 @@ class Ending:
         self.drain_reason = ""
         self._interruptions = 0
         """Number of signals that have been obeyed."""
-        self.hurried = False
+        self.forced = False
         """Whether the kernel stops the workers without giving them time to leave."""
         self.next_values: int | None = None
         """If the kernel only repeats the journal: number of the values with which the journal continues. None
@@ -62,7 +62,7 @@ class Ending:
             self._interruptions += 1
             if self._interruptions > 1:
                 log.warning("interrupted again: ending at once", signal=name)
-                self.hurried = True
+                self.forced = True
                 self.end("interrupted", f"{name}, twice")
             else:
                 log.warning("interrupted: ending after the step under way and a checkpoint", signal=name)

@@ -58,11 +58,11 @@ from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.durable.recovery import Stored, read_store, repeat_journal
 from stretto.kernel.ending import Ending
-from stretto.kernel.fleet.crew import Crew
 from stretto.kernel.fleet.fleet import FleetMember
 from stretto.kernel.fleet.routes import RouteSender
+from stretto.kernel.fleet.worker_scaling import WorkerScaler
 from stretto.kernel.observe.record_server import RecordServer
-from stretto.kernel.observe.sample_keeper import SampleKeeper
+from stretto.kernel.observe.sample_writer_supervisor import SampleWriterSupervisor
 from stretto.kernel.observe.timeline import Timeline
 from stretto.kernel.observe.traces import RunTraces, StepTrace
 from stretto.kernel.schedule.commands import (
@@ -77,7 +77,7 @@ from stretto.kernel.schedule.commands import (
     StartBatch,
     Withdraw,
 )
-from stretto.kernel.schedule.lending import Wish
+from stretto.kernel.schedule.lending import Demand
 from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
@@ -129,7 +129,7 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
         tasks.cancel_scope.cancel()
     if ending.status != "repeated" and records.copied_lately:
         setup.report.finish(ending.status, ending.reason)
-        setup.board.write_end()
+        setup.status_writer.write_end()
         await records.hand_over(ending)
 
 
@@ -141,7 +141,7 @@ class Kernel:
         self._config = setup.config
         self._scheduler = setup.scheduler
         self._report = setup.report
-        self._board = setup.board
+        self._status_writer = setup.status_writer
         self._fleet = setup.fleet
         self._names = setup.names
         self._bus = bus
@@ -170,11 +170,11 @@ class Kernel:
         incarnation = setup.resumed[1].incarnation if setup.resumed else 0
         self._journal = JournalWriter(bus, setup.names, lease_epoch, incarnation)
         self._tickets = TicketQueue(bus, setup.names, samples=setup.graph.samples)
-        self._samples = SampleKeeper(setup, bus, lease_epoch)
+        self._samples = SampleWriterSupervisor(setup, bus, lease_epoch)
         self._checkpointer = Checkpointer(
             setup, bus, self._trainers, self._engines, self._tickets, self._journal, self._samples
         )
-        self._crew = Crew(setup, bus, lease_epoch, ending, tasks)
+        self._scaler = WorkerScaler(setup, bus, lease_epoch, ending, tasks)
         self._engine_errors = EngineErrors()
         self._commands_ready = anyio.Event()
         self._changed = anyio.Event()
@@ -195,15 +195,15 @@ class Kernel:
         await self._serve()
         resumed = self._setup.resumed
         stored = None if resumed is None else await self._recover(resumed)
-        if stored is not None and not self._setup.goes_on and self._has_nothing_to_repeat(stored):
+        if stored is not None and not self._setup.continues and self._has_nothing_to_repeat(stored):
             self._ending.end("repeated", "")
             return
         if self._config.metrics is not None:
-            self._board.metrics_url = await self._serve_metrics(self._config.metrics)
+            self._status_writer.metrics_url = await self._serve_metrics(self._config.metrics)
         self._report.begin()
         self._timeline.begin(self._lease_epoch, resumed[1].version if resumed else 0)
         self._tasks.start_soon(self._timeline.keep)
-        if self._setup.goes_on:
+        if self._setup.continues:
             self._setup.trackers.start()
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._routes.send_changes)
@@ -211,10 +211,10 @@ class Kernel:
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(watch_bus, self._setup, self._bus, self._ending)
         self._tasks.start_soon(watch_store, self._setup, self._bus, self._ending)
-        self._tasks.start_soon(self._board.publish, self._bus, self._names)
+        self._tasks.start_soon(self._status_writer.publish, self._bus, self._names)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
-        if self._setup.goes_on:
+        if self._setup.continues:
             self._tasks.start_soon(self._samples.run)
         try:
             await self._fleet.launch(self._setup.workers, self._tasks)
@@ -235,7 +235,7 @@ class Kernel:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
             await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, self._fleet.beat)
             await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
-        await bus.serve(names.kernel("trainer", "ranks"), AskRanks, self._tell_ranks)
+        await bus.serve(names.kernel("trainer", "ranks"), AskRanks, self._send_ranks)
         await bus.serve(names.kernel("operator", "scale"), ScaleRun, self._scale)
         await bus.serve(names.kernel("operator", "stop"), StopRun, self._stop)
         await self._samples.serve()
@@ -293,16 +293,16 @@ class Kernel:
         if resumed is not None and self._journal.incarnation != resumed[1].incarnation:
             # Without this checkpoint, another crash would begin the same incarnation a second time.
             await self._checkpointer.save()
-        self._board.note = "waiting for all workers"
+        self._status_writer.note = "waiting for all workers"
         await self._in_time(self._until_all_callable)
         await self._samples.until_followed()
-        self._board.note = ""
-        self._started = self._board.started = True
+        self._status_writer.note = ""
+        self._started = self._status_writer.started = True
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._report.first_ticket()
         self._scheduler.start()
         if self._config.elastic.ranges():
-            self._tasks.start_soon(self._crew.follow)
+            self._tasks.start_soon(self._scaler.follow)
         self._wake_carry_out()
 
     async def _repeat(self, stored: Stored) -> tuple[WeightsNote, ...]:
@@ -314,7 +314,7 @@ class Kernel:
             Notes of the versions that evaluations need, and last the note of the newest version.
         """
         assert self._setup.resumed is not None
-        self._board.note = "replaying the journal" if self._setup.replays else "repeating the journal"
+        self._status_writer.note = "replaying the journal" if self._setup.replays else "repeating the journal"
         recovered = await repeat_journal(
             self._bus,
             self._names,
@@ -332,7 +332,7 @@ class Kernel:
         self._journal.incarnation = recovered.incarnation
         self._tickets.log_sequence = recovered.log_sequence
         self._engines.remember(recovered.notes)
-        if self._setup.goes_on:
+        if self._setup.continues:
             log.info("resumed", version=recovered.notes[-1].version, repeated=recovered.repeated)
             self._report.recall()
             return recovered.notes
@@ -408,7 +408,7 @@ class Kernel:
             await self._changed.wait()
         return {worker: self._fleet.members[worker].nonce for worker in trainers}
 
-    async def _tell_ranks(self, message: AskRanks) -> Ranks:
+    async def _send_ranks(self, message: AskRanks) -> Ranks:
         del message
         return Ranks(await self._nonces_of_trainers())
 
@@ -447,7 +447,9 @@ class Kernel:
         await ending.drain_requested.wait()
         if self._started:
             self._scheduler.close()
-            self._board.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
+            self._status_writer.note = (
+                f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
+            )
             while self._scheduler.training:
                 await self._changed.wait()
             await self._published.wait()
@@ -457,16 +459,16 @@ class Kernel:
                 if ending.drain_status == "repeated":  # the next kernel would continue from an older one
                     raise
                 self._report.problems.append(str(error))
-            self._crew.write_groups()
+            self._scaler.write_groups()
         ending.end(ending.drain_status, ending.drain_reason)
 
     async def _dismiss(self) -> None:
         """Ask the workers to leave, and stop those that do not leave in time."""
-        self._board.note = "stopping the workers"
+        self._status_writer.note = "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
                 await self._bus.publish(self._names.beacon, self._beacon("over"))
-        at_once = self._ending.hurried or not self._bus.connected
+        at_once = self._ending.forced or not self._bus.connected
         await self._fleet.stop(0 if at_once else _LEAVE_S)
         await self._samples.stop(at_once=at_once)
 
@@ -476,13 +478,13 @@ class Kernel:
         self._check_operator(message.token)
         if not self._started:
             raise ConfigError("the run has not started to train yet; repeat the command when it has")
-        return RunScaled(await self._crew.scale(message.numbers))
+        return RunScaled(await self._scaler.scale(message.numbers))
 
     async def _stop(self, message: StopRun) -> RunStopping:
         self._check_operator(message.token)
         log.warning("asked to stop", now=message.now)
         if message.now:
-            self._ending.hurried = True
+            self._ending.forced = True
             self._ending.end("interrupted", "stretto stop --now")
             return RunStopping("the run ends at once, without a checkpoint")
         self._ending.drain("interrupted", "stretto stop")
@@ -602,7 +604,7 @@ class Kernel:
             if outcome.purpose == "eval":
                 self._traces.evaluated(outcome)
             else:
-                self._crew.groups += 1
+                self._scaler.groups += 1
             self._scheduler.group_done(outcome)
             if self._setup.graph.samples and self._scheduler.is_finished(outcome):
                 self._tasks.start_soon(partial(self._trainers.prefetch, _rows((outcome,)), complete=False))
@@ -635,8 +637,8 @@ class Kernel:
                         await self._do(command)
             scheduler, rounds = self._scheduler, self._scheduler.evaluation
             resting = scheduler.tickets.resting or not self._setup.graph.samples
-            wish = Wish(rounds.under_way, rounds.needed_versions, resting, scheduler.version == 0)
-            self._engines.lend(wish)
+            demand = Demand(rounds.under_way, rounds.needed_versions, resting, scheduler.version == 0)
+            self._engines.lend(demand)
 
     async def _do(self, command: Command) -> None:
         match command:

@@ -125,7 +125,7 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
         while number < newest:
             former = assemble_existing(compose(values_file(folder, number)), folder)
             with fork_server(former) as forks:
-                setup = RunSetup(former, resumed=checkpoint, forks=forks, values=number, goes_on=False)
+                setup = RunSetup(former, resumed=checkpoint, forks=forks, values=number, continues=False)
                 summary, next_values = live(setup, interruptions, accept_dataset)
             if summary["status"] != "repeated":
                 return _print_end(summary, folder)
@@ -179,7 +179,7 @@ def _live_to_the_end(
     """Run kernels until the run ends, and return the summary.
 
     A kernel that is asked for another number of trainers writes a checkpoint and ends; the next one continues
-    from there with that number (`stretto.kernel.fleet.crew`).
+    from there with that number (`stretto.kernel.fleet.worker_scaling`).
     """
     while True:
         setup = RunSetup(assembly, resumed=checkpoint, forks=forks, values=values)
@@ -208,7 +208,7 @@ async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tupl
     Raises:
         StrettoError: if a resumed run failed before the kernel began to change the run's files.
     """
-    ending = setup.board.ending = Ending()
+    ending = setup.status_writer.ending = Ending()
     with interruptions.obeyed_by(ending):  # before the first process starts
         error = await _live(setup, ending)
         if error is None and not setup.report.begun:  # there was nothing to repeat
@@ -223,9 +223,9 @@ async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tupl
                 )
             reason += _full_disk(setup.folder, reason)
         summary = setup.report.finish(status, reason)
-        setup.board.write_end()
+        setup.status_writer.write_end()
         before = len(interruptions.received)
-        await setup.trackers.finish(lambda: ending.hurried or len(interruptions.received) > before)
+        await setup.trackers.finish(lambda: ending.forced or len(interruptions.received) > before)
     setup.report.add_late_problems(summary)
     return summary, ending.next_values
 
@@ -236,7 +236,7 @@ async def _live(setup: RunSetup, ending: Ending) -> BaseException | None:
     Raises:
         StrettoError: if a resumed run failed before the kernel began to change the run's files.
     """
-    view = View(setup.board.status, setup.folder)
+    view = View(setup.status_writer.status, setup.folder)
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(view.run)
@@ -262,13 +262,13 @@ async def _live(setup: RunSetup, ending: Ending) -> BaseException | None:
 def _full_disk(folder: Path, reason: str) -> str:
     """Return which disk has no room and how much it has, if that is the reason for the end of the run, or may
     be; empty otherwise. It is the disk of the file that the reason names, or else that of the run."""
-    is_told = any(words in reason for words in _NO_ROOM)
-    named = [Path(text) for text in re.findall(r"(?<!\S)['\"]?(/[^\s'\":;,]+)", reason)] if is_told else []
+    is_named = any(words in reason for words in _NO_ROOM)
+    named = [Path(text) for text in re.findall(r"(?<!\S)['\"]?(/[^\s'\":;,]+)", reason)] if is_named else []
     disk = (named or [folder])[0]
     while not disk.exists():
         disk = disk.parent
     size = shutil.disk_usage(disk)
-    if not reason or (size.free >= _LITTLE_ROOM and not is_told):
+    if not reason or (size.free >= _LITTLE_ROOM and not is_named):
         return ""
     while not disk.is_mount():
         disk = disk.parent

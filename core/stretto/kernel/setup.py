@@ -23,7 +23,7 @@ from stretto.kernel.fleet.fleet import Fleet
 from stretto.kernel.fleet.forks import ForkServer
 from stretto.kernel.observe.advice import Adviser
 from stretto.kernel.observe.report import Report
-from stretto.kernel.observe.status import StatusBoard
+from stretto.kernel.observe.status import StatusWriter
 from stretto.kernel.observe.trackers import Trackers
 from stretto.kernel.schedule.commands import SchedulerSettings
 from stretto.kernel.schedule.scheduler import Scheduler
@@ -43,7 +43,7 @@ class RunSetup:
         *,
         forks: ForkServer | None = None,
         values: int = 1,
-        goes_on: bool = True,
+        continues: bool = True,
         replays: bool = False,
     ) -> None:
         """Make the components that the kernel uses.
@@ -53,7 +53,7 @@ class RunSetup:
                 new run.
             forks: the fork server of this kernel, if it has one.
             values: number of the run's values in `assembly`.
-            goes_on: whether the kernel continues to train after it has repeated the journal. If not, it
+            continues: whether the kernel continues to train after it has repeated the journal. If not, it
                 writes a checkpoint and ends, because other values come next.
             replays: whether the run is a replay, which is complete when the journal is repeated.
 
@@ -66,7 +66,7 @@ class RunSetup:
         self.folder = folder = assembly.folder
         self.resumed = resumed
         self.values = values
-        self.goes_on = goes_on
+        self.continues = continues
         self.replays = replays
         self.run = assembly.context.run
         self.names = Subjects(self.run)
@@ -80,7 +80,7 @@ class RunSetup:
         }
         self.graph = assembly.graph
         self.placement = assembly.placement
-        self.workers = [each for each in assembly.workers if goes_on or each.role == "trainer"]
+        self.workers = [each for each in assembly.workers if continues or each.role == "trainer"]
         self.launcher: Launcher = assembly.make("launcher")
         if forks is not None and isinstance(self.launcher, ForkingLauncher):
             forks.keep_output(self.logs / "forks.out")
@@ -115,7 +115,9 @@ class RunSetup:
             canary=config.inference.canary,
             adviser=Adviser(composed.document, quiet=replays),
         )
-        self.board = StatusBoard(config.name, config.steps, folder, self.report, self.scheduler, self.fleet)
+        self.status_writer = StatusWriter(
+            config.name, config.steps, folder, self.report, self.scheduler, self.fleet
+        )
         self.trackers = Trackers(folder, config.trackers, self.report.problems)
 
     @property
@@ -150,7 +152,7 @@ class RunSetup:
         Raises:
             ConfigError: if the rows have changed and are not accepted.
         """
-        datasets = {path: each for path, each in self.datasets.items() if self.goes_on or path == "dataset"}
+        datasets = {path: each for path, each in self.datasets.items() if self.continues or path == "dataset"}
         changes = fingerprint_changes(self.folder, datasets, accept=accept)
         for path, (former, present) in changes.items():
             if not accept:

@@ -309,14 +309,14 @@ class _SampleWriter:
             log.warning("the cursor of samples cannot be written", error=str(error))
             return
         self._confirmed = position
-        await self._tell()
+        await self._report()
 
     async def _beat(self) -> None:
         while True:
             await anyio.sleep(_BEAT_S)
-            await self._tell()
+            await self._report()
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         if self._bus.connected:
             await self._bus.publish(self._names.kernel("samples", "kept"), Kept(self._confirmed))
 

@@ -15,8 +15,8 @@ from typing import Any
 from stretto.charts import FIGURES
 from stretto.errors import ConfigError, printable
 from stretto.run_folder import CallSpan, RunFolder, SwapSpan
+from stretto_trace.history import Attempt, History, Life
 from stretto_trace.perfetto import PerfettoFile, SpanTracks
-from stretto_trace.story import Attempt, Life, Story
 
 _FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
 """Keys of `metrics.jsonl` that have a counter."""
@@ -29,15 +29,15 @@ def write_trace(folder: Path, file: Path) -> None:
         ConfigError: if the folder holds no run or no timeline, or if the file cannot be written.
     """
     record = RunFolder(folder)
-    story = Story.of(record.events())
-    if story is None:
+    history = History.of(record.events())
+    if history is None:
         raise ConfigError(
             f"{folder} has no events in timeline.jsonl: the run has not begun, or an older stretto ran it"
         )
     aside = file.with_name(f".{file.name}")
     try:
         with aside.open("wb") as stream:
-            _Drawing(PerfettoFile(stream, story.start), story, record).draw()
+            _Drawing(PerfettoFile(stream, history.start), history, record).draw()
         aside.replace(file)
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error}") from error
@@ -49,11 +49,11 @@ def write_trace(folder: Path, file: Path) -> None:
 class _Drawing:
     """Draws a story."""
 
-    def __init__(self, trace: PerfettoFile, story: Story, record: RunFolder) -> None:
+    def __init__(self, trace: PerfettoFile, history: History, record: RunFolder) -> None:
         self._trace = trace
-        self._story = story
+        self._history = history
         self._record = record
-        self._flows = {id(attempt): number for number, attempt in enumerate(story.attempts, start=1)}
+        self._flows = {id(attempt): number for number, attempt in enumerate(history.attempts, start=1)}
 
     def draw(self) -> None:
         run = self._trace.track(f"run {self._record.name}")
@@ -67,7 +67,7 @@ class _Drawing:
 
     def _draw_kernels(self, run: int) -> None:
         track = self._trace.track("kernel", run)
-        for started, end, status in self._story.kernels:
+        for started, end, status in self._history.kernels:
             facts = {
                 "lease_epoch": started.lease_epoch,
                 "from_version": started.version,
@@ -79,11 +79,11 @@ class _Drawing:
         track = self._trace.track("steps", run)
         lines = {line["step"]: line for line in self._record.steps}
         trained: dict[int, list[int]] = {}
-        for attempt in self._story.attempts:
+        for attempt in self._history.attempts:
             if attempt.step is not None:
                 trained.setdefault(id(attempt.step), []).append(self._flows[id(attempt)])
-        before, seen = self._story.start, set[int]()
-        for step in self._story.steps:
+        before, seen = self._history.start, set[int]()
+        for step in self._history.steps:
             start = max(step.start, before)
             for cause, wait_start, wait_end in step.wait_spans():
                 wait_start, wait_end = max(before, wait_start), max(before, wait_end)
@@ -106,8 +106,8 @@ class _Drawing:
 
     def _draw_evaluations(self, run: int) -> None:
         track = self._trace.track("evaluations", run)
-        before = self._story.start
-        for each in self._story.evaluations:
+        before = self._history.start
+        for each in self._history.evaluations:
             facts = {
                 "version": each.version,
                 "accuracy": each.accuracy,
@@ -122,8 +122,8 @@ class _Drawing:
 
     def _draw_counters(self, run: int) -> None:
         for name, series in (
-            ("tickets in flight", self._story.in_flight),
-            ("finished groups", self._story.waiting),
+            ("tickets in flight", self._history.in_flight),
+            ("finished groups", self._history.waiting),
         ):
             track = self._trace.counter(name, "", run)
             for time, value in series:
@@ -134,17 +134,17 @@ class _Drawing:
         lines = {line["step"]: line for line in self._record.steps}
         for key in _FIGURES:
             track = self._trace.counter(FIGURES[key].label, FIGURES[key].unit, run)
-            for step in self._story.steps:
+            for step in self._history.steps:
                 if (value := _number(lines.get(step.version, {}), key)) is not None:
                     self._trace.count(track, step.time, value)
 
     def _generation_speeds(self) -> Iterator[tuple[float, float]]:
         """Yield the tokens per second of the groups that were finished between two steps, in order."""
         done = sorted(
-            (attempt.done.time, attempt.done.tokens) for attempt in self._story.attempts if attempt.done
+            (attempt.done.time, attempt.done.tokens) for attempt in self._history.attempts if attempt.done
         )
-        place, before = 0, self._story.start
-        for step in self._story.steps:
+        place, before = 0, self._history.start
+        for step in self._history.steps:
             tokens = 0
             while place < len(done) and done[place][0] <= step.time:
                 tokens += done[place][1]
@@ -155,9 +155,9 @@ class _Drawing:
 
     def _draw_waiting(self, run: int) -> None:
         """Draw the groups between their last trajectory and their step, and attempts that nobody took."""
-        story, trace = self._story, self._trace
+        history, trace = self._history, self._trace
         lanes = SpanTracks(trace, "groups waiting for their step", run)
-        waiting = [attempt for attempt in story.attempts if attempt.step is not None]
+        waiting = [attempt for attempt in history.attempts if attempt.step is not None]
         for attempt in sorted(waiting, key=lambda each: each.end):
             assert attempt.step is not None
             end = max(attempt.end, attempt.step.start)
@@ -165,14 +165,14 @@ class _Drawing:
             flows = [self._flows[id(attempt)]]
             trace.span(track, attempt.end, end, attempt.name, "waiting", facts, flows=flows)
         lanes = SpanTracks(trace, "tickets that nobody took", run)
-        for attempt in sorted(story.attempts, key=lambda each: each.start):
+        for attempt in sorted(history.attempts, key=lambda each: each.start):
             if not attempt.worker:
                 track = lanes.take(attempt.start, attempt.end)
                 trace.span(track, attempt.start, attempt.end, attempt.name, "ticket", self._facts(attempt))
 
     def _draw_calls(self) -> None:
         groups: dict[str, list[CallSpan]] = {}
-        for call in self._story.calls:
+        for call in self._history.calls:
             groups.setdefault(call.group, []).append(call)
         for group, calls in sorted(groups.items()):
             track, before = self._trace.track(f"worker group {group}"), 0.0
@@ -183,16 +183,18 @@ class _Drawing:
                 before = call.time
 
     def _draw_workers(self) -> None:
-        names = {life.worker for life in self._story.lives} | {each.worker for each in self._story.attempts}
+        names = {life.worker for life in self._history.lives} | {
+            each.worker for each in self._history.attempts
+        }
         attempts: dict[str, list[Attempt]] = {}
-        for attempt in self._story.attempts:
+        for attempt in self._history.attempts:
             attempts.setdefault(attempt.worker, []).append(attempt)
         for name in sorted(names - {""}):
             track = self._trace.track(printable(name))
-            for life in self._story.lives:
+            for life in self._history.lives:
                 if life.worker == name:
                     self._draw_life(track, life)
-            swaps = [swap for swap in self._story.swaps if swap.worker == name]
+            swaps = [swap for swap in self._history.swaps if swap.worker == name]
             if swaps:
                 self._draw_weights(track, name, swaps)
             self._draw_tickets(track, attempts.get(name, []))
@@ -207,12 +209,12 @@ class _Drawing:
     def _draw_weights(self, parent: int, worker: str, swaps: list[SwapSpan]) -> None:
         """Draw the versions that an inference worker serves, and the swaps between them."""
         track = self._trace.track("weights", parent)
-        ends = [life.end for life in self._story.lives if life.worker == worker]
+        ends = [life.end for life in self._history.lives if life.worker == worker]
         for place, swap in enumerate(swaps):
             facts = {"version": swap.version, "pause_s": swap.pause_s, "for_evaluation_alone": swap.exact}
             name = f"swap to version {swap.version}"
             self._trace.span(track, swap.start, swap.time, name, "swap", facts)
-            gone = min((end for end in ends if end >= swap.time), default=self._story.end)
+            gone = min((end for end in ends if end >= swap.time), default=self._history.end)
             until = min(gone, swaps[place + 1].start) if place + 1 < len(swaps) else gone
             use = f"version {swap.version}{' (evaluation)' if swap.exact else ''}"
             self._trace.span(track, swap.time, max(until, swap.time), use, "weights", facts)

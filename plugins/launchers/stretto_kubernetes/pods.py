@@ -49,7 +49,7 @@ class KubernetesHandle:
         self._view = view
         self._output: PodOutput | None = None
         self._stopping = False
-        self._told = False
+        self._reported = False
 
     @property
     def place(self) -> str:
@@ -85,7 +85,7 @@ class KubernetesHandle:
                 await self._output.complete.wait()
         if self._stopping or not self._view.loss:
             return self._view.status
-        self._tell_loss()
+        self._report_loss()
         return self._view.status or _LOST
 
     async def stop(self, grace_s: float) -> None:
@@ -114,10 +114,10 @@ class KubernetesHandle:
         except Gone:
             self._view.update(None)
 
-    def _tell_loss(self) -> None:
+    def _report_loss(self) -> None:
         """Write into the log why the pod was lost, once: the worker itself may not have known."""
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             with Path(self._job.log).open("a") as file:
                 file.write(f"stretto: {self._job.worker} was lost, {self.place}: {self._view.loss}\n")
 

@@ -11,7 +11,7 @@ from stretto import Context, StrettoError
 from stretto.agents.recorder import CallRecorder
 from stretto.workflow import Prompt, Score, Session, Trajectory, group_of
 from stretto_online import OnlineConfig
-from stretto_online.desk import AgentSession, SessionDesk
+from stretto_online.registry import AgentSession, SessionRegistry
 
 
 class OnlineError(StrettoError):
@@ -19,11 +19,11 @@ class OnlineError(StrettoError):
 
 
 class OnlineWorkflow:
-    """Makes each group of sessions on one row, with one desk for all rows."""
+    """Makes each group of sessions on one row, with one registry for all rows."""
 
     def __init__(self, config: OnlineConfig, context: Context) -> None:
         self._config = config
-        self.desk = SessionDesk(config, context)
+        self.registry = SessionRegistry(config, context)
         """It serves as long as the worker lives."""
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
@@ -33,7 +33,7 @@ class OnlineWorkflow:
             OnlineError: if a session took too long, was given up, or got no answer of the model.
             OSError: if the worker cannot listen on its port.
         """
-        await self.desk.open()
+        await self.registry.open()
         numbers = count()  # tasks begin in order, so that a sample has the same seeds in every repetition
         samples = await group_of(session, lambda: self._sample(prompt, session, next(numbers)))
         return [trajectory for recorder, score in samples for trajectory in recorder.trajectories(score)]
@@ -41,7 +41,7 @@ class OnlineWorkflow:
     async def _sample(self, prompt: Prompt, session: Session, number: int) -> tuple[CallRecorder, Score]:
         recorder = CallRecorder(session, f"a{number}", self._config.call_limits)
         agent = AgentSession(prompt.row, recorder)
-        with self.desk.listed(agent):
+        with self.registry.listed(agent):
             try:
                 score = await self._score_of(agent)
                 if recorder.last is None:
@@ -56,8 +56,8 @@ class OnlineWorkflow:
     async def _score_of(self, agent: AgentSession) -> Score:
         """Offer a session and return its reward, once it has ended."""
         timeout_s = self._config.session_timeout_s
-        async with self.desk.endpoint.serve(agent.recorder) as agent.key:
-            await self.desk.offer(agent)
+        async with self.registry.endpoint.serve(agent.recorder) as agent.key:
+            await self.registry.offer(agent)
             deadline = anyio.current_time() + timeout_s
             with anyio.CancelScope(deadline=deadline):
                 await agent.ended.wait()

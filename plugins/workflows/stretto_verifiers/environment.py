@@ -16,7 +16,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-Tell = Callable[[dict[str, Any]], None]
+Send = Callable[[dict[str, Any]], None]
 
 
 def config_of(settings: dict[str, Any]) -> Any:
@@ -83,7 +83,7 @@ async def play_episode(config: Any, task: Any, order: dict[str, Any]) -> dict[st
     }
 
 
-async def serve(tell: Tell) -> None:
+async def serve(send: Send) -> None:
     """Play all requested episodes at the same time, until the input ends."""
     lines = asyncio.StreamReader(limit=2**26)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -93,16 +93,16 @@ async def serve(tell: Tell) -> None:
         config = config_of(settings["config"])
         tasks = tasks_of(config, settings["size"])
     except Exception as error:  # noqa: BLE001 - an environment may raise anything; the reply says what
-        tell({"error": f"{type(error).__name__}: {error}"})
+        send({"error": f"{type(error).__name__}: {error}"})
         return
-    tell({"tasks": [describe(task) for task in tasks]})
+    send({"tasks": [describe(task) for task in tasks]})
     running: dict[int, asyncio.Task[None]] = {}
 
     async def play(order: dict[str, Any]) -> None:
         try:
-            tell({"id": order["id"], **await play_episode(config, tasks[order["task"]], order)})
+            send({"id": order["id"], **await play_episode(config, tasks[order["task"]], order)})
         except Exception as error:  # noqa: BLE001 - an episode may raise anything
-            tell({"id": order["id"], "error": f"{type(error).__name__}: {error}"})
+            send({"id": order["id"], "error": f"{type(error).__name__}: {error}"})
         finally:
             del running[order["id"]]
 
@@ -120,11 +120,11 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def tell(reply: dict[str, Any]) -> None:
+    def send(reply: dict[str, Any]) -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
-    asyncio.run(serve(tell))
+    asyncio.run(serve(send))
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ class _Environment:
         Raises:
             EpisodeError: if the environment cannot be loaded.
         """
-        await self._tell(settings)
+        await self._send(settings)
         reply = await self._next_reply()
         if "error" in reply:
             raise EpisodeError(f"the environment cannot be loaded: {reply['error']}")
@@ -171,7 +171,7 @@ class _Environment:
         id = next(self._ids)
         self._replies[id] = None
         try:
-            await self._tell({"id": id, **order})
+            await self._send({"id": id, **order})
             while (reply := self._replies[id]) is None:
                 async with self._reading:
                     if self._replies[id] is None:
@@ -179,7 +179,7 @@ class _Environment:
             return reply
         except anyio.get_cancelled_exc_class():
             with anyio.CancelScope(shield=True), suppress(EpisodeError):
-                await self._tell({"cancel": id})
+                await self._send({"cancel": id})
             raise
         finally:
             del self._replies[id]
@@ -195,7 +195,7 @@ class _Environment:
         if reply["id"] in self._replies:  # other episodes have been cancelled
             self._replies[reply["id"]] = reply
 
-    async def _tell(self, line: Mapping[str, Any]) -> None:
+    async def _send(self, line: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
             async with self._writing:

@@ -64,7 +64,7 @@ class ToolDone(Message, frozen=True):
     answer: ToolAnswer
 
 
-class TellEnvironment(Message, frozen=True):
+class EnvironmentTurn(Message, frozen=True):
     """Rollout worker to verifier worker, answered by `EnvironmentAnswer`: the policy has answered."""
 
     arguments: bytes

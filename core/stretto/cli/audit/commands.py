@@ -42,20 +42,20 @@ def audit(
     clean, 1 violations, 2 the run cannot be audited.
     """
     from stretto.cli.audit.audit import audit_run
-    from stretto.cli.audit.ticket_story import ticket_story
+    from stretto.cli.audit.ticket_history import ticket_history
 
     if ticket is not None:
         try:
-            story = ticket_story(folder, ticket)
+            history = ticket_history(folder, ticket)
         except StrettoError as error:
             fail(error, 2)
         if as_json:
-            typer.echo(msgspec.json.encode(story))
+            typer.echo(msgspec.json.encode(history))
         else:
-            typer.echo("\n".join(map(printable, [f"ticket {ticket}", *story.events])))
-        for violation in story.violations:
+            typer.echo("\n".join(map(printable, [f"ticket {ticket}", *history.events])))
+        for violation in history.violations:
             typer.echo(f"error: {printable(violation)}", err=True)
-        raise typer.Exit(1 if story.violations else 0)
+        raise typer.Exit(1 if history.violations else 0)
     try:
         report = audit_run(folder)
     except StrettoError as error:

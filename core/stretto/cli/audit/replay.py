@@ -229,20 +229,20 @@ def _accept(
     """
     from stretto.cli.start.checks import faults_and_warnings  # it imports what examines run files
 
-    told: set[str] = set()
+    shown: set[str] = set()
 
-    def tell(level: str, text: str) -> None:
-        if text not in told:
-            told.add(text)
+    def show(level: str, text: str) -> None:
+        if text not in shown:
+            shown.add(text)
             print_notice(level, text)
 
     for one, other in zip(former, segments, strict=True):
-        told |= set(faults_and_warnings(one.assembly, starting=False)[1])
-        accepted(other.assembly, starting=False, tell=tell)
+        shown |= set(faults_and_warnings(one.assembly, starting=False)[1])
+        accepted(other.assembly, starting=False, show=show)
     for item in overrides:
         key = item.partition("=")[0]
         if key.split(".")[0] in _UNUSED:
-            tell("note", f"{key} changes nothing: a replay generates and scores nothing")
+            show("note", f"{key} changes nothing: a replay generates and scores nothing")
 
 
 def _check_rows(folder: Path, assembly: Assembly) -> None:

@@ -168,11 +168,11 @@ def export(
             raise ConfigError(
                 "--samples goes with --min-reward and --best-of-group only: it exports no model"
             )
-        told = export_samples(folder, samples, min_reward=min_reward, best_of_group=best_of_group)
+        exported = export_samples(folder, samples, min_reward=min_reward, best_of_group=best_of_group)
         typer.echo(
-            f"{told.rows} rows in {samples}, {told.with_tokens} of them with tokens, because their text "
-            f"makes other tokens; left out: {told.truncated} samples that reached the limit of tokens, "
-            f"{told.unusable} with images that a row cannot have"
+            f"{exported.rows} rows in {samples}, {exported.with_tokens} of them with tokens, because their "
+            f"text makes other tokens; left out: {exported.truncated} samples that reached the limit of "
+            f"tokens, {exported.unusable} with images that a row cannot have"
         )
         return
     if min_reward is not None or best_of_group:

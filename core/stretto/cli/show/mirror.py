@@ -143,13 +143,13 @@ async def _copy_one(ask: Ask, file: Path, name: str, size: int, changed: int) ->
     file.parent.mkdir(exist_ok=True)
     grows = name.endswith(_APPENDED)
     held = file.stat().st_size if file.exists() else 0
-    goes_on = grows and 0 < held <= size
-    target = file if goes_on else file.with_name(f".{file.name}")
-    offset = held if goes_on else 0
-    with target.open("ab" if goes_on else "wb") as copy:
+    continues = grows and 0 < held <= size
+    target = file if continues else file.with_name(f".{file.name}")
+    offset = held if continues else 0
+    with target.open("ab" if continues else "wb") as copy:
         while offset < size and (part := await ask(name, offset)):
             copy.write(part)
             offset += len(part)
-    if not goes_on:
+    if not continues:
         target.replace(file)
     os.utime(file, ns=(changed, changed))

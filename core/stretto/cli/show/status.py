@@ -59,13 +59,13 @@ async def _receive_status(bootstrap: Bootstrap) -> Status:
     received: list[RunStatus] = []
     arrived = anyio.Event()
 
-    def take_in(message: RunStatus) -> None:
+    def accept(message: RunStatus) -> None:
         received.append(message)
         arrived.set()
 
     subject = Subjects(bootstrap.run).status
     async with connect(bootstrap) as bus:
-        await bus.subscribe(subject, RunStatus, take_in)
+        await bus.subscribe(subject, RunStatus, accept)
         with anyio.move_on_after(LATE_S):
             await arrived.wait()
     if not received:

@@ -72,7 +72,7 @@ def watch_bus(viewer: Bootstrap) -> int:
 
     async def until_the_end() -> None:
         async with connect(viewer) as bus:
-            await bus.subscribe(Subjects(viewer.run).status, RunStatus, listener.take_in)
+            await bus.subscribe(Subjects(viewer.run).status, RunStatus, listener.accept)
             await listener.ended.wait()
 
     return anyio.run(_watch, listener.status, until_the_end, None)
@@ -113,7 +113,7 @@ class _Listener:
         self._fault = ""
         self.ended = anyio.Event()
 
-    def take_in(self, message: RunStatus) -> None:
+    def accept(self, message: RunStatus) -> None:
         """Take in the kernel's newest status. What is not a status changes nothing."""
         self._heard = time.monotonic()
         try:

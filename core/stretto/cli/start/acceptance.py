@@ -21,7 +21,7 @@ def accepted(
     *,
     starting: bool,
     resumed: bool = False,
-    tell: Callable[[str, str], None] = print_notice,
+    show: Callable[[str, str], None] = print_notice,
 ) -> Assembly:
     """Return the run if it has no errors.
 
@@ -36,10 +36,10 @@ def accepted(
     from stretto.cli.start.checks import faults_and_warnings  # while a fork server imports already
 
     for notice in assembly.composed.notices:
-        tell("note", notice)
+        show("note", notice)
     faults, warnings = faults_and_warnings(assembly, starting=starting, resumed=resumed)
     for warning in warnings:
-        tell("warning", warning)
+        show("warning", warning)
     if faults:
         raise ConfigError("\n".join(faults))
     return assembly
@@ -47,10 +47,10 @@ def accepted(
 
 @contextmanager
 def accepted_start(
-    assembly: Assembly, tell: Callable[[str, str], None] = print_notice
+    assembly: Assembly, show: Callable[[str, str], None] = print_notice
 ) -> Generator[ForkServer | None]:
     """Refuse a run as `accepted` does, while a fork server already imports what its workers need. Give the
     server, for the duration of the block."""
     with fork_server(assembly) as forks:
-        accepted(assembly, starting=True, tell=tell)
+        accepted(assembly, starting=True, show=show)
         yield forks

@@ -24,7 +24,7 @@ from stretto.kernel.fleet.fleet import Fleet, FleetMember
 from stretto.kernel.observe.timeline import Timeline
 from stretto.kernel.observe.traces import RunTraces
 from stretto.kernel.observe.waits import Waits
-from stretto.kernel.schedule.lending import Lending, Wish
+from stretto.kernel.schedule.lending import Demand, Lending
 from stretto.records.timeline import Cause
 from stretto.weights import WeightsNote
 
@@ -77,7 +77,7 @@ class Engines:
         self._lending_news = anyio.Event()
         self._numbers = count()
         self._lending = Lending(turn_s)
-        self._wish = Wish()
+        self._demand = Demand()
         self._busy: dict[str, float] = {}
         """Seconds of work of each engine, by the nonce of its process, at the last call of `busy_s`."""
         self._mean_busy_s = 0.0
@@ -92,22 +92,22 @@ class Engines:
         """Announce new weights. The call does not wait until the engines serve them."""
         self.note = note
         self.remember([note])
-        self._tell_engines()
+        self._notify_engines()
 
     def remember(self, notes: Iterable[WeightsNote]) -> None:
         """Store the notes of versions that evaluations may need."""
         self.notes |= {note.version: note for note in notes}
 
-    def lend(self, wish: Wish) -> None:
+    def lend(self, demand: Demand) -> None:
         """Set what evaluations need from the engines, from now on."""
-        if wish != self._wish:
-            self._wish = wish
+        if demand != self._demand:
+            self._demand = demand
             self.notes = {
                 version: note
                 for version, note in self.notes.items()
-                if version in wish.needed or note is self.note
+                if version in demand.needed or note is self.note
             }
-            self._tell_engines()
+            self._notify_engines()
             self._look_at_lending()
 
     def changed(self, member: FleetMember) -> None:
@@ -117,7 +117,7 @@ class Engines:
             self._waits.gone(member.worker)
         self._look_at_lending_in_use()
 
-    def _tell_engines(self) -> None:
+    def _notify_engines(self) -> None:
         """Check again what each engine has to serve. This costs as much as there are engines."""
         for news in self._news.values():
             news.set()
@@ -125,7 +125,7 @@ class Engines:
     def _look_at_lending_in_use(self) -> None:
         """Check again which engines are lent, if there is an evaluation. Without one, none is lent, and a
         change of the engines costs nothing."""
-        if self._wish.version is not None:
+        if self._demand.version is not None:
             self._look_at_lending()
 
     def _look_at_lending(self) -> None:
@@ -143,10 +143,10 @@ class Engines:
                 for member in self._fleet.of("inference")
                 if not member.leaving
             }
-            again = self._lending.choose(self._wish, workers, now)
+            again = self._lending.choose(self._demand, workers, now)
             if self._lending.lent != former:
-                log.info("engines lent", version=self._wish.version, workers=sorted(self._lending.lent))
-                self._tell_engines()
+                log.info("engines lent", version=self._demand.version, workers=sorted(self._lending.lent))
+                self._notify_engines()
                 continue
             with anyio.move_on_at(again):
                 await news.wait()
@@ -221,8 +221,8 @@ class Engines:
     def _target(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
         """Return the weights that a worker has to serve now, and whether only their evaluation may use
         them."""
-        if member.worker in self._lending.lent and self._wish.version in self.notes:
-            return self.notes[self._wish.version], True
+        if member.worker in self._lending.lent and self._demand.version in self.notes:
+            return self.notes[self._demand.version], True
         return (self.note, False) if self.note is not None else None
 
     async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone:

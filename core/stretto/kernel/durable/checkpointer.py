@@ -12,7 +12,7 @@ from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import Trainers
 from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, prune, writing
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.observe.sample_keeper import SampleKeeper
+from stretto.kernel.observe.sample_writer_supervisor import SampleWriterSupervisor
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
 from stretto.weights import WeightsNote
@@ -34,7 +34,7 @@ class Checkpointer:
         engines: Engines,
         tickets: TicketQueue,
         journal: JournalWriter,
-        samples: SampleKeeper,
+        samples: SampleWriterSupervisor,
     ) -> None:
         self._setup = setup
         self._bus = bus

@@ -145,7 +145,7 @@ def train_again(
                         resumed=checkpoint,
                         forks=forks,
                         values=number,
-                        goes_on=False,
+                        continues=False,
                         replays=True,
                     )
                     _fill_store(setup, segment, source)

@@ -46,7 +46,7 @@ class RouteSender:
         self._lease_epoch = lease_epoch
         self._finish_s = finish_s
         self._candidates = Candidates()
-        self._told: dict[str, list[str]] = {}
+        self._sent: dict[str, list[str]] = {}
         """Rollout worker -> its candidates in the latest routes."""
         self._closed: dict[str, dict[str, float]] = {}
         """Rollout worker -> its previous candidates, each with the time until which its calls may
@@ -65,7 +65,7 @@ class RouteSender:
                 self._candidates.add_rollout(member.worker)
             case "rollout":
                 self._candidates.remove_rollout(member.worker)
-                self._told.pop(member.worker, None)
+                self._sent.pop(member.worker, None)
                 self._closed.pop(member.worker, None)
             case "inference" | "verifier" if is_open:
                 group = (member.role, member.exact_version)
@@ -109,7 +109,7 @@ class RouteSender:
         candidates = [worker for worker in self._candidates.of(rollout) if worker in members]
         closed = self._closed.pop(rollout, {})
         if members[rollout].tickets:
-            former = (worker for worker in self._told.get(rollout, ()) if worker not in candidates)
+            former = (worker for worker in self._sent.get(rollout, ()) if worker not in candidates)
             closed |= dict.fromkeys(former, now + self._finish_s)
         closed = {
             worker: until
@@ -118,7 +118,7 @@ class RouteSender:
         }
         if closed:
             self._closed[rollout] = closed
-        self._told[rollout] = candidates
+        self._sent[rollout] = candidates
         return (
             *(_peer(members[worker]) for worker in candidates),
             *(_peer(members[worker], closed=True) for worker in closed),

@@ -47,7 +47,7 @@ class RecordServer:
         """Let those who copy the records copy the last ones, until the user is in a hurry."""
         self._over = True
         with anyio.move_on_after(_LAST_LOOK_S):
-            while self.copied_lately and not ending.hurried:
+            while self.copied_lately and not ending.forced:
                 await anyio.sleep(_LOOK_S)
 
     async def _list(self, message: AskRecords) -> Records:

@@ -46,7 +46,7 @@ _EVALUATIONS = 5
 _REASONS = 3
 
 
-class StatusBoard:
+class StatusWriter:
     """Puts the state of a run together. It has the lifetime of the kernel.
 
     Args:

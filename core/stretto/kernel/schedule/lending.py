@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Wish:
+class Demand:
     """What evaluations need from the engines, as the scheduler sees it."""
 
     version: int | None = None
@@ -46,7 +46,7 @@ class Lending:
         `_ends` is the time at which the turn ends, infinite before the turn begins."""
         self.lent: frozenset[str] = frozenset()
 
-    def choose(self, wish: Wish, workers: Mapping[str, int | None], now: float) -> float:
+    def choose(self, demand: Demand, workers: Mapping[str, int | None], now: float) -> float:
         """Set `lent` to the workers that are lent now.
 
         Args:
@@ -56,18 +56,18 @@ class Lending:
         Returns:
             The time of the next call if nothing changes before; infinite if no such call is needed.
         """
-        must_share = len(workers) == 1 and not wish.resting
-        if wish.version is not None and must_share and not wish.untrained:
+        must_share = len(workers) == 1 and not demand.resting
+        if demand.version is not None and must_share and not demand.untrained:
             ((worker, serves),) = workers.items()
-            turn_version = None if self._number % 2 else wish.version
+            turn_version = None if self._number % 2 else demand.version
             return self._take_turns(worker, now, is_loaded=serves == turn_version)
         self._number, self._ends = 0, math.inf
-        if wish.version is None or must_share:
+        if demand.version is None or must_share:
             number = 0
-        elif wish.resting:
+        elif demand.resting:
             number = len(workers)
         else:
-            number = max(1, len(workers) // 2) if len(wish.needed) > 1 else 1
+            number = max(1, len(workers) // 2) if len(demand.needed) > 1 else 1
         # A lent worker stays lent, because each change costs two swaps.
         first = sorted(workers, key=lambda worker: (worker not in self.lent, worker))
         self.lent = frozenset(first[:number])

@@ -178,7 +178,7 @@ class _Generation:
         if begins and records:
             self._report_start()
         if self.on_tokens is not None and sample.length > sample.reported:
-            self._tell(self.on_tokens, sample, head.sample)
+            self._report(self.on_tokens, sample, head.sample)
         if head.finish:
             self._end(sample, head)
         return True
@@ -201,7 +201,7 @@ class _Generation:
         if self.over:
             self.wake.set()
 
-    def _tell(self, on_tokens: OnTokens, sample: GeneratedSample, index: int) -> None:
+    def _report(self, on_tokens: OnTokens, sample: GeneratedSample, index: int) -> None:
         reported, sample.reported = sample.reported, sample.length
         try:
             on_tokens(index, sample.tokens()[reported:])

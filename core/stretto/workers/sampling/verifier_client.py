@@ -13,10 +13,10 @@ from stretto.bus.messages.base import Message
 from stretto.bus.messages.scoring import (
     AskTools,
     EnvironmentAnswer,
+    EnvironmentTurn,
     RunTool,
     Scored,
     ScoreSamples,
-    TellEnvironment,
     ToolDone,
     ToolList,
 )
@@ -109,7 +109,7 @@ class VerifierClient:
         """
         if not isinstance(self._config.workflow, EnvironmentConfig):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
-        message = TellEnvironment(msgspec.msgpack.encode(question), traceparent, self._variant)
+        message = EnvironmentTurn(msgspec.msgpack.encode(question), traceparent, self._variant)
         answer = await self._ask("environment", message, EnvironmentAnswer)
         if answer.error:
             raise RewardError(answer.error)

@@ -18,10 +18,10 @@ from stretto.bus.messages.membership import Heartbeat
 from stretto.bus.messages.scoring import (
     AskTools,
     EnvironmentAnswer,
+    EnvironmentTurn,
     RunTool,
     Scored,
     ScoreSamples,
-    TellEnvironment,
     ToolDone,
     ToolList,
 )
@@ -98,8 +98,8 @@ class VerifierWorker:
         if environments := self._environments:
             await bus.serve(
                 subject("environment"),
-                TellEnvironment,
-                lambda each: _service(environments, each.variant).tell(each),
+                EnvironmentTurn,
+                lambda each: _service(environments, each.variant).answer(each),
             )
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
@@ -245,14 +245,14 @@ class _Environments(_Service):
         program = Program("the environment process", guarded(environment.COMMAND), setup)
         super().__init__(program, composed.config.verifier.children)
 
-    async def tell(self, message: TellEnvironment) -> EnvironmentAnswer:
+    async def answer(self, message: EnvironmentTurn) -> EnvironmentAnswer:
         with tracing.span("environment", message.traceparent) as span:
-            answer = await self._told(message)
+            answer = await self._answered(message)
             if answer.error:
                 span.fail(answer.error)
             return answer
 
-    async def _told(self, message: TellEnvironment) -> EnvironmentAnswer:
+    async def _answered(self, message: EnvironmentTurn) -> EnvironmentAnswer:
         question = environment.Question(message.arguments)
         try:
             reaction = await self.children.ask(question, environment.Reaction, self._timeout_s)

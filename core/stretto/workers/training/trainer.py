@@ -137,8 +137,8 @@ class TrainerWorker:
             await self._serve("save", Save, Saved, self._save, _join_saved)
             await context.bus.subscribe(context.subject("prefetch"), Prefetch, self._prefetch)
             if self._leads and self._rank == 0:
-                await context.bus.serve(context.subject("published"), AskPublished, self._tell_note)
-                await context.bus.serve(context.subject("shared_rows"), AskSharedRows, self._tell_shared_rows)
+                await context.bus.serve(context.subject("published"), AskPublished, self._send_note)
+                await context.bus.serve(context.subject("shared_rows"), AskSharedRows, self._send_shared_rows)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._recorder.run)
                 ready()
@@ -173,7 +173,7 @@ class TrainerWorker:
             host = context.bus.local_address
             place = MeetingPlace(f"tcp://{url_host(host)}:{free_port(host)}")
             await context.bus.serve(
-                context.subject("meeting_place"), AskMeetingPlace, partial(self._tell, place)
+                context.subject("meeting_place"), AskMeetingPlace, partial(self._send_meeting_place, place)
             )
             return place.rendezvous
         first = self._group.workers[0]
@@ -186,7 +186,7 @@ class TrainerWorker:
         )
         return answer.rendezvous
 
-    async def _tell(self, place: MeetingPlace, message: AskMeetingPlace) -> MeetingPlace:
+    async def _send_meeting_place(self, place: MeetingPlace, message: AskMeetingPlace) -> MeetingPlace:
         self._context.check_lease(message.lease_epoch)
         return place
 
@@ -333,7 +333,7 @@ class TrainerWorker:
             self._note = self._publication.begin(self._version, message.needed, message.traceparent)
         return StepEnded()
 
-    async def _tell_note(self, message: AskPublished) -> Published:
+    async def _send_note(self, message: AskPublished) -> Published:
         """Return the note of a version when it is published, and its shared rows are scored."""
         self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
@@ -361,7 +361,7 @@ class TrainerWorker:
         engine = self._engines[self._graph.lead]
         return self._thread.submit(lambda: SharedRows(score_rows(engine, batch)))
 
-    async def _tell_shared_rows(self, message: AskSharedRows) -> SharedRows:
+    async def _send_shared_rows(self, message: AskSharedRows) -> SharedRows:
         rows = self._shared_rows.get(message.version)
         return SharedRows(()) if rows is None else await asyncio.wrap_future(rows)
 

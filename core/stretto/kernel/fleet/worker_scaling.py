@@ -35,7 +35,7 @@ _LEAVE_S = 20.0
 """Seconds beyond `launcher.drain_s` after which a worker that drains is stopped."""
 
 
-class Crew:
+class WorkerScaler:
     """The workers of one kernel, by role."""
 
     def __init__(self, setup: RunSetup, bus: Bus, lease_epoch: int, ending: Ending, tasks: TaskGroup) -> None:

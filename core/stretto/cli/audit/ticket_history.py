@@ -17,7 +17,7 @@ from stretto.records.kept.samples import SampleStore
 from stretto.run_folder import RunFolder
 
 
-class TicketStory(msgspec.Struct, kw_only=True):
+class TicketHistory(msgspec.Struct, kw_only=True):
     """What is known of one ticket."""
 
     ticket: int
@@ -27,7 +27,7 @@ class TicketStory(msgspec.Struct, kw_only=True):
     """What the records say differently; empty if they agree."""
 
 
-def ticket_story(folder: Path, ticket: int) -> TicketStory:
+def ticket_history(folder: Path, ticket: int) -> TicketHistory:
     """Collect what journal, log and samples say of a training ticket of a run that has ended.
 
     Raises:
@@ -35,10 +35,10 @@ def ticket_story(folder: Path, ticket: int) -> TicketStory:
         RunError: if a kernel owns the run, or if it has no store of its own.
         BusError: if the copy of the run's store cannot be read.
     """
-    return anyio.run(_tell, RunFolder(folder).folder, ticket)
+    return anyio.run(_history_of, RunFolder(folder).folder, ticket)
 
 
-async def _tell(folder: Path, ticket: int) -> TicketStory:
+async def _history_of(folder: Path, ticket: int) -> TicketHistory:
     facts = _Facts(SampleStore(folder), ticket)
     async with open_store(folder) as store:
         await facts.read_log(store)
@@ -49,7 +49,7 @@ async def _tell(folder: Path, ticket: int) -> TicketStory:
             f"{folder} has no ticket {ticket}: it was never finished, or the log is purged and its samples "
             "are not kept"
         )
-    return TicketStory(ticket=ticket, events=events, violations=list(facts.faults()))
+    return TicketHistory(ticket=ticket, events=events, violations=list(facts.faults()))
 
 
 class _Facts:

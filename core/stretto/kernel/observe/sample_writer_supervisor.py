@@ -41,7 +41,7 @@ _STOP_S = 20.0
 """At the end of the run, the writer has this many seconds to write what is in the log."""
 
 
-class SampleKeeper:
+class SampleWriterSupervisor:
     """Supervises the sample writer of one kernel."""
 
     def __init__(self, setup: RunSetup, bus: Bus, lease_epoch: int) -> None:
@@ -88,7 +88,7 @@ class SampleKeeper:
             tasks.start_soon(self._supervise)
             while True:
                 await anyio.sleep(_POLL_S)
-                await self._tell_retired()
+                await self._send_retired()
 
     async def until_followed(self) -> None:
         """Wait until the writer reads the log, so that it notices what comes after a loss. If it does not
@@ -108,7 +108,7 @@ class SampleKeeper:
                 self._report_loss(self._fault)
             return
         if not at_once:
-            await self._tell_retired()
+            await self._send_retired()
         self._process.terminate()
         if not await ended(self._process, 0 if at_once else _STOP_S):
             self._process.kill()
@@ -201,7 +201,7 @@ class SampleKeeper:
         self._silent_s = 0.0
         self._kept_below = max(self._kept_below, message.below)  # a new writer may begin before that
 
-    async def _tell_retired(self) -> None:
+    async def _send_retired(self) -> None:
         """Append the retired tickets to the log."""
         tickets, self._retired = tuple(self._retired), []
         if tickets:

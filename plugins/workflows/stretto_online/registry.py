@@ -67,7 +67,7 @@ class AgentSession:
         self.rewarded = anyio.Event()
 
 
-class SessionDesk:
+class SessionRegistry:
     """The sessions of one rollout worker: those that wait for a program, and those that run."""
 
     def __init__(self, config: OnlineConfig, context: Context) -> None:

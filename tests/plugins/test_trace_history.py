@@ -13,7 +13,7 @@ from stretto.records.timeline import (
     TicketTaken,
     WorkerChanged,
 )
-from stretto_trace.story import Story
+from stretto_trace.history import History
 
 
 def issued(time: float, ticket: int, attempt: int = 1) -> TicketIssued:
@@ -28,22 +28,22 @@ def done(time: float, ticket: int, attempt: int = 1) -> TicketDone:
     return TicketDone(time, "train", ticket, attempt, "rollout-0", 1.0, 0.8, 0.1, 4, 0.5, 100, 0)
 
 
-def told(*events: Event) -> Story:
-    story = Story.of([KernelStarted(100.0, 1, 0), *events])
-    assert story is not None
-    return story
+def told(*events: Event) -> History:
+    history = History.of([KernelStarted(100.0, 1, 0), *events])
+    assert history is not None
+    return history
 
 
-def outcomes(story: Story) -> dict[str, str]:
-    return {attempt.name: attempt.outcome for attempt in story.attempts}
+def outcomes(history: History) -> dict[str, str]:
+    return {attempt.name: attempt.outcome for attempt in history.attempts}
 
 
 def test_no_events_tell_nothing() -> None:
-    assert Story.of([]) is None
+    assert History.of([]) is None
 
 
 def test_a_ticket_of_a_lost_worker_has_two_attempts() -> None:
-    story = told(
+    history = told(
         WorkerChanged(100.5, "rollout-0", "joined"),
         WorkerChanged(101.0, "rollout-0", "ready"),
         issued(102.0, 7),
@@ -56,16 +56,16 @@ def test_a_ticket_of_a_lost_worker_has_two_attempts() -> None:
         StepSpan(107.0, 106.0, 1, (), (7,)),
         KernelEnded(108.0, "completed"),
     )
-    assert outcomes(story) == {"7/1": "withdrawn", "7/2": "trained"}
-    first, second = story.attempts
+    assert outcomes(history) == {"7/1": "withdrawn", "7/2": "trained"}
+    first, second = history.attempts
     assert (first.start, first.end, first.worker) == (102.5, 103.1, "rollout-0")
     assert (second.start, second.end) == (104.0, 105.0)
-    [life] = story.lives
+    [life] = history.lives
     assert (life.joined, life.ready, life.end, life.how) == (100.5, 101.0, 103.0, "killed by signal 9")
 
 
 def test_the_first_attempt_counts_if_it_was_finished_after_all() -> None:
-    story = told(
+    history = told(
         issued(102.0, 7),
         taken(102.5, 7),
         issued(103.0, 7, attempt=2),
@@ -73,12 +73,12 @@ def test_the_first_attempt_counts_if_it_was_finished_after_all() -> None:
         StepSpan(107.0, 106.0, 1, (), (7,)),
         KernelEnded(108.0, "completed"),
     )
-    assert outcomes(story) == {"7/1": "trained", "7/2": "withdrawn"}
-    assert story.attempts[0].end == story.attempts[1].end == 103.5
+    assert outcomes(history) == {"7/1": "trained", "7/2": "withdrawn"}
+    assert history.attempts[0].end == history.attempts[1].end == 103.5
 
 
 def test_retired_tickets_have_their_account_and_reason() -> None:
-    story = told(
+    history = told(
         *(issued(101.0, ticket) for ticket in range(4)),
         *(taken(102.0, ticket) for ticket in range(3)),
         done(103.0, 0),
@@ -96,17 +96,17 @@ def test_retired_tickets_have_their_account_and_reason() -> None:
         "eval-1/1": "failed",
         "2/1": "unfinished",
     }
-    assert outcomes(story) == expected
-    by_name = {attempt.name: attempt for attempt in story.attempts}
+    assert outcomes(history) == expected
+    by_name = {attempt.name: attempt for attempt in history.attempts}
     assert by_name["0/1"].reason == "by the algorithm"
     assert (by_name["3/1"].worker, by_name["3/1"].end) == ("", 105.0)
     assert by_name["2/1"].end == 107.0
-    assert [count for _, count in story.in_flight] == [0, 1, 2, 3, 4, 3, 2, 1]
-    assert [count for _, count in story.waiting] == [0, 1, 0]
+    assert [count for _, count in history.in_flight] == [0, 1, 2, 3, 4, 3, 2, 1]
+    assert [count for _, count in history.waiting] == [0, 1, 0]
 
 
 def test_what_a_killed_kernel_leaves_ends_with_its_last_event() -> None:
-    story = told(
+    history = told(
         WorkerChanged(100.5, "rollout-0", "joined"),
         issued(101.0, 0),
         issued(101.0, 1),
@@ -124,30 +124,30 @@ def test_what_a_killed_kernel_leaves_ends_with_its_last_event() -> None:
         StepSpan(205.0, 204.5, 2, (), (1,)),
         KernelEnded(206.0, "completed"),
     )
-    assert [(end, status) for _, end, status in story.kernels] == [(103.0, ""), (206.0, "completed")]
-    assert [(life.joined, life.end) for life in story.lives] == [(100.5, 103.0), (201.0, 206.0)]
-    assert outcomes(story) == {"0/1": "trained", "1/1": "unfinished", "1/2001": "trained"}
-    by_name = {attempt.name: attempt for attempt in story.attempts}
+    assert [(end, status) for _, end, status in history.kernels] == [(103.0, ""), (206.0, "completed")]
+    assert [(life.joined, life.end) for life in history.lives] == [(100.5, 103.0), (201.0, 206.0)]
+    assert outcomes(history) == {"0/1": "trained", "1/1": "unfinished", "1/2001": "trained"}
+    by_name = {attempt.name: attempt for attempt in history.attempts}
     assert by_name["1/1"].end == 103.0
     first = by_name["0/1"].step
     assert first is not None
     assert first.time == 103.0  # not the repetition
-    assert len(story.steps) == 3
+    assert len(history.steps) == 3
 
 
 def test_a_group_whose_end_the_killed_kernel_did_not_write_down_is_trained() -> None:
-    story = told(
+    history = told(
         issued(101.0, 0),
         taken(101.5, 0),
         KernelStarted(200.0, 2, 0),
         StepSpan(202.0, 201.5, 1, (), (0,)),
         KernelEnded(206.0, "completed"),
     )
-    assert outcomes(story) == {"0/1": "trained"}
-    assert story.attempts[0].end == 101.5
+    assert outcomes(history) == {"0/1": "trained"}
+    assert history.attempts[0].end == 101.5
 
 
 def test_a_run_that_goes_on_ends_with_its_newest_event() -> None:
-    story = told(issued(101.0, 0), taken(102.0, 0))
-    assert (story.start, story.end) == (100.0, 102.0)
-    assert outcomes(story) == {"0/1": "unfinished"}
+    history = told(issued(101.0, 0), taken(102.0, 0))
+    assert (history.start, history.end) == (100.0, 102.0)
+    assert outcomes(history) == {"0/1": "unfinished"}

@@ -69,7 +69,7 @@ class Life:
 
 
 @dataclass
-class Story:
+class History:
     """The story in the events of a run."""
 
     start: float
@@ -90,23 +90,23 @@ class Story:
     """Time and number of finished groups that wait for training."""
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> Story | None:
+    def of(cls, events: Iterable[Event]) -> History | None:
         """Read the events of a run; None if there are none."""
         reader: _Reader | None = None
         for event in events:
             reader = reader or _Reader(cls(event.time, event.time))
-            reader.take_in(event)
+            reader.accept(event)
         if reader is None:
             return None
         reader.end_kernel("")
-        return reader.story
+        return reader.history
 
 
 class _Reader:
     """Reads events in their order into a story."""
 
-    def __init__(self, story: Story) -> None:
-        self.story = story
+    def __init__(self, history: History) -> None:
+        self.history = history
         self._kernel: KernelStarted | None = None
         self._lives: dict[str, Life] = {}
         self._open: dict[tuple[str, int], Attempt] = {}
@@ -119,14 +119,14 @@ class _Reader:
         """Training attempts that were open when their kernel ended, by ticket."""
         self._in_flight: set[int] = set()
 
-    def take_in(self, event: Event) -> None:
-        story = self.story
+    def accept(self, event: Event) -> None:
+        history = self.history
         match event:
             case KernelStarted():
                 self.end_kernel("")
                 self._kernel = event
             case KernelEnded():
-                story.end = event.time
+                history.end = event.time
                 self.end_kernel(event.status)
             case WorkerChanged():
                 self._worker(event)
@@ -146,33 +146,33 @@ class _Reader:
             case StepSpan():
                 self._train(event)
             case CallSpan():
-                story.calls.append(event)
+                history.calls.append(event)
             case SwapSpan():
-                story.swaps.append(event)
+                history.swaps.append(event)
             case EvaluationSpan():
-                story.evaluations.append(event)
-        story.end = event.time
+                history.evaluations.append(event)
+        history.end = event.time
         self._count(event)
 
     def end_kernel(self, status: str) -> None:
         """Close what is open: the workers and their work do not outlive their kernel."""
-        story = self.story
+        history = self.history
         for key, attempt in list(self._open.items()):
             if attempt.issued.purpose == "train":
                 self._cut[attempt.issued.ticket] = attempt
-            self._close(key, story.end, "unfinished")
+            self._close(key, history.end, "unfinished")
         for life in self._lives.values():
-            life.end = story.end
+            life.end = history.end
         self._lives.clear()
         self._withdrawn.clear()
         if self._kernel is not None:
-            story.kernels.append((self._kernel, story.end, status))
+            history.kernels.append((self._kernel, history.end, status))
         self._kernel = None
 
     def _worker(self, event: WorkerChanged) -> None:
         if event.state == "joined":
             self._lives[event.worker] = Life(event.worker, event.time)
-            self.story.lives.append(self._lives[event.worker])
+            self.history.lives.append(self._lives[event.worker])
         elif (life := self._lives.get(event.worker)) is None:
             return
         elif event.state == "ready":
@@ -221,7 +221,7 @@ class _Reader:
             self._close((event.purpose, event.ticket), event.time, event.account, event.reason)
 
     def _train(self, step: StepSpan) -> None:
-        self.story.steps.append(step)
+        self.history.steps.append(step)
         for ticket in step.tickets:
             self._in_flight.discard(ticket)
             # A killed kernel loses its last events: the group may be in the log without its `TicketDone`.
@@ -233,10 +233,10 @@ class _Reader:
         attempt = self._open.pop(key, None)
         if attempt is not None:
             attempt.end, attempt.outcome, attempt.reason = time, outcome, reason
-            self.story.attempts.append(attempt)
+            self.history.attempts.append(attempt)
 
     def _count(self, event: Event) -> None:
-        counts = ((self.story.in_flight, len(self._in_flight)), (self.story.waiting, len(self._done)))
+        counts = ((self.history.in_flight, len(self._in_flight)), (self.history.waiting, len(self._done)))
         for series, value in counts:
             if not series or series[-1][1] != value:
                 series.append((event.time, value))
