@@ -141,7 +141,7 @@ class Kernel:
         self._config = setup.config
         self._scheduler = setup.scheduler
         self._report = setup.report
-        self._status_writer = setup.status_writer
+        self._status = setup.status_writer
         self._fleet = setup.fleet
         self._names = setup.names
         self._bus = bus
@@ -199,7 +199,7 @@ class Kernel:
             self._ending.end("repeated", "")
             return
         if self._config.metrics is not None:
-            self._status_writer.metrics_url = await self._serve_metrics(self._config.metrics)
+            self._status.metrics_url = await self._serve_metrics(self._config.metrics)
         self._report.begin()
         self._timeline.begin(self._lease_epoch, resumed[1].version if resumed else 0)
         self._tasks.start_soon(self._timeline.keep)
@@ -211,7 +211,7 @@ class Kernel:
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(watch_bus, self._setup, self._bus, self._ending)
         self._tasks.start_soon(watch_store, self._setup, self._bus, self._ending)
-        self._tasks.start_soon(self._status_writer.publish, self._bus, self._names)
+        self._tasks.start_soon(self._status.publish, self._bus, self._names)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
         if self._setup.continues:
@@ -293,11 +293,11 @@ class Kernel:
         if resumed is not None and self._journal.incarnation != resumed[1].incarnation:
             # Without this checkpoint, another crash would begin the same incarnation a second time.
             await self._checkpointer.save()
-        self._status_writer.note = "waiting for all workers"
+        self._status.note = "waiting for all workers"
         await self._in_time(self._until_all_callable)
         await self._samples.until_followed()
-        self._status_writer.note = ""
-        self._started = self._status_writer.started = True
+        self._status.note = ""
+        self._started = self._status.started = True
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._report.first_ticket()
         self._scheduler.start()
@@ -314,7 +314,7 @@ class Kernel:
             Notes of the versions that evaluations need, and last the note of the newest version.
         """
         assert self._setup.resumed is not None
-        self._status_writer.note = "replaying the journal" if self._setup.replays else "repeating the journal"
+        self._status.note = "replaying the journal" if self._setup.replays else "repeating the journal"
         recovered = await repeat_journal(
             self._bus,
             self._names,
@@ -447,9 +447,7 @@ class Kernel:
         await ending.drain_requested.wait()
         if self._started:
             self._scheduler.close()
-            self._status_writer.note = (
-                f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
-            )
+            self._status.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
             while self._scheduler.training:
                 await self._changed.wait()
             await self._published.wait()
@@ -464,7 +462,7 @@ class Kernel:
 
     async def _dismiss(self) -> None:
         """Ask the workers to leave, and stop those that do not leave in time."""
-        self._status_writer.note = "stopping the workers"
+        self._status.note = "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
                 await self._bus.publish(self._names.beacon, self._beacon("over"))
