@@ -43,6 +43,7 @@ from stretto.launcher import Job, Resources
 from stretto.workers.context import WorkerContext
 from stretto.workers.heartbeats import heartbeats
 from stretto.workers.kernel_watch import KernelWatch
+from stretto.workers.process import HostProcess
 from stretto_local import LocalLauncher
 from worker_jobs import job
 
@@ -523,7 +524,7 @@ async def test_a_process_of_a_former_kernel_hears_no_request_to_its_successor(
     async with open_bus("kernel") as kernel, open_bus("trainer") as former, open_bus("trainer") as present:
         for bus, nonce, lease_epoch in ((former, "former", 1), (present, "present", 2)):
             context = WorkerContext(
-                bus, names, "trainer-0", "trainer", nonce, welcome("test-run", lease_epoch)
+                bus, names, "trainer-0", "trainer", nonce, welcome("test-run", lease_epoch), HostProcess()
             )
 
             async def end(message: EndStep, context: WorkerContext = context) -> StepEnded:
@@ -540,7 +541,9 @@ async def test_a_process_of_a_former_kernel_hears_no_request_to_its_successor(
 
 def test_a_worker_leaves_when_a_later_kernel_owns_the_run() -> None:
     no_bus: Any = None
-    context = WorkerContext(no_bus, Subjects("r"), "rollout-0", "rollout", "n", welcome("r", 1))
+    context = WorkerContext(
+        no_bus, Subjects("r"), "rollout-0", "rollout", "n", welcome("r", 1), HostProcess()
+    )
     context.receive_beacon(Beacon(1, 0, "running"))
     assert not context.leave.is_set()
     context.receive_beacon(Beacon(2, 0, "running"))  # that kernel has workers of its own

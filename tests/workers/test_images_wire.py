@@ -19,6 +19,7 @@ from stretto.errors import BusError, Refused
 from stretto.models.images import MAX_FILE_BYTES, OpenImage
 from stretto.workers.context import WorkerContext
 from stretto.workers.images import ImageFetcher, RolloutImages
+from stretto.workers.process import HostProcess
 
 ROLLOUT = WorkerProcess("rollout-0", "n")
 
@@ -32,7 +33,7 @@ def image_of(size: int) -> OpenImage:
 
 def context_of(bus: Bus, worker: str) -> WorkerContext:
     role: Any = worker.partition("-")[0]
-    return WorkerContext(bus, Subjects("test-run"), worker, role, "n", welcome("test-run", 0))
+    return WorkerContext(bus, Subjects("test-run"), worker, role, "n", welcome("test-run", 0), HostProcess())
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,11 @@ from stretto.workers.training import publication
 from stretto.workers.training.publication import Publication
 
 DEADLINE_S = 60
+
+
+def thread() -> ComputeThread:
+    """Start a thread that computes."""
+    return ComputeThread(ThreadPoolExecutor(1))
 
 
 class Engine:
@@ -75,7 +81,7 @@ def test_what_no_step_changes_is_published_once_after_a_load(tmp_path: Path, fre
     engine, slow = FrozenEngine(), SlowPublisher()
     slow.go.set()
     publisher = FolderPublisher(tmp_path / "versions", 1, 1.0) if freezes else slow
-    publishing = Publication(engine, "", publisher, ComputeThread())  # pyright: ignore[reportArgumentType]
+    publishing = Publication(engine, "", publisher, thread(), thread())  # pyright: ignore[reportArgumentType]
     places: set[int] = set()
     for version, loaded in enumerate((True, False, False, True)):
         note = publishing.begin(version, (), "", loaded=loaded).result(DEADLINE_S)
@@ -91,8 +97,8 @@ def test_what_no_step_changes_is_published_once_after_a_load(tmp_path: Path, fre
 
 
 def test_the_next_call_does_not_wait_for_the_publisher_and_changes_nothing_of_the_version() -> None:
-    engine, publisher, compute = Engine(), SlowPublisher(), ComputeThread()
-    note = Publication(engine, "no canary", publisher, compute).begin(3, (), "")  # pyright: ignore[reportArgumentType]
+    engine, publisher, compute = Engine(), SlowPublisher(), thread()
+    note = Publication(engine, "no canary", publisher, compute, thread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
     compute.submit(engine.train).result(DEADLINE_S)  # would not end if it waited for `go`
     publisher.go.set()
     assert note.result(DEADLINE_S) == WeightsNote(3, "", "digest", "no canary")
@@ -102,8 +108,8 @@ def test_the_next_call_does_not_wait_for_the_publisher_and_changes_nothing_of_th
 
 def test_weights_that_are_too_large_to_copy_hold_the_next_call_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "_MOST_COPIED", 8)
-    engine, publisher, compute = Engine(), SlowPublisher(), ComputeThread()
-    note = Publication(engine, "", publisher, compute).begin(3, (), "")  # pyright: ignore[reportArgumentType]
+    engine, publisher, compute = Engine(), SlowPublisher(), thread()
+    note = Publication(engine, "", publisher, compute, thread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
     trained = compute.submit(engine.train)
     assert not trained.done()
     publisher.go.set()
@@ -116,12 +122,12 @@ def test_weights_that_are_not_finite_are_not_published() -> None:
     publisher = SlowPublisher()
     publisher.go.set()
     engine = Engine(float("nan"))
-    note = Publication(engine, "", publisher, ComputeThread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
+    note = Publication(engine, "", publisher, thread(), thread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
     with pytest.raises(WeightsError, match="version 3 is not published: weights are not finite: 4 of 4"):
         note.result(DEADLINE_S)
     assert not publisher.versions
 
 
 def test_a_rank_without_a_publisher_takes_part_and_has_no_note() -> None:
-    note = Publication(Engine(), "", None, ComputeThread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
+    note = Publication(Engine(), "", None, thread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
     assert note.result(DEADLINE_S) is None

@@ -17,6 +17,7 @@ from stretto.bus.messages.scoring import Scored, ScoreSamples
 from stretto.bus.messages.subjects import Subjects
 from stretto.errors import NoAnswer
 from stretto.workers.context import WorkerContext
+from stretto.workers.process import HostProcess
 from stretto.workers.scoring import verifier
 from stretto.workers.scoring.verifier import VerifierWorker
 
@@ -49,7 +50,7 @@ class Service(SimpleNamespace):
 
 def worker_with(children: Children, bus: Bus) -> VerifierWorker:
     names = Subjects("test-run")
-    context = WorkerContext(bus, names, "verifier-0", "verifier", "n", welcome("test-run", 0))
+    context = WorkerContext(bus, names, "verifier-0", "verifier", "n", welcome("test-run", 0), HostProcess())
     worker, service = cast("Any", VerifierWorker(context)), Service(children=children, score=children.score)
     worker._services, worker._rewards = [service], {"": service}
     return worker

@@ -10,11 +10,68 @@ starts it for a worker that a user adds by hand, with options of its own.
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import os
+import resource
+import signal
 import sys
 from pathlib import Path
 
+import anyio
+import msgspec
+import structlog
+
+from stretto.assembly.logs import log_to
 from stretto.bus.server import Bootstrap
-from stretto.workers.worker import main
+from stretto.errors import leaves
+from stretto.workers.output import limit_output
+from stretto.workers.process import HostProcess
+from stretto.workers.worker import work
+
+log = structlog.get_logger()
+
+
+def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
+    """Run a worker process, and return its exit status.
+
+    Args:
+        by_hand: a user has started it, perhaps on another machine: show its log on the terminal too, and
+            expect neither the run's folder nor the kernel's lock before the worker has joined.
+    """
+    # Writes the stacks of all threads to stderr, even while the event loop hangs.
+    faulthandler.register(signal.SIGUSR1)
+    os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
+    _raise_file_limit()
+    limit_output()
+    worker, lock = bootstrap.worker, bootstrap.lock
+    # Without the run's folder, the log is part of the output, which a launcher collects.
+    shows_logs = lock is not None and lock.shows_folder and Path(bootstrap.logs).is_dir()
+    file = Path(bootstrap.logs, f"{worker}.jsonl") if shows_logs else None
+    if by_hand:
+        bootstrap = msgspec.structs.replace(bootstrap, lock=None)
+    log_to(file, console=by_hand or file is None, run=bootstrap.run, role=bootstrap.role, worker=worker)
+    try:
+        anyio.run(work, bootstrap, HostProcess())
+    except BaseExceptionGroup as group:
+        for error in leaves(group):
+            log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
+            print(f"{worker}: {type(error).__name__}: {_text_of(error)}", flush=True)
+        return 1
+    return 0
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system does. A worker has several pipes and sockets for each process
+    that it starts, and may start hundreds; the usual limit is 1024."""
+    if sys.platform == "linux":  # other systems refuse their own hard limit
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an error as text, with its remarks."""
+    return "; ".join(filter(None, (str(error), *getattr(error, "__notes__", ()))))
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m stretto.workers", description="Run one worker process.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -22,6 +22,7 @@ from stretto.component import Context
 from stretto.errors import Refused
 from stretto.launcher import Role
 from stretto.workers.kernel_watch import KernelWatch
+from stretto.workers.process import HostProcess
 
 T = TypeVar("T")
 
@@ -30,9 +31,17 @@ class WorkerContext:
     """The bus, the run, and the kernel's beacons and routes, for the code of a role. One for each worker."""
 
     def __init__(
-        self, bus: Bus, names: Subjects, worker: str, role: Role, nonce: str, welcome: Welcome
+        self,
+        bus: Bus,
+        names: Subjects,
+        worker: str,
+        role: Role,
+        nonce: str,
+        welcome: Welcome,
+        process: HostProcess,
     ) -> None:
         self.bus = bus
+        self.process = process
         self.names = names
         self.worker = worker
         self.role: Role = role
@@ -148,8 +157,8 @@ class ComputeThread:
     """One thread for all computation of an engine. The event loop stays free, and the compute threads that
     belong to this thread are created only once."""
 
-    def __init__(self, name: str = "compute") -> None:
-        self._executor = ThreadPoolExecutor(1, name)
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
         self.busy_s = 0.0
         """Seconds spent in `run` so far."""
 

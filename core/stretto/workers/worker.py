@@ -8,16 +8,11 @@ works.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import json
 import os
-import resource
 import secrets
 import signal
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +23,6 @@ import msgspec
 import structlog
 
 from stretto import tracing
-from stretto.assembly.logs import log_to
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import own_version
@@ -36,12 +30,12 @@ from stretto.bus.messages.membership import Beacon, Drain, Draining, Heartbeat, 
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, ContractError, NoAnswer, StrettoError, leaves
-from stretto.launcher import Role, thread_variables
+from stretto.launcher import Role
 from stretto.records.values import dotted_values
 from stretto.workers.context import RoleWorker, WorkerContext
-from stretto.workers.heartbeats import BEAT_S, Heartbeats, heartbeats
+from stretto.workers.heartbeats import BEAT_S, Heartbeats
 from stretto.workers.inference import InferenceWorker
-from stretto.workers.output import limit_output
+from stretto.workers.process import HostProcess
 from stretto.workers.sampling.rollout import RolloutWorker
 from stretto.workers.scoring.verifier import VerifierWorker
 from stretto.workers.training.trainer import TrainerWorker
@@ -58,56 +52,20 @@ _FINAL = (ConfigError, ContractError)
 """Errors that a restarted worker would raise again."""
 _JOIN_S = 60.0
 _LEAVE_S = 4.0
+"""Seconds until the process ends even if a thread does not end, such as a train step of minutes."""
 _MOST_PATHS = 10
 _COLLECT_WHILE_LOADING = 1_000_000
 """New objects between two garbage collections while the role loads. Imports make hundreds of thousands of
 objects that stay; with Python's default the collector takes a fifth of the time that they need."""
 
 
-def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
-    """Run a worker process, and return its exit status.
-
-    Args:
-        by_hand: a user has started it, perhaps on another machine: show its log on the terminal too, and
-            expect neither the run's folder nor the kernel's lock before the worker has joined.
-    """
-    # Writes the stacks of all threads to stderr, even while the event loop hangs.
-    faulthandler.register(signal.SIGUSR1)
-    os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
-    _raise_file_limit()
-    limit_output()
-    worker, lock = bootstrap.worker, bootstrap.lock
-    # Without the run's folder, the log is part of the output, which a launcher collects.
-    shows_logs = lock is not None and lock.shows_folder and Path(bootstrap.logs).is_dir()
-    file = Path(bootstrap.logs, f"{worker}.jsonl") if shows_logs else None
-    if by_hand:
-        bootstrap = msgspec.structs.replace(bootstrap, lock=None)
-    log_to(file, console=by_hand or file is None, run=bootstrap.run, role=bootstrap.role, worker=worker)
-    try:
-        anyio.run(work, bootstrap)
-    except BaseExceptionGroup as group:
-        for error in leaves(group):
-            log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
-            print(f"{worker}: {type(error).__name__}: {_text_of(error)}", flush=True)
-        return 1
-    return 0
-
-
-def _raise_file_limit() -> None:
-    """Allow as many open files as the system does. A worker has several pipes and sockets for each process
-    that it starts, and may start hundreds; the usual limit is 1024."""
-    if sys.platform == "linux":  # other systems refuse their own hard limit
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-async def work(bootstrap: Bootstrap) -> None:
+async def work(bootstrap: Bootstrap, process: HostProcess) -> None:
     """Join the run and work until the worker leaves."""
     async with anyio.create_task_group() as tasks:
         joining = anyio.CancelScope()
         if bootstrap.lock is not None and bootstrap.lock.visible:
             tasks.start_soon(_expect_kernel, Path(bootstrap.lock.path), bootstrap.grace_s, joining)
-        await _join_and_work(bootstrap, joining)
+        await _join_and_work(bootstrap, process, joining)
 
 
 async def _expect_kernel(lock: Path, grace_s: float, joining: anyio.CancelScope) -> None:
@@ -126,22 +84,21 @@ async def _expect_kernel(lock: Path, grace_s: float, joining: anyio.CancelScope)
             await anyio.sleep(min(0.5, grace_s / 4))
 
 
-async def _join_and_work(bootstrap: Bootstrap, joining: anyio.CancelScope) -> None:
+async def _join_and_work(bootstrap: Bootstrap, process: HostProcess, joining: anyio.CancelScope) -> None:
     names, worker = Subjects(bootstrap.run), bootstrap.worker
     role: Role = bootstrap.role  # pyright: ignore[reportAssignmentType] - the kernel's bootstrap is not a worker's
     nonce = secrets.token_hex(4)
     first = Heartbeat(worker, nonce, ready=False)
     async with connect(bootstrap) as bus:
         log.info("bus connected", url=bus.server)
-        with heartbeats(bootstrap, role, first) as beats:
-            place = f"{socket.gethostname()} pid {os.getpid()}"
-            join = Join(worker, role, place, nonce, bootstrap.token, own_version())
+        with process.heartbeats(bootstrap, role, first) as beats:
+            join = Join(worker, role, process.place, nonce, bootstrap.token, own_version())
             welcome = await bus.request(
                 names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=_JOIN_S
             )
             joining.cancel()
             try:
-                context = WorkerContext(bus, names, worker, role, nonce, welcome)
+                context = WorkerContext(bus, names, worker, role, nonce, welcome, process)
             except StrettoError as error:
                 remark = _absent_paths(welcome.config)
                 error.add_note(remark)
@@ -171,11 +128,6 @@ def _absent_paths(config: bytes) -> str:
     return f"paths of the run file that do not exist on this machine: {', '.join(absent[:_MOST_PATHS])}"
 
 
-def _text_of(error: BaseException) -> str:
-    """Return an error as text, with its remarks."""
-    return "; ".join(filter(None, (str(error), *getattr(error, "__notes__", ()))))
-
-
 async def _work_and_leave(context: WorkerContext, beats: Heartbeats, config: bytes) -> None:
     """Work, and report to the kernel why the worker leaves.
 
@@ -199,8 +151,7 @@ async def _work_and_leave(context: WorkerContext, beats: Heartbeats, config: byt
 
 async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
     """Do the role's work until the worker leaves."""
-    # Set these before any library reads them, so that they also hold for a worker started by hand.
-    os.environ |= thread_variables(context.assembly.resources_of(context.worker))
+    context.process.limit_threads(context.assembly.resources_of(context.worker))
     await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
     work = _WORKERS[context.role](context)
     if context.role != "trainer":
@@ -221,7 +172,7 @@ async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
         tasks.start_soon(work.run, loaded)
         await context.leave.wait()
         log.info("leaving", reason=context.reason)
-        _start_exit_watchdog()
+        context.process.end_after(_LEAVE_S)
         with anyio.move_on_after(1):  # work since the last heartbeat counts in the run's figures
             await _send_heartbeat(context, work, beats, ready=ready.is_set())
         tasks.cancel_scope.cancel()
@@ -254,17 +205,10 @@ async def _announce_leaving(bus: Bus, subject: str, leaving: Leaving) -> None:
         await bus.publish(subject, leaving)
 
 
-def _start_exit_watchdog() -> None:
-    """End the process after `_LEAVE_S` even if a thread does not end, such as a train step of minutes."""
-    watchdog = threading.Timer(_LEAVE_S, os._exit, (0,))
-    watchdog.daemon = True
-    watchdog.start()
-
-
 async def _obey_signals(context: WorkerContext) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with context.process.signals() as signals:
         async for number in signals:
-            reason = f"asked by {signal.Signals(number).name}"
+            reason = f"asked by {number.name}"
             if number == signal.SIGINT and context.role != "trainer" and not context.drain.is_set():
                 context.request_drain(reason)
             else:

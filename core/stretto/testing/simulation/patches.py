@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 import secrets
-import signal
 import socket
 import subprocess
 import tempfile
@@ -127,23 +126,6 @@ class _CancelScope(backend.CancelScope):
         return self._number
 
 
-@contextlib.contextmanager
-def _signals(*numbers: int) -> Generator[Any]:
-    """Take the place of `anyio.open_signal_receiver`."""
-    process = current_process()
-    assert process is not None
-    send, receive = anyio.create_memory_object_stream[int](16)
-
-    def handle(number: int) -> None:
-        send.send_nowait(signal.Signals(number))
-
-    process.on_signal.append(handle)
-    try:
-        yield receive
-    finally:
-        process.on_signal.remove(handle)
-
-
 def _process_id() -> int:
     """Take the place of `os.getpid`."""
     process = current_process()
@@ -201,7 +183,6 @@ def patched(world: World) -> Generator[None]:
         (nats.aio.client, "TcpTransport", SimulatedTransport),
         (backend, "CancelScope", _CancelScope),
         (backend.AsyncIOBackend, "run_sync_in_worker_thread", classmethod(in_thread)),
-        (anyio, "open_signal_receiver", _signals),
         (threading.Thread, "start", _escape),
         (subprocess, "Popen", _escape),
         (socket, "socket", _escape),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,29 +17,25 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
+from stretto.bus.messages.membership import Heartbeat
 from stretto.bus.server import Bootstrap
 from stretto.children import reward
 from stretto.component import Context
 from stretto.errors import leaves
-from stretto.launcher import Job, LauncherConfig
-from stretto.testing.simulation.loop import Process, current_process
+from stretto.launcher import Job, LauncherConfig, Resources, Role
+from stretto.testing.simulation.loop import Process
 from stretto.testing.simulation.patches import World
-from stretto.workers import worker
 from stretto.workers.heartbeats import Heartbeats
+from stretto.workers.process import HostProcess
+from stretto.workers.scoring.child_pool import Program
+from stretto.workers.worker import work
 
 log = structlog.get_logger()
 
-_EXIT_S = 4.0
 _START_S = (0.2, 1.0)
 """Shortest and longest time that a worker needs to start."""
 _CHILD_S = (0.1, 0.5)
 _SCORE_S = 0.01
-
-
-def use(world: World, machine: Machine) -> None:
-    """Have everything of this module belong to a world."""
-    InlineExecutor.world = InlineChildPool.world = world
-    SimulatedLauncher.machine = machine
 
 
 class Machine:
@@ -57,7 +53,7 @@ class Machine:
             structlog.contextvars.bind_contextvars(worker=bootstrap.worker)
             status = 0
             try:
-                await worker.work(bootstrap)
+                await work(bootstrap, SimulatedHostProcess(self, process))
             except Exception as error:  # noqa: BLE001 - as the process's `main`, which logs it
                 status = 1
                 for each in leaves(error):
@@ -138,13 +134,11 @@ class SimulatedLauncher:
 # ------------------------------------------------------------------------- what a worker uses of its process
 
 
-class InlineExecutor:
+class InlineExecutor(Executor):
     """Takes the place of a thread pool with one thread: jobs run in order, and take virtual time."""
 
-    world: World
-
-    def __init__(self, workers: int, name: str) -> None:
-        del workers, name
+    def __init__(self, world: World) -> None:
+        self.world = world
         self._jobs: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self._busy = False
 
@@ -183,35 +177,64 @@ def _futures(args: tuple[Any, ...]) -> Iterator[Future[Any]]:
             yield from (inner for inner in each.args if isinstance(inner, Future))
 
 
-@contextmanager
-def heartbeats(bootstrap: Bootstrap, role: Any, first: Any) -> Generator[Heartbeats]:
-    """Take the place of the thread that sends heartbeats: another thread of the simulated process."""
-    process = current_process()
-    assert process is not None
-    beats = Heartbeats(bootstrap, role, first)
-    context = process.context(process.new_thread("heartbeats"))
-    context.run(structlog.contextvars.bind_contextvars, worker=bootstrap.worker)
-    task = process.loop.create_task(beats.send(), context=context)
-    try:
-        yield beats
-    finally:
-        task.cancel()
+class SimulatedHostProcess(HostProcess):
+    """Takes the place of a worker's process: threads, children and signals of the simulation."""
 
+    def __init__(self, machine: Machine, process: Process) -> None:
+        self._world, self._process = machine.world, process
 
-def start_exit_watchdog() -> None:
-    """Take the place of the timer that ends the process."""
-    process = current_process()
-    assert process is not None
-    process.loop.call_later(_EXIT_S, process.end, 0)
+    @property
+    def place(self) -> str:
+        """The process id, for people."""
+        return f"simulated pid {self._process.pid}"
+
+    @contextmanager
+    def heartbeats(self, bootstrap: Bootstrap, role: Role, first: Heartbeat) -> Generator[Heartbeats]:
+        """Send heartbeats from another thread of the simulated process."""
+        process, beats = self._process, Heartbeats(bootstrap, role, first)
+        context = process.context(process.new_thread("heartbeats"))
+        context.run(structlog.contextvars.bind_contextvars, worker=bootstrap.worker)
+        task = process.loop.create_task(beats.send(), context=context)
+        try:
+            yield beats
+        finally:
+            task.cancel()
+
+    @contextmanager
+    def signals(self) -> Generator[AsyncIterator[signal.Signals]]:
+        """Receive the signals of the simulated process."""
+        send, receive = anyio.create_memory_object_stream[signal.Signals](16)
+
+        def handle(number: int) -> None:
+            send.send_nowait(signal.Signals(number))
+
+        self._process.on_signal.append(handle)
+        try:
+            yield receive
+        finally:
+            self._process.on_signal.remove(handle)
+
+    def limit_threads(self, resources: Resources) -> None:
+        """Do nothing: there are no threads."""
+
+    def executor(self, name: str) -> InlineExecutor:  # type: ignore[override]
+        """Return what computes inline."""
+        return InlineExecutor(self._world)
+
+    def children(self, program: Program, count: int) -> InlineChildPool:  # type: ignore[override]
+        """Return what answers inline."""
+        return InlineChildPool(self._world, program, count)
+
+    def end_after(self, seconds: float) -> None:
+        """End the simulated process then."""
+        self._process.loop.call_later(seconds, self._process.end, 0)
 
 
 class InlineChildPool:
     """Takes the place of the processes that score: the reward runs inline, and takes virtual time."""
 
-    world: World
-
-    def __init__(self, program: Any, count: int) -> None:
-        self._program = program
+    def __init__(self, world: World, program: Program, count: int) -> None:
+        self.world, self._program = world, program
         self.calls, self.busy_s = 0, 0.0
         self._free = anyio.Semaphore(count)
 

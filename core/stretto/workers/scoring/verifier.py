@@ -32,7 +32,7 @@ from stretto.reward import RewardConfig
 from stretto.tools import ToolAnswer, ToolsConfig
 from stretto.user_code.guard import guarded
 from stretto.workers.context import WorkerContext
-from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
+from stretto.workers.scoring.child_pool import ChildEnded, Program
 
 log = structlog.get_logger()
 
@@ -111,8 +111,8 @@ class VerifierWorker:
 class _Service:
     """One sort of requests to this worker, and the children that answer them."""
 
-    def __init__(self, program: Program, children: int) -> None:
-        self.children = ChildPool(program, children)
+    def __init__(self, context: WorkerContext, program: Program, children: int) -> None:
+        self.children = context.process.children(program, children)
         self.reported = b""
         """What the first child has reported at its start."""
 
@@ -161,7 +161,7 @@ class _Rewards(_Service):
         self._num_logged = 0
         setup = reward.setup_frame(msgspec.to_builtins(composed.config), context.component_context)
         program = Program("the scoring process", guarded(reward.COMMAND), setup)
-        super().__init__(program, composed.config.verifier.children)
+        super().__init__(context, program, composed.config.verifier.children)
 
     async def score(self, message: ScoreSamples) -> Scored:
         with tracing.span("reward", message.traceparent, answers=len(message.completions)) as span:
@@ -209,7 +209,7 @@ class _Tools(_Service):
             command.folder,
             tools.max_answer(config),
         )
-        super().__init__(program, run.verifier.tool_children)
+        super().__init__(context, program, run.verifier.tool_children)
 
     async def list(self) -> ToolList:
         return ToolList(self.reported)
@@ -239,11 +239,10 @@ class _Environments(_Service):
     """Gets the environment's feedback to answers. If the environment fails, the ticket fails."""
 
     def __init__(self, context: WorkerContext, composed: Composed, config: EnvironmentConfig) -> None:
-        del context
         self._timeout_s = config.environment_timeout_s
         setup = environment.setup_frame(config.environment)
         program = Program("the environment process", guarded(environment.COMMAND), setup)
-        super().__init__(program, composed.config.verifier.children)
+        super().__init__(context, program, composed.config.verifier.children)
 
     async def answer(self, message: EnvironmentTurn) -> EnvironmentAnswer:
         with tracing.span("environment", message.traceparent) as span:

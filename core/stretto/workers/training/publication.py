@@ -42,17 +42,22 @@ class Publication:
         probe: the canary's text, or why there is none.
         publisher: None in the ranks that only take part in gathering the weights.
         compute: the thread in which the engine computes.
+        writer: the only thread that calls the publisher, except for weights that are not copied.
     """
 
     def __init__(
-        self, engine: TrainingEngine, probe: Probe | str, publisher: Publisher | None, compute: ComputeThread
+        self,
+        engine: TrainingEngine,
+        probe: Probe | str,
+        publisher: Publisher | None,
+        compute: ComputeThread,
+        writer: ComputeThread,
     ) -> None:
         self._engine = engine
         self._probe = probe
         self._publisher = publisher
         self._compute = compute
-        self._writer = ComputeThread("publish")
-        """Only this thread calls the publisher, except for weights that are not copied."""
+        self._writer = writer
         self._frozen: list[tuple[str, Tensor]] = []
         """The frozen tensors, for a publisher that takes them with every version."""
 

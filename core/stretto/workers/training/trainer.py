@@ -87,7 +87,7 @@ class TrainerWorker:
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._thread = ComputeThread()
+        self._thread = ComputeThread(context.process.executor("compute"))
         self._engines: dict[str, TrainingEngine] = {}
         self._publication: Publication | None = None
         """Only in the group of the lead model."""
@@ -127,7 +127,10 @@ class TrainerWorker:
         if self._leads:
             probe = await anyio.to_thread.run_sync(probe_of, config) if sampling else ""
             publisher = self._make_publisher(wire, sampling=sampling) if self._rank == 0 else None
-            self._publication = Publication(self._engines[self._graph.lead], probe, publisher, self._thread)
+            writer = ComputeThread(context.process.executor("publish"))
+            self._publication = Publication(
+                self._engines[self._graph.lead], probe, publisher, self._thread, writer
+            )
         try:
             await wire.open()
             await self._rows.open()
