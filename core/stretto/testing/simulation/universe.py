@@ -16,6 +16,7 @@ from unittest import mock
 import anyio
 import msgspec
 import structlog
+import torch
 
 import stretto.kernel.observe.report
 import stretto.workers.context
@@ -108,6 +109,7 @@ class Universe:
         """Run until the run has ended for good, or is stuck."""
         cpu = time.process_time
         began = cpu()
+        torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
         load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
         processes.use(self.world, self.machine)
         with patched(self.world), _replaced(), _logged(self.tell):
