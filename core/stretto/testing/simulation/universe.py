@@ -19,9 +19,6 @@ import structlog
 import torch
 
 import stretto.kernel.observe.report
-import stretto.workers.context
-import stretto.workers.scoring.verifier
-import stretto.workers.worker
 from stretto.assembly.assembly import Assembly, new_run_id
 from stretto.assembly.compose import compose_mapping
 from stretto.base.cores import CoreUse
@@ -111,7 +108,7 @@ class Universe:
         began = cpu()
         torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
         load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
-        processes.use(self.world, self.machine)
+        processes.SimulatedLauncher.machine = self.machine
         with patched(self.world), _replaced(), _logged(self.tell):
             self._composed = compose_mapping(self._document())
             self._run = new_run_id(self.folder / "run")
@@ -231,10 +228,6 @@ def _interrupt(kernel: Process, interruptions: Interruptions, number: int) -> No
 def _replaced() -> Generator[None]:
     """Replace what stretto uses of its machine."""
     places: list[tuple[Any, str, Any]] = [
-        (stretto.workers.context, "ThreadPoolExecutor", processes.InlineExecutor),
-        (stretto.workers.scoring.verifier, "ChildPool", processes.InlineChildPool),
-        (stretto.workers.worker, "heartbeats", processes.heartbeats),
-        (stretto.workers.worker, "_start_exit_watchdog", processes.start_exit_watchdog),
         (stretto.kernel.observe.report, "CoreMeter", _NoMeter),
         (life, "View", _NoView),
     ]
