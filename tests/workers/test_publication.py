@@ -129,5 +129,5 @@ def test_weights_that_are_not_finite_are_not_published() -> None:
 
 
 def test_a_rank_without_a_publisher_takes_part_and_has_no_note() -> None:
-    note = Publication(Engine(), "", None, thread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
+    note = Publication(Engine(), "", None, thread(), thread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
     assert note.result(DEADLINE_S) is None

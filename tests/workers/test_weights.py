@@ -44,6 +44,7 @@ from stretto.models.version_files import FolderPublisher, Outline, RunFolders, l
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, Wire
 from stretto.workers.context import WorkerContext
 from stretto.workers.inference import InferenceWorker
+from stretto.workers.process import HostProcess
 from stretto.workers.weights_wire import BusWire
 from stretto_bus import BusTransport, BusTransportConfig
 from stretto_collective import CollectiveConfig, CollectiveTransport
@@ -246,7 +247,9 @@ class Given(WorkerContext):
 
 def worker_context(bus: Bus, worker: str, nonce: str, **sections: Any) -> Given:
     role: Any = worker.partition("-")[0]
-    return Given(bus, Subjects("test-run"), worker, role, nonce, welcome("test-run", 0, **sections))
+    return Given(
+        bus, Subjects("test-run"), worker, role, nonce, welcome("test-run", 0, **sections), HostProcess()
+    )
 
 
 class Tampered:

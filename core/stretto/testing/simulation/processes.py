@@ -142,10 +142,10 @@ class InlineExecutor(Executor):
         self._jobs: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self._busy = False
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         """Queue a job."""
         future: Future[Any] = Future()
-        self._jobs.append((future, function, args))
+        self._jobs.append((future, partial(function, **keywords), args))
         self._next()
         return future
 
