@@ -250,6 +250,7 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ("algorithm.correction.use=tis", ["algorithm.correction.use", "token_tis", "found 'tis'"]),
         ("dataset.path=nowhere.jsonl", ["dataset.path", "no such file or folder: 'nowhere.jsonl'"]),
         ("training=[1]", ["override training: expected a mapping of keys, found [1]"]),
+        ("groups=3", ["override groups: expected a mapping of names, found 3"]),
         ("training.dtype=float23", ["expected one of bfloat16, float32", "did you mean 'float32'?"]),
         ("algorithm.correction=tis", ["algorithm.correction.use", "token_tis", "found 'tis'"]),
         (

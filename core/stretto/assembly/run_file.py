@@ -205,7 +205,8 @@ def _expand_short_sections(config: DictConfig, overrides: DictConfig | None = No
             `algorithm.correction.cap=3` adds to `correction: token_tis` and does not replace it.
     """
     tree = _to_plain(config)
-    named_sections = [f"{path}.{name}" for path in NAMED_SECTIONS for name in (tree.get(path) or {})]
+    named = {path: tree[path] for path in NAMED_SECTIONS if isinstance(tree.get(path), dict)}
+    named_sections = [f"{path}.{name}" for path, entries in named.items() for name in entries]
     below = {
         ".".join(leaf[:depth])
         for leaf in _leaves(_to_plain(overrides) if overrides is not None else {})
