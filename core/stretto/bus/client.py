@@ -62,8 +62,9 @@ Handler = Callable[[M], Awaitable[None] | None]
 log = structlog.get_logger()
 
 _RESEND_S = 2.0
-_FLUSH_S = 2
-"""Seconds until the bus asks again whether the server has a subscription."""
+_FLUSH_S = 10
+"""Seconds until the bus asks again whether the server has a subscription. Unanswered pings break the connection
+before: the client's reading would end at an answer that comes when nobody waits for it any more."""
 _KEEP_ANSWERS = 1024
 
 
@@ -127,6 +128,8 @@ class Bus:
         self._complaints: set[str] = set()
         """Errors of the connection that are logged already."""
         self._up = asyncio.Event()
+        self._confirming: set[anyio.CancelScope] = set()
+        """Waits for the server to confirm a subscription. They begin again when the connection breaks."""
         self._serving = True
         self.explain: Callable[[Exception], str] = _error_text
         """Returns the reason in the refusal that is sent when a request's handler raises."""
@@ -319,11 +322,16 @@ class Bus:
         """Subscribe, and return when the server has the subscription. If the connection breaks meanwhile, the
         client subscribes again when it is back."""
         await self._nats.subscribe(subject, cb=deliver)
-        while True:
+        confirmed = False
+        while not confirmed:
             await self._up.wait()
-            with suppress(nats.errors.FlushTimeoutError):
-                await self._nats.flush(_FLUSH_S)
-                return
+            with anyio.CancelScope() as scope, suppress(nats.errors.FlushTimeoutError):
+                self._confirming.add(scope)
+                try:
+                    await self._nats.flush(_FLUSH_S)
+                    confirmed = True
+                finally:
+                    self._confirming.discard(scope)
 
     async def open(self, tasks: TaskGroup) -> None:
         """Start to receive answers. `connect` calls it."""
@@ -342,6 +350,8 @@ class Bus:
     async def on_disconnected(self) -> None:
         """Hold back messages from now on. The client calls it when the connection is lost, and at the end."""
         self._up.clear()
+        for scope in self._confirming:
+            scope.cancel()
         if self._one_client:
             await self.store.on_disconnected()
         if not self._nats.is_closed:
