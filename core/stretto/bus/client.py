@@ -63,8 +63,8 @@ log = structlog.get_logger()
 
 _RESEND_S = 2.0
 _FLUSH_S = 10
-"""Seconds until the bus asks again whether the server has a subscription. Unanswered pings break the connection
-before: the client's reading would end at an answer that comes when nobody waits for it any more."""
+"""Seconds until the bus asks again whether the server has a subscription. Unanswered pings break the
+connection before: nats-py would stop reading at an answer that comes when nobody waits for it any more."""
 _KEEP_ANSWERS = 1024
 
 
