@@ -1,0 +1,311 @@
+"""Mistakes that are planted to see whether the simulation finds them.
+
+Every mutation leaves a run without a fault as it is, and breaks a promise of the system under some fault.
+They were written without a look at what judges the runs. The last ones are the reverse of real mends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from inspect import getattr_static
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A small mistake in the code of a module."""
+
+    name: str
+    """What goes wrong, in a few words."""
+    module: str
+    """Dotted name of the module."""
+    old: str
+    """Source text that is found exactly once in the module's file."""
+    new: str
+    also: tuple[Mutation, ...] = ()
+    """Mutations that are planted with this one. Only the reverse of a real mend needs them."""
+
+
+_ENGINES = "stretto.kernel.calls.engines"
+_KERNEL = "stretto.kernel.kernel"
+_SCHEDULER = "stretto.kernel.schedule.scheduler"
+_SUBJECTS = "stretto.bus.messages.subjects"
+
+MUTATIONS: list[Mutation] = [
+    # Scheduler. Breaks "no group is lost": finished groups in the log fail as too old when a kernel is killed
+    # and the next one repeats steps (bound on staleness of 1 or more).
+    Mutation(
+        "a resumed run takes tickets of the log for younger than they are",
+        _SCHEDULER,
+        old="""        oldest_possible = self._floor if self._state == "new" else self.version\n""",
+        new="""        oldest_possible = self.version\n""",
+    ),
+    # Ledger of tickets. Breaks the bound on staleness: a ticket is issued again, its deadline moves, and then
+    # the group of its first attempt arrives late (rollout worker lost while its outcome is on its way).
+    Mutation(
+        "a ticket that is issued again forgets how old its first attempt may be",
+        "stretto.kernel.schedule.open_tickets",
+        old="""        ticket.bounds = {**ticket.bounds, ticket.attempt: version}\n""",
+        new="""        ticket.bounds = {ticket.attempt: version}\n""",
+    ),
+    # Routes. Breaks "never stands still": one lost message with routes is not repeated, so a rollout worker
+    # waits for an engine that it does not know, or calls one that is gone (lost message, broken connection).
+    Mutation(
+        "routes are repeated only if they have changed",
+        "stretto.kernel.fleet.routes",
+        old="""                await self._send(rollouts[part::parts])\n""",
+        new="""                changed = [
+                    rollout
+                    for rollout in rollouts[part::parts]
+                    if self._sent.get(rollout) != self._candidates.of(rollout)
+                ]
+                await self._send(changed)\n""",
+    ),
+    # Weight swap. Breaks "a run survives a slow engine": an engine that stood still while training went on
+    # with others finds its version removed, refuses the swap, and the run fails (engine stopped for seconds).
+    Mutation(
+        "a refused swap is final, even if newer weights are there",
+        _ENGINES,
+        old="""                if failures == _TRIES:\n""",
+        new="""                if failures == _TRIES or not isinstance(error, NoAnswer):\n""",
+    ),
+    # Publication. Breaks recovery: an older version that is still to be evaluated keeps the address of the
+    # killed trainer, where no engine finds it (kernel killed after a checkpoint during an evaluation).
+    Mutation(
+        "a version from a checkpoint keeps its former address",
+        "stretto.workers.training.publication",
+        old="""                notes.append(msgspec.structs.replace(new_note, canary=note.canary))\n""",
+        new="""                notes.append(msgspec.structs.replace(note, digest=new_note.digest))\n""",
+    ),
+    # Recovery. Breaks "digests are attested": a step that was trained, but not yet recorded, is repeated and
+    # never gets its digest in the journal (kernel killed between the batch's entry and the step's).
+    Mutation(
+        "a repeated step without a digest gets none",
+        "stretto.kernel.durable.recovery",
+        old="""        if record is None:
+            await bus.store.append(
+                names.journal,
+                JournalStep(incarnation, note.version, note.digest),
+                id=f"{incarnation}/{note.version}/step/again",
+            )
+        elif record.digest != note.digest:\n""",
+        new="""        if record is not None and record.digest != note.digest:\n""",
+    ),
+    # Checkpoints. Breaks "one evaluation of each due version": that under way at a checkpoint is forgotten
+    # (kernel killed after a checkpoint, before the evaluation is complete).
+    Mutation(
+        "a checkpoint has only the evaluations that wait, not that under way",
+        _SCHEDULER,
+        old="""            evaluating=list(self.evaluation.needed_versions),\n""",
+        new="""            evaluating=[
+                each for each in self.evaluation.needed_versions if each != self.evaluation.under_way
+            ],\n""",
+    ),
+    # Leases. Breaks "never stands still" and "no group is lost": workers of the former kernel stay, and take
+    # tickets for engines with old weights (kernel killed and resumed within the grace time).
+    Mutation(
+        "a worker does not notice that another kernel owns the run",
+        "stretto.workers.context",
+        old="""        elif beacon.lease_epoch > self.kernel_epoch:\n""",
+        new="""        elif beacon.lease_epoch > self.lease_epoch:\n""",
+    ),
+    # Heartbeats. Breaks "never stands still": a worker without heartbeats is lost, but its process lives on,
+    # so nobody starts it again (worker stopped or cut off for more than 15 s; worst if it is alone).
+    Mutation(
+        "a silent worker is not stopped, only one that hangs",
+        "stretto.kernel.fleet.fleet",
+        old="""                    if handle := self._handles.get(member.worker):\n""",
+        new="""                    handle = self._handles.get(member.worker)
+                    if handle is not None and member.blocked_s > _HUNG_S:\n""",
+    ),
+    # Redelivery. Breaks "never stands still": a ticket that arrives at a rollout worker that drains is taken
+    # off the queue, and nobody has it (workers scaled down, or SIGINT at a rollout worker).
+    Mutation(
+        "a rollout worker that drains acknowledges a ticket that it does not run",
+        "stretto.workers.sampling.rollout",
+        old="""                await delivery.give_back()\n""",
+        new="""                await delivery.acknowledge()\n""",
+    ),
+    # Outcome log. Breaks "no group is lost" and "never stands still": after an interruption the next message
+    # of the log is skipped; it may be an outcome (outage, or broken connection of the kernel to the store).
+    Mutation(
+        "an interrupted reader of the log skips a message",
+        "stretto.bus.store",
+        old="""                log.warning("stream interrupted", stream=stream, following=following)\n""",
+        new="""                following += 1  # it may be the cause
+                log.warning("stream interrupted", stream=stream, following=following)\n""",
+    ),
+    # Requests. Breaks "no group is trained twice" and exact recovery: a request whose answer is lost is
+    # handled again when it is repeated (lost or late answer of a trainer, broken connection of the kernel).
+    Mutation(
+        "an answer is forgotten as soon as it is sent",
+        "stretto.bus.client",
+        old="""            await self._send(reply, data, "")\n""",
+        new="""            await self._send(reply, data, "")
+            answers.pop(reply, None)\n""",
+    ),
+    # ------------------------------------------------------------------------ the reverse of real mends
+    # Commit 41737ab. An engine is killed during a swap, its successor answers the former one's request, and
+    # the kernel takes the id out of the routes. The successor hears it only if the subject names no process.
+    Mutation(
+        "known: a lost engine's swap is answered by its successor",
+        _ENGINES,
+        old="""            if not self._is_present(member):
+                return  # lost before it answered\n""",
+        new="",
+        also=(
+            Mutation(
+                "known: a swap names the engine, not its process",
+                _SUBJECTS,
+                old="""        return f"{self.root}.worker.{role}.{_checked(worker, nonce)}.{verb}"\n""",
+                new="""        process = "0" if (role, verb) == ("inference", "swap") else nonce
+        return f"{self.root}.worker.{role}.{_checked(worker, process)}.{verb}"\n""",
+            ),
+        ),
+    ),
+    # Commit 0193664, bug 2 of the prototype's findings. Rollout workers take evaluation tickets of the former
+    # kernel before they are removed. Both halves are needed: where the next kernel repeats the evaluation of
+    # version 0, these tickets end (kernel killed during the evaluation of version 0, after a step).
+    Mutation(
+        "known: the queue is cleared after new workers have begun to read it",
+        _KERNEL,
+        old="""        await self._tickets.clear()
+        await self._serve()\n""",
+        new="""        await self._serve()\n""",
+        also=(
+            Mutation(
+                "known: the queue is cleared when the journal is repeated",
+                _KERNEL,
+                old="""        self._journal.incarnation = recovered.incarnation\n""",
+                new="""        await self._tickets.clear()
+        self._journal.incarnation = recovered.incarnation\n""",
+            ),
+            Mutation(
+                "known: a resumed run has no evaluation of version 0 from its beginning",
+                _SCHEDULER,
+                old="""        due = snapshot.evaluating if snapshot.version else None\n""",
+                new="""        due = snapshot.evaluating\n""",
+            ),
+            Mutation(
+                "known: the evaluation of version 0 is due only at version 0",
+                _SCHEDULER,
+                old="""        self._state = "training"
+        unfinished =""",
+                new="""        rounds = self.evaluation
+        if self.version == 0 and self.settings.evaluation_rows and not rounds.results:
+            rounds.restore((), [0], rounds.held_back)
+        self._state = "training"
+        unfinished =""",
+            ),
+        ),
+    ),
+    # Commit 31bcb24, bug 1 of the findings. A trainer of the former kernel answers or refuses a request to
+    # the new one (trainer stopped, kernel killed and resumed, trainer continues).
+    Mutation(
+        "known: a request names the worker, not its process",
+        _SUBJECTS,
+        old="""        return f"{self.root}.worker.{role}.{_checked(worker, nonce)}.{verb}"\n""",
+        new="""        return f"{self.root}.worker.{role}.{_checked(worker, nonce and '0')}.{verb}"\n""",
+    ),
+]
+
+
+def plant(mutation: Mutation) -> None:
+    """Replace the code of the mutated functions in the loaded module.
+
+    Objects that exist already run the new code at their next call of such a function; a coroutine under way
+    and a nested function that exists already keep the former one.
+
+    Raises:
+        ValueError: if the text is not found exactly once, if no function has changed, if a changed function
+            has other free variables, or if the loaded module does not run the code of its file.
+    """
+    changes = [change for each in (mutation, *mutation.also) for change in _changes(each)]
+    for function, code in changes:
+        function.__code__ = code
+
+
+def _changes(mutation: Mutation) -> list[tuple[FunctionType, CodeType]]:
+    """Return the loaded functions that a mutation changes, each with its new code."""
+    module = import_module(mutation.module)
+    if module.__file__ is None:
+        raise ValueError(f"{mutation.module} has no file")
+    source = Path(module.__file__).read_text()
+    if (count := source.count(mutation.old)) != 1:
+        raise ValueError(f"{mutation.name!r}: the text occurs {count} times in {module.__file__}")
+    loaded = _functions_of(module)
+    former = _functions_of(_execute(module, source))
+    mutated = _functions_of(_execute(module, source.replace(mutation.old, mutation.new)))
+    changes: list[tuple[FunctionType, CodeType]] = []
+    for name, function in mutated.items():
+        if name not in former or _is_same(function.__code__, former[name].__code__):
+            continue
+        place = f"{mutation.name!r}: {mutation.module}.{name}"
+        if name not in loaded or not _is_same(loaded[name].__code__, former[name].__code__):
+            raise ValueError(f"{place} is not that of the file")
+        if function.__code__.co_freevars != loaded[name].__code__.co_freevars:
+            raise ValueError(f"{place} has other free variables")
+        changes.append((loaded[name], function.__code__))
+    if not changes:
+        raise ValueError(f"{mutation.name!r} changes no function of {mutation.module}")
+    return changes
+
+
+def _execute(module: ModuleType, source: str) -> ModuleType:
+    """Execute a source text as the module of this name, beside the loaded one."""
+    copy = ModuleType(module.__name__)
+    copy.__file__, copy.__package__ = module.__file__, module.__package__
+    exec(compile(source, str(module.__file__), "exec"), vars(copy))
+    return copy
+
+
+def _functions_of(module: ModuleType) -> dict[str, FunctionType]:
+    """Return the functions and methods of a module, by qualified name."""
+    return dict(_functions_in(vars(module), module.__name__, ""))
+
+
+def _functions_in(
+    namespace: Mapping[str, Any], module: str, prefix: str
+) -> Iterator[tuple[str, FunctionType]]:
+    for name, value in list(namespace.items()):
+        if isinstance(value, type):
+            if value.__module__ == module and value.__qualname__ == f"{prefix}{name}":
+                yield from _functions_in(vars(value), module, f"{prefix}{name}.")
+        else:
+            for kind, function in _functions_behind(value):
+                if function.__module__ == module:
+                    yield f"{prefix}{name}{kind}", function
+
+
+def _functions_behind(value: Any) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the functions behind a name, below all decorators that name the function that they decorate."""
+    if isinstance(value, property):
+        for kind in ("fget", "fset", "fdel"):
+            for _, function in _functions_behind(getattr(value, kind)):
+                yield f".{kind}", function
+    elif isinstance(value, staticmethod | classmethod):
+        yield from _functions_behind(value.__func__)
+    elif isinstance(value, cached_property):
+        yield from _functions_behind(value.func)
+    elif (inner := getattr_static(value, "__wrapped__", None)) is not None:  # lazy loggers have any name
+        yield from _functions_behind(inner)
+    elif isinstance(value, FunctionType):
+        yield "", value
+
+
+def _is_same(first: CodeType, second: CodeType) -> bool:
+    """Return whether two codes do the same, wherever they are in their files."""
+    return _content(first) == _content(second)
+
+
+def _content(code: CodeType) -> tuple[Any, ...]:
+    constants = tuple(
+        _content(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts
+    )
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    return code.co_code, code.co_exceptiontable, code.co_flags, *names, constants
