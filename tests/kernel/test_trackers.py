@@ -60,7 +60,7 @@ def run_with(tmp_path: Path, deed: str, finish_s: float) -> Composed:
     return composed
 
 
-@pytest.mark.parametrize("hurried", [False, True])
+@pytest.mark.parametrize("forced", [False, True])
 async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, forced: bool) -> None:
     composed = run_with(tmp_path, "time.sleep(3600)", finish_s=3600 if forced else 0.5)
     problems: list[str] = []

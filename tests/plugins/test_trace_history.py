@@ -13,7 +13,7 @@ from stretto.records.timeline import (
     TicketTaken,
     WorkerChanged,
 )
-from stretto_trace.history import History
+from stretto_trace.history import RunHistory
 
 
 def issued(time: float, ticket: int, attempt: int = 1) -> TicketIssued:
@@ -28,18 +28,18 @@ def done(time: float, ticket: int, attempt: int = 1) -> TicketDone:
     return TicketDone(time, "train", ticket, attempt, "rollout-0", 1.0, 0.8, 0.1, 4, 0.5, 100, 0)
 
 
-def told(*events: Event) -> History:
-    history = History.of([KernelStarted(100.0, 1, 0), *events])
+def told(*events: Event) -> RunHistory:
+    history = RunHistory.of([KernelStarted(100.0, 1, 0), *events])
     assert history is not None
     return history
 
 
-def outcomes(history: History) -> dict[str, str]:
+def outcomes(history: RunHistory) -> dict[str, str]:
     return {attempt.name: attempt.outcome for attempt in history.attempts}
 
 
 def test_no_events_tell_nothing() -> None:
-    assert History.of([]) is None
+    assert RunHistory.of([]) is None
 
 
 def test_a_ticket_of_a_lost_worker_has_two_attempts() -> None:

@@ -22,7 +22,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from stretto.records.timeline import CAUSES, StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
-from stretto_trace.history import History
+from stretto_trace.history import RunHistory
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "stretto.json"
 STEPS, BATCH, SAMPLES = 6, 4, 4
@@ -459,7 +459,7 @@ def test_a_run_without_a_timeline_has_no_trace(watched: Watched, tmp_path: Path)
 
 
 def test_the_history_of_a_run_ends_with_its_kernel(watched: Watched) -> None:
-    history = History.of(read_timeline(watched.folder))
+    history = RunHistory.of(read_timeline(watched.folder))
     assert history is not None
     [(started, end, status)] = history.kernels
     assert (started.version, status, end) == (0, "completed", history.end)

@@ -14,7 +14,7 @@ from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.config import BusConfig
 from stretto.testing.simulation.loop import SimulatedLoop
 from stretto.testing.simulation.patches import World, patched
-from stretto.testing.simulation.server import Server
+from stretto.testing.simulation.server import SimulatedServer
 
 RUN = "test-run"
 
@@ -28,7 +28,7 @@ async def open_bus(tmp_path: Path) -> AsyncIterator[Callable[[str], AbstractAsyn
     """`async with open_bus("rollout") as bus`: a bus of a role, on the server that belongs to the loop."""
     loop = asyncio.get_running_loop()
     if isinstance(loop, SimulatedLoop):
-        Server(loop, 0)
+        SimulatedServer(loop, 0)
         with patched(World(loop, 0)):
             yield lambda role: connect(Bootstrap(url="nats://simulated:4222", run=RUN, role=role))
     else:

@@ -18,7 +18,7 @@ from stretto.bus.connection import NatsClient
 from stretto.bus.server import binary
 from stretto.testing.simulation.loop import SimulatedLoop
 from stretto.testing.simulation.patches import World, patched
-from stretto.testing.simulation.server import Server
+from stretto.testing.simulation.server import SimulatedServer
 
 NUM_SEQUENCES = int(os.environ.get("STRETTO_SEQUENCES", "300"))
 """10,000 were compared once; as many as this in each run."""
@@ -238,7 +238,7 @@ def _address(folder: Path, pid: int) -> str:
 
 def _on_the_simulated_server() -> list[list[Any]]:
     loop = SimulatedLoop(0)
-    Server(loop, 0)
+    SimulatedServer(loop, 0)
     with patched(World(loop, 0)):
         try:
             return loop.run_until_complete(_connected("nats://simulated:4222"))

@@ -357,7 +357,8 @@ async def test_bus_goes_on_with_the_pieces_that_are_missing(open_bus: OpenBus, t
             await subscriber.receive(note)
         broken, before = False, wire.asked
         update = await subscriber.receive(note)
-        assert wire.asked - before == all_well.asked - 40  # one of the 40 was for the manifest
+        # One of the 40 was for the manifest. Of two pieces under way, one may be dropped with the other.
+        assert wire.asked - before - (all_well.asked - 40) in (0, 1)
         assert torch.equal(update.tensors()["big"], BIG[0][1])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from stretto.charts import FIGURES
 from stretto.errors import ConfigError, printable
 from stretto.run_folder import CallSpan, RunFolder, SwapSpan
-from stretto_trace.history import Attempt, History, Life
+from stretto_trace.history import Attempt, Life, RunHistory
 from stretto_trace.perfetto import PerfettoFile, SpanTracks
 
 _FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
@@ -29,7 +29,7 @@ def write_trace(folder: Path, file: Path) -> None:
         ConfigError: if the folder holds no run or no timeline, or if the file cannot be written.
     """
     record = RunFolder(folder)
-    history = History.of(record.events())
+    history = RunHistory.of(record.events())
     if history is None:
         raise ConfigError(
             f"{folder} has no events in timeline.jsonl: the run has not begun, or an older stretto ran it"
@@ -49,7 +49,7 @@ def write_trace(folder: Path, file: Path) -> None:
 class _Drawing:
     """Draws a story."""
 
-    def __init__(self, trace: PerfettoFile, history: History, record: RunFolder) -> None:
+    def __init__(self, trace: PerfettoFile, history: RunHistory, record: RunFolder) -> None:
         self._trace = trace
         self._history = history
         self._record = record

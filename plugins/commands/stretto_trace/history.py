@@ -69,7 +69,7 @@ class Life:
 
 
 @dataclass
-class History:
+class RunHistory:
     """The story in the events of a run."""
 
     start: float
@@ -90,7 +90,7 @@ class History:
     """Time and number of finished groups that wait for training."""
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> History | None:
+    def of(cls, events: Iterable[Event]) -> RunHistory | None:
         """Read the events of a run; None if there are none."""
         reader: _Reader | None = None
         for event in events:
@@ -105,7 +105,7 @@ class History:
 class _Reader:
     """Reads events in their order into a story."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: RunHistory) -> None:
         self.history = history
         self._kernel: KernelStarted | None = None
         self._lives: dict[str, Life] = {}

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,6 +127,10 @@ def _faults_of(component: Component[Any]) -> Iterator[str]:
     }
     for name, arguments in calls.items():
         function = getattr(component, name)
+        if name == "factory" and isinstance(function, str):  # it is imported when it is called
+            if find_spec(function.partition(":")[0]) is None:
+                yield f"{name} is {function!r}; there is no such module"
+            continue
         if function is None:
             continue
         if not callable(function):

@@ -51,7 +51,7 @@ class Trackers:
             log.info("tracker starts", tracker=section.folder_name)
             self._processes.append(_TrackerProcess(self._run, section, self._problems))
 
-    async def finish(self, is_hurried: Callable[[], bool]) -> None:
+    async def finish(self, is_forced: Callable[[], bool]) -> None:
         """Give the processes time to send what is left, after the summary was written, until the user is in
         a hurry. No process is left."""
         running = [each for each in self._processes if not each.task.done()]
@@ -61,7 +61,7 @@ class Trackers:
             start = anyio.current_time()
             for each in running:
                 end = start + each.finish_s
-                while not each.task.done() and anyio.current_time() < end and not is_hurried():
+                while not each.task.done() and anyio.current_time() < end and not is_forced():
                     await anyio.sleep(_POLL_S)
         finally:
             with anyio.CancelScope(shield=True):

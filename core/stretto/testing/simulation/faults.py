@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stretto.testing.simulation.loop import Process
+from stretto.testing.simulation.loop import SimulatedProcess
 
 if TYPE_CHECKING:
     from stretto.testing.simulation.universe import Universe
@@ -169,12 +169,12 @@ def happen(universe: Universe, fault: Fault) -> None:
         universe.later(_CALM_S, universe.server.calm)
 
 
-def _victim(universe: Universe, fault: Fault) -> Process | None:
+def _victim(universe: Universe, fault: Fault) -> SimulatedProcess | None:
     living = universe.machine.alive(fault.who)
     return living[int(fault.pick * len(living))] if living else None
 
 
-def _hit(universe: Universe, victim: Process, fault: Fault) -> None:
+def _hit(universe: Universe, victim: SimulatedProcess, fault: Fault) -> None:
     match fault.kind:
         case "kill":
             victim.end(-9)

@@ -27,7 +27,7 @@ _NAMED = 40
 """Number of callbacks that a `Livelock` names."""
 _CANCEL_AGAIN_S = 1e-3
 
-_THREAD: contextvars.ContextVar[Thread] = contextvars.ContextVar("simulated thread")
+_THREAD: contextvars.ContextVar[SimulatedThread] = contextvars.ContextVar("simulated thread")
 
 
 class Deadlock(Exception):
@@ -42,12 +42,12 @@ class Escaped(Exception):
     """Code in the simulation has used what belongs to the real world."""
 
 
-class Thread:
+class SimulatedThread:
     """A simulated thread that runs an event loop: its queue of ready callbacks."""
 
     __slots__ = ("blocked_until", "listed", "name", "process", "ready")
 
-    def __init__(self, name: str, process: Process | None) -> None:
+    def __init__(self, name: str, process: SimulatedProcess | None) -> None:
         self.name, self.process = name, process
         self.ready: deque[asyncio.Handle] = deque()
         self.blocked_until = 0.0
@@ -61,13 +61,13 @@ class Thread:
         return self.process is not None and self.process.status is not None
 
 
-class Process:
+class SimulatedProcess:
     """A simulated process: threads, signals, an exit status. It begins with one thread, `main`."""
 
     def __init__(self, loop: SimulatedLoop, name: str) -> None:
         self.loop, self.name = loop, name
         self.pid = 1000 + len(loop.processes)
-        self.main = Thread(name, self)
+        self.main = SimulatedThread(name, self)
         self.threads = [self.main]
         self.status: int | None = None
         """Exit status; negative for a signal; None while it runs."""
@@ -80,15 +80,15 @@ class Process:
         """Handlers of signals that the process has set."""
         loop.processes.append(self)
 
-    def context(self, thread: Thread | None = None) -> contextvars.Context:
+    def context(self, thread: SimulatedThread | None = None) -> contextvars.Context:
         """Return an empty context, in which callbacks and tasks belong to a thread of this process."""
         context = contextvars.Context()
         context.run(_THREAD.set, thread or self.main)
         return context
 
-    def new_thread(self, name: str) -> Thread:
+    def new_thread(self, name: str) -> SimulatedThread:
         """Start another thread."""
-        thread = Thread(f"{self.name}/{name}", self)
+        thread = SimulatedThread(f"{self.name}/{name}", self)
         self.threads.append(thread)
         return thread
 
@@ -133,21 +133,21 @@ class Process:
         self.main.blocked_until = self.loop.time() + seconds
 
 
-def current_process() -> Process | None:
+def current_process() -> SimulatedProcess | None:
     """Return the simulated process whose code runs; None for the world around them."""
     thread = _THREAD.get(None)
     return thread.process if thread is not None else None
 
 
-class _Task(asyncio.Task[Any]):
+class _NumberedTask(asyncio.Task[Any]):
     """A task whose hash is a number, so that sets of tasks have the same order in each run."""
 
     count = 0
     """Tasks of the newest loop."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        _Task.count += 1
-        self._number = _Task.count
+        _NumberedTask.count += 1
+        self._number = _NumberedTask.count
         super().__init__(*args, **options)
 
     def __hash__(self) -> int:
@@ -155,7 +155,7 @@ class _Task(asyncio.Task[Any]):
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    return _Task(coroutine, loop=loop, **options)
+    return _NumberedTask(coroutine, loop=loop, **options)
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
@@ -167,7 +167,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        _Task.count = 0
+        _NumberedTask.count = 0
         self.set_task_factory(_task)
         self.set_exception_handler(self._on_exception)
         self._rng = Random(f"order {seed}")
@@ -175,11 +175,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbered = 0
         self._num_cancelled = 0
-        self._world = Thread("world", None)
-        self._runnable: list[Thread] = []
+        self._world = SimulatedThread("world", None)
+        self._runnable: list[SimulatedThread] = []
         self._without_jump = 0
         self._last: deque[str] = deque(maxlen=_NAMED)
-        self.processes: list[Process] = []
+        self.processes: list[SimulatedProcess] = []
         self.graves: list[Any] = []
         """What ended processes have left. Nothing in it runs any more, and nothing may be collected."""
         self.callbacks = 0
@@ -268,7 +268,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     # ------------------------------------------------------------------------------------ the order
 
-    def wake(self, thread: Thread) -> None:
+    def wake(self, thread: SimulatedThread) -> None:
         """Let a thread run, if one of its callbacks is ready."""
         if thread.ready and not thread.listed:
             thread.listed = True
@@ -325,7 +325,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _unlist(self, index: int) -> None:
         self._runnable.pop(index).listed = False
 
-    def _tick(self, thread: Thread, handle: asyncio.Handle) -> None:
+    def _tick(self, thread: SimulatedThread, handle: asyncio.Handle) -> None:
         self.callbacks += 1
         self._now += TICK_S
         self._without_jump += 1

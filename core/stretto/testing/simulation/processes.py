@@ -23,7 +23,7 @@ from stretto.children import reward
 from stretto.component import Context
 from stretto.errors import leaves
 from stretto.launcher import Job, LauncherConfig, Resources, Role
-from stretto.testing.simulation.loop import Process
+from stretto.testing.simulation.loop import SimulatedProcess
 from stretto.testing.simulation.patches import World
 from stretto.workers.heartbeats import Heartbeats
 from stretto.workers.process import HostProcess
@@ -38,16 +38,16 @@ _CHILD_S = (0.1, 0.5)
 _SCORE_S = 0.01
 
 
-class Machine:
+class SimulatedMachine:
     """Where the processes of a simulation run: it starts and finds them."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.loop = world.loop
 
-    def start_worker(self, bootstrap: Bootstrap) -> Process:
+    def start_worker(self, bootstrap: Bootstrap) -> SimulatedProcess:
         """Start a worker. It needs a moment to load."""
-        process = Process(self.loop, bootstrap.worker)
+        process = SimulatedProcess(self.loop, bootstrap.worker)
 
         async def main() -> None:
             structlog.contextvars.bind_contextvars(worker=bootstrap.worker)
@@ -67,7 +67,7 @@ class Machine:
         self.loop.call_later(self.world.costs.uniform(*_START_S), start, context=process.context())
         return process
 
-    def alive(self, role: str = "") -> list[Process]:
+    def alive(self, role: str = "") -> list[SimulatedProcess]:
         """Return the processes that run, all or those whose names begin with a role."""
         return [each for each in self.loop.processes if each.status is None and each.name.startswith(role)]
 
@@ -82,7 +82,7 @@ class SimulatedConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_
 class SimulatedHandle:
     """A worker of the simulation."""
 
-    def __init__(self, worker: str, process: Process) -> None:
+    def __init__(self, worker: str, process: SimulatedProcess) -> None:
         self.worker, self._process = worker, process
         self.place = f"simulated pid {process.pid}"
 
@@ -111,7 +111,7 @@ class SimulatedHandle:
 class SimulatedLauncher:
     """Starts workers as processes of the simulation."""
 
-    machine: Machine
+    machine: SimulatedMachine
 
     def __init__(self, config: SimulatedConfig, context: Context) -> None:
         del config, context
@@ -180,7 +180,7 @@ def _futures(args: tuple[Any, ...]) -> Iterator[Future[Any]]:
 class SimulatedHostProcess(HostProcess):
     """Takes the place of a worker's process: threads, children and signals of the simulation."""
 
-    def __init__(self, machine: Machine, process: Process) -> None:
+    def __init__(self, machine: SimulatedMachine, process: SimulatedProcess) -> None:
         self._world, self._process = machine.world, process
 
     @property

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 from stretto.testing.simulation.loop import SimulatedLoop
-from stretto.testing.simulation.streams import ApiError, Asked, Stream, matches
+from stretto.testing.simulation.streams import Asked, Stream, StreamRefusal, matches
 from stretto.testing.simulation.transport import Link, SimulatedTransport
 
 _CRLF = b"\r\n"
@@ -49,10 +49,12 @@ class Weather:
     """The server answers pings, and does nothing else until this is over."""
 
 
-class Connection:
+class SimulatedConnection:
     """The server's end of a connection."""
 
-    def __init__(self, server: Server, transport: SimulatedTransport, name: str, number: int) -> None:
+    def __init__(
+        self, server: SimulatedServer, transport: SimulatedTransport, name: str, number: int
+    ) -> None:
         self.name, self.number = name, number
         self.transport = transport
         self.to_server = Link(server, self._take)
@@ -111,7 +113,7 @@ class Connection:
             self._do(words, payload)
 
 
-class Server:
+class SimulatedServer:
     """The server: subscriptions, and streams.
 
     Args:
@@ -133,11 +135,11 @@ class Server:
         """Number of messages that were published."""
         self.streams: dict[str, Stream] = {}
         self._rng = Random(f"network {seed}")
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, SimulatedConnection] = {}
         self._numbered = 0
-        self._exact: dict[str, dict[tuple[int, bytes], tuple[Connection, bytes, str]]] = {}
-        self._patterns: dict[tuple[int, bytes], tuple[Connection, bytes, str, list[str]]] = {}
-        self._matching: dict[str, list[tuple[Connection, bytes, str]]] = {}
+        self._exact: dict[str, dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str]]] = {}
+        self._patterns: dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str, list[str]]] = {}
+        self._matching: dict[str, list[tuple[SimulatedConnection, bytes, str]]] = {}
         """Subject -> the patterns' subscribers, as long as no pattern comes or goes."""
         self._homes: dict[str, Stream | None] = {}
         """Subject -> the stream that stores it."""
@@ -166,10 +168,10 @@ class Server:
 
     # ------------------------------------------------------------------------------- connections
 
-    def accept(self, transport: SimulatedTransport, name: str) -> Connection:
+    def accept(self, transport: SimulatedTransport, name: str) -> SimulatedConnection:
         """Return a new connection."""
         number = self.new_number()
-        connection = self._connections[number] = Connection(self, transport, name, number)
+        connection = self._connections[number] = SimulatedConnection(self, transport, name, number)
         info = {
             "server_id": "simulated",
             "version": "2.12.0",
@@ -182,7 +184,7 @@ class Server:
         connection.to_client.send(b"INFO " + json.dumps(info).encode() + _CRLF)
         return connection
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: SimulatedConnection) -> None:
         """Remove a connection that has ended."""
         if self._connections.pop(connection.number, None) is not None:
             for sid in [*connection.subscriptions]:
@@ -222,7 +224,7 @@ class Server:
 
     # ------------------------------------------------------------------------------ core messages
 
-    def subscribe(self, connection: Connection, sid: bytes, subject: str, group: str) -> None:
+    def subscribe(self, connection: SimulatedConnection, sid: bytes, subject: str, group: str) -> None:
         """Send messages of a subject to a client; those of a group go to one of its members."""
         connection.subscriptions[sid] = subject, group
         key = connection.number, sid
@@ -232,7 +234,7 @@ class Server:
         else:
             self._exact.setdefault(subject, {})[key] = connection, sid, group
 
-    def unsubscribe(self, connection: Connection, sid: bytes) -> None:
+    def unsubscribe(self, connection: SimulatedConnection, sid: bytes) -> None:
         """End a subscription."""
         subject, _ = connection.subscriptions.pop(sid, ("", ""))
         key = connection.number, sid
@@ -243,12 +245,12 @@ class Server:
         if not subscribers:
             self._exact.pop(subject, None)
 
-    def _subscribers(self, subject: str) -> list[tuple[Connection, bytes, str]]:
+    def _subscribers(self, subject: str) -> list[tuple[SimulatedConnection, bytes, str]]:
         if (exact := self._exact.get(subject)) is not None:
             return [*exact.values(), *self._by_pattern(subject)]
         return self._by_pattern(subject)
 
-    def _by_pattern(self, subject: str) -> list[tuple[Connection, bytes, str]]:
+    def _by_pattern(self, subject: str) -> list[tuple[SimulatedConnection, bytes, str]]:
         if (found := self._matching.get(subject)) is None:
             words = subject.split(".")
             found = [each[:3] for each in self._patterns.values() if matches(each[3], words)]
@@ -259,7 +261,9 @@ class Server:
         """Whether somebody receives a subject."""
         return bool(self._subscribers(subject))
 
-    def publish(self, sender: Connection, subject: str, reply: str, head: bytes, data: bytes) -> None:
+    def publish(
+        self, sender: SimulatedConnection, subject: str, reply: str, head: bytes, data: bytes
+    ) -> None:
         """Take a message of a client."""
         self.messages += 1
         for observe in self.observers:
@@ -279,7 +283,7 @@ class Server:
 
     def send(self, sender: str, subject: str, reply: str, head: bytes, data: bytes, to: str = "") -> bool:
         """Send a message to all subscribers of its subject, or of `to`; whether there are any."""
-        groups: dict[str, list[tuple[Connection, bytes]]] = {}
+        groups: dict[str, list[tuple[SimulatedConnection, bytes]]] = {}
         subscribers = self._subscribers(to or subject)
         for connection, sid, group in subscribers:
             if group:
@@ -291,7 +295,14 @@ class Server:
         return bool(subscribers)
 
     def _deliver(
-        self, sender: str, to: Connection, sid: bytes, subject: str, reply: str, head: bytes, data: bytes
+        self,
+        sender: str,
+        to: SimulatedConnection,
+        sid: bytes,
+        subject: str,
+        reply: str,
+        head: bytes,
+        data: bytes,
     ) -> None:
         shown = data.replace(self.folder, b"FOLDER") if self.folder in data else data
         self.loop.note("message", sender, to.name, subject, hashlib.blake2b(shown, digest_size=8).hexdigest())
@@ -314,11 +325,11 @@ class Server:
     def _store(self, stream: Stream, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
         try:
             if self.weather.disk_full:
-                raise ApiError(503, 10023, "insufficient resources")
+                raise StreamRefusal(503, 10023, "insufficient resources")
             if self.happens(self.weather.store_fails):
-                raise ApiError(503, 10077, "the store is busy")
+                raise StreamRefusal(503, 10077, "the store is busy")
             return stream.store(subject, head, data)
-        except ApiError as error:
+        except StreamRefusal as error:
             return {**error.answer(), "stream": stream.name, "seq": 0}
 
     def _call(self, words: list[str], reply: str, data: bytes) -> None:
@@ -332,7 +343,7 @@ class Server:
         else:
             try:
                 answer = self._answer(words[2:], json.loads(data) if data else {})
-            except ApiError as error:
+            except StreamRefusal as error:
                 answer = error.answer()
             self.send("server", reply, "", b"", json.dumps(answer).encode())
 
@@ -400,12 +411,12 @@ class Server:
             self.streams[name] = Stream(self, name, config)
             self._homes.clear()
         elif known.config != config:
-            raise ApiError(400, 10058, "stream name already in use with a different configuration")
+            raise StreamRefusal(400, 10058, "stream name already in use with a different configuration")
         return {**self._info(self.streams[name]), "did_create": known is None}
 
     def _stream(self, name: str) -> Stream:
         if name not in self.streams:
-            raise ApiError(404, 10059, "stream not found")
+            raise StreamRefusal(404, 10059, "stream not found")
         return self.streams[name]
 
     @staticmethod
@@ -416,7 +427,7 @@ class Server:
     def _message(stream: Stream, question: dict[str, Any]) -> dict[str, Any]:
         message = stream.find(question)
         if message is None:
-            raise ApiError(404, 10037, "no message found")
+            raise StreamRefusal(404, 10037, "no message found")
         data = base64.b64encode(message.data).decode()
         content = {"subject": message.subject, "seq": message.sequence, "data": data, "time": _CREATED}
         return {"message": content}

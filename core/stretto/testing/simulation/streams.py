@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stretto.testing.simulation.server import Server
+    from stretto.testing.simulation.server import SimulatedServer
 
 _SAME_ID_S = 120.0
 """For this long a stream recognises a message id."""
 _TIME = "1000000000"
 
 
-class ApiError(Exception):
+class StreamRefusal(Exception):
     """An error that the API reports to the client."""
 
     def __init__(self, code: int, err_code: int, text: str) -> None:
@@ -28,7 +28,7 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StreamMessage:
     """A message of a stream."""
 
     sequence: int
@@ -57,9 +57,9 @@ def _header(head: bytes, name: bytes) -> str | None:
 class Stream:
     """A stream. It is on disk: it survives a restart of the server."""
 
-    def __init__(self, server: Server, name: str, config: dict[str, Any]) -> None:
+    def __init__(self, server: SimulatedServer, name: str, config: dict[str, Any]) -> None:
         self.server, self.name, self.config = server, name, config
-        self.messages: dict[int, Stored] = {}
+        self.messages: dict[int, StreamMessage] = {}
         self.last = 0
         self.consumers: dict[str, Consumer] = {}
         self.is_queue = config.get("retention") == "workqueue"
@@ -76,12 +76,12 @@ class Stream:
         """Store a message, once for each id, and return the acknowledgement.
 
         Raises:
-            ApiError: if the newest message is not the one that the sender expects.
+            StreamRefusal: if the newest message is not the one that the sender expects.
         """
         now, id = self.server.loop.time(), _header(head, b"Nats-Msg-Id")
         expected = _header(head, b"Nats-Expected-Last-Sequence")
         if expected is not None and int(expected) != self.last:
-            raise ApiError(400, 10071, f"wrong last sequence: {self.last}")
+            raise StreamRefusal(400, 10071, f"wrong last sequence: {self.last}")
         if id in self._ids and now - self._ids[id][0] < _SAME_ID_S:
             return {"stream": self.name, "seq": self._ids[id][1], "duplicate": True}
         self.last += 1
@@ -90,12 +90,12 @@ class Stream:
         if self._one_each and subject in self._newest:
             self.messages.pop(self._newest[subject], None)
         self._newest[subject] = self.last
-        message = self.messages[self.last] = Stored(self.last, subject, head, data)
+        message = self.messages[self.last] = StreamMessage(self.last, subject, head, data)
         for consumer in self.consumers.values():
             consumer.add(message)
         return {"stream": self.name, "seq": self.last}
 
-    def find(self, question: dict[str, Any]) -> Stored | None:
+    def find(self, question: dict[str, Any]) -> StreamMessage | None:
         """Return a message by its number (`seq`), or the newest one of a subject (`last_by_subj`)."""
         if question.get("seq"):
             return self.messages.get(question["seq"])
@@ -109,10 +109,10 @@ class Stream:
         """Remove a message.
 
         Raises:
-            ApiError: if it is not there.
+            StreamRefusal: if it is not there.
         """
         if sequence not in self.messages:
-            raise ApiError(400, 10043, "sequence not found")
+            raise StreamRefusal(400, 10043, "sequence not found")
         self.remove(sequence)
 
     def remove(self, sequence: int) -> None:
@@ -205,7 +205,7 @@ class Consumer:
     def _later(self, seconds: float, call: Any, *args: Any) -> asyncio.TimerHandle:
         return self._server.loop.call_later(seconds, call, *args, context=self._server.context)
 
-    def _wants(self, message: Stored) -> bool:
+    def _wants(self, message: StreamMessage) -> bool:
         words = message.subject.split(".")
         return message.sequence >= self._start and any(matches(form, words) for form in self._forms)
 
@@ -218,7 +218,7 @@ class Consumer:
         elif self._stream.consumers.get(self._name) is self:
             del self._stream.consumers[self._name]
 
-    def add(self, message: Stored) -> None:
+    def add(self, message: StreamMessage) -> None:
         """Take a new message of the stream."""
         if self._wants(message):
             self._to_send.append(message.sequence)
@@ -276,7 +276,7 @@ class Consumer:
                     self._questions.popleft().over = True
                 self._deliver(message, asked.reply)
 
-    def _deliver(self, message: Stored, to: str) -> None:
+    def _deliver(self, message: StreamMessage, to: str) -> None:
         self._sent += 1
         sequence = message.sequence
         deliveries = self._deliveries.get(sequence, 0) + 1

@@ -11,7 +11,7 @@ from nats.aio.transport import Transport
 from stretto.testing.simulation.loop import Escaped, current_process
 
 if TYPE_CHECKING:
-    from stretto.testing.simulation.server import Connection, Server
+    from stretto.testing.simulation.server import SimulatedConnection, SimulatedServer
 
 _READ_LIMIT = 2**26
 
@@ -20,7 +20,7 @@ class Link:
     """One direction of a connection: bytes arrive in order, after a delay. What is under way may arrive
     together, as with TCP."""
 
-    def __init__(self, server: Server, deliver: Callable[[bytes], None]) -> None:
+    def __init__(self, server: SimulatedServer, deliver: Callable[[bytes], None]) -> None:
         self._server, self._deliver = server, deliver
         self._under_way: list[bytes] = []
         self._arrives = 0.0
@@ -52,12 +52,12 @@ class Link:
 class SimulatedTransport(Transport):
     """A client's end of a connection to the simulated server. It belongs to the process that opens it."""
 
-    server: Server
+    server: SimulatedServer
     """The server that every client of the simulation reaches."""
 
     def __init__(self) -> None:
         self._reader: asyncio.StreamReader | None = None
-        self._connection: Connection | None = None
+        self._connection: SimulatedConnection | None = None
 
     async def connect(self, uri: Any, buffer_size: int, connect_timeout: int) -> None:
         """Connect to the server.

@@ -34,11 +34,11 @@ from stretto.kernel.setup import RunSetup
 from stretto.models.tokenizer import load_tokenizer
 from stretto.testing.simulation import processes
 from stretto.testing.simulation.faults import Tape, inject
-from stretto.testing.simulation.loop import Deadlock, Livelock, Process, SimulatedLoop
+from stretto.testing.simulation.loop import Deadlock, Livelock, SimulatedLoop, SimulatedProcess
 from stretto.testing.simulation.oracles import Oracle
 from stretto.testing.simulation.patches import World, patched
 from stretto.testing.simulation.run_file import simulated
-from stretto.testing.simulation.server import Server
+from stretto.testing.simulation.server import SimulatedServer
 
 _LIMIT_S = 300.0
 """Virtual seconds after which a run that has not ended is stuck."""
@@ -83,9 +83,9 @@ class Universe:
         self.tape, self.folder = tape, folder
         self.loop = SimulatedLoop(seed)
         self.world = World(self.loop, seed)
-        self.server = Server(self.loop, seed)
+        self.server = SimulatedServer(self.loop, seed)
         self.server.folder = str(folder).encode()
-        self.machine = processes.Machine(self.world)
+        self.machine = processes.SimulatedMachine(self.world)
         self.log: list[str] = []
         self._rng = Random(f"pauses {seed}")
         self._kernels = 0
@@ -172,9 +172,9 @@ class Universe:
             if summary is None or summary["status"] != "repeated":
                 await anyio.sleep(self._rng.choice(_PAUSES_S))
 
-    def _start_kernel(self, out: Path) -> Process:
+    def _start_kernel(self, out: Path) -> SimulatedProcess:
         """Do what `stretto run` or `stretto resume` does, as a process of the simulation."""
-        kernel = Process(self.loop, "kernel")
+        kernel = SimulatedProcess(self.loop, "kernel")
         lock = lock_run(out / "bus")
         kernel.on_end.append(lock.close)
         first = not self._kernels
@@ -216,7 +216,7 @@ def _resumable(summary: dict[str, Any]) -> bool:
     return summary["status"] in ("interrupted", "repeated") or (summary["status"] == "failed" and lost)
 
 
-def _interrupt(kernel: Process, interruptions: Interruptions, number: int) -> None:
+def _interrupt(kernel: SimulatedProcess, interruptions: Interruptions, number: int) -> None:
     """Send a signal to a kernel. The second one ends its process if no kernel is there to obey."""
     if interruptions.received and not interruptions.obeyed:
         kernel.end(-number)
