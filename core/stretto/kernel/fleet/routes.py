@@ -109,8 +109,8 @@ class RouteSender:
         candidates = [worker for worker in self._candidates.of(rollout) if worker in members]
         closed = self._closed.pop(rollout, {})
         if members[rollout].tickets:
-            former = (worker for worker in self._sent.get(rollout, ()) if worker not in candidates)
-            closed |= dict.fromkeys(former, now + self._finish_s)
+            previous = (worker for worker in self._sent.get(rollout, ()) if worker not in candidates)
+            closed |= dict.fromkeys(previous, now + self._finish_s)
         closed = {
             worker: until
             for worker, until in closed.items()

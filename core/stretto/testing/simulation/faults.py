@@ -141,7 +141,7 @@ def happen(universe: Universe, fault: Fault) -> None:
     """Let a fault happen now."""
     server, weather = universe.server, universe.server.weather
     victim = _victim(universe, fault)
-    universe.tell("fault", fault.kind, victim.name if victim else "", f"{fault.seconds:g} s")
+    universe.report("fault", fault.kind, victim.name if victim else "", f"{fault.seconds:g} s")
     match fault.kind:
         case "outage":
             server.go_down(fault.seconds)

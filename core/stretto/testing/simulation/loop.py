@@ -67,6 +67,8 @@ class SimulatedProcess:
     def __init__(self, loop: SimulatedLoop, name: str) -> None:
         self.loop, self.name = loop, name
         self.pid = 1000 + len(loop.processes)
+        self.place = f"simulated pid {self.pid}"
+        """Where it runs, for people."""
         self.main = SimulatedThread(name, self)
         self.threads = [self.main]
         self.status: int | None = None

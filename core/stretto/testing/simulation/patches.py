@@ -15,9 +15,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from random import Random
 from typing import Any
+from unittest import mock
 
 import anyio
 import nats.aio.client
@@ -187,16 +188,20 @@ def patched(world: World) -> Generator[None]:
         (subprocess, "Popen", _escape),
         (socket, "socket", _escape),
     ]
-    # A class method has to be kept as it stands in its class. anyio loads its names when they are asked for.
-    before = [(owner, name, vars(owner).get(name) or getattr(owner, name)) for owner, name, _ in places]
     state = random.getstate()
     _CancelScope.count = 0
     try:
-        for owner, name, value in places:
-            setattr(owner, name, value)
-        random.seed(world.random.random())
-        yield
+        with replaced(places):
+            random.seed(world.random.random())
+            yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
         random.setstate(state)
+
+
+@contextlib.contextmanager
+def replaced(places: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
+    """Replace attributes (owner, name, value) for the duration of the block."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in places:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield

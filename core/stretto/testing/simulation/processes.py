@@ -82,9 +82,8 @@ class SimulatedConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_
 class SimulatedHandle:
     """A worker of the simulation."""
 
-    def __init__(self, worker: str, process: SimulatedProcess) -> None:
-        self.worker, self._process = worker, process
-        self.place = f"simulated pid {process.pid}"
+    def __init__(self, process: SimulatedProcess) -> None:
+        self.place, self._process = process.place, process
 
     async def wait(self) -> int:
         """Wait for the exit status."""
@@ -102,10 +101,6 @@ class SimulatedHandle:
 
     async def dump_stacks(self) -> None:
         """Do nothing: there are no threads to show."""
-
-    def tail(self, lines: int) -> str:
-        """Return nothing: the logs of all processes are in one trace."""
-        return ""
 
 
 class SimulatedLauncher:
@@ -125,10 +120,7 @@ class SimulatedLauncher:
         await anyio.sleep(0.01)
         machine = self.machine
         files = [Path(job.command[-1]) for job in jobs]
-        return [
-            SimulatedHandle(job.worker, machine.start_worker(Bootstrap.read(file)))
-            for job, file in zip(jobs, files, strict=True)
-        ]
+        return [SimulatedHandle(machine.start_worker(Bootstrap.read(file))) for file in files]
 
 
 # ------------------------------------------------------------------------- what a worker uses of its process
@@ -186,7 +178,7 @@ class SimulatedHostProcess(HostProcess):
     @property
     def place(self) -> str:
         """The process id, for people."""
-        return f"simulated pid {self._process.pid}"
+        return self._process.place
 
     @contextmanager
     def heartbeats(self, bootstrap: Bootstrap, role: Role, first: Heartbeat) -> Generator[Heartbeats]:

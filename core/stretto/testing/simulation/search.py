@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
 import resource
 import shutil
 import signal
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -25,10 +23,10 @@ from stretto.errors import RunError
 from stretto.testing.simulation.faults import Fault, Tape, draw
 from stretto.testing.simulation.run_file import simulated
 from stretto.testing.simulation.universe import Outcome, Universe
+from stretto.user_code.guard import end_with_parent
 
 _CPU_S = 60
 """Processor seconds after which a universe is killed."""
-_PR_SET_PDEATHSIG = 1
 
 
 def tapes_of(
@@ -139,7 +137,7 @@ def story(tape: Tape, outcome: Outcome) -> Iterator[str]:
 def _warm_up(calm: Tape) -> None:
     """Run a universe in this process, whose forks then need not import and compose what it has. Keep the
     garbage collector away from that."""
-    _die_with_parent()
+    end_with_parent(signal.SIGKILL)
     folder = _new_folder()
     try:
         Universe(calm, folder).run()
@@ -154,15 +152,10 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="universe-", dir=memory if memory.is_dir() else None))
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _child(tape: Tape, folder: Path, writing: int) -> None:
     """Body of the fork. It does not return: what is left of the universe's coroutines never runs."""
     try:
-        _die_with_parent()
+        end_with_parent(signal.SIGKILL)
         resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
         gc.disable()  # it ends what nobody awaits any more, at a moment that no seed decides
         try:

@@ -6,12 +6,12 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest import mock
 
 import anyio
 import msgspec
@@ -36,7 +36,7 @@ from stretto.testing.simulation import processes
 from stretto.testing.simulation.faults import Tape, inject
 from stretto.testing.simulation.loop import Deadlock, Livelock, SimulatedLoop, SimulatedProcess
 from stretto.testing.simulation.oracles import Oracle
-from stretto.testing.simulation.patches import World, patched
+from stretto.testing.simulation.patches import World, patched, replaced
 from stretto.testing.simulation.run_file import simulated
 from stretto.testing.simulation.server import SimulatedServer
 
@@ -96,7 +96,7 @@ class Universe:
         """Call something later, outside of all processes."""
         self.loop.call_later(seconds, call, *args, context=self.server.context)
 
-    def tell(self, *words: object) -> None:
+    def report(self, *words: object) -> None:
         """Add a line to the log and the trace."""
         text = " ".join(map(str, words)).replace(str(self.folder), "FOLDER")
         self.loop.note("log", text)
@@ -109,7 +109,7 @@ class Universe:
         torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
         load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
         processes.SimulatedLauncher.machine = self.machine
-        with patched(self.world), _replaced(), _logged(self.tell):
+        with patched(self.world), _replaced(), _logged(self.report):
             self._composed = compose_mapping(self._document())
             self._run = new_run_id(self.folder / "run")
             oracle = Oracle(self._composed.config.queue.max_staleness)
@@ -168,7 +168,7 @@ class Universe:
                 return summary
             if self._kernels == _MOST_KERNELS:
                 return summary or {"status": "killed", "reason": "each kernel was killed"}
-            self.tell("RESUME", summary["reason"] if summary else "killed")
+            self.report("RESUME", summary["reason"] if summary else "killed")
             if summary is None or summary["status"] != "repeated":
                 await anyio.sleep(self._rng.choice(_PAUSES_S))
 
@@ -224,28 +224,24 @@ def _interrupt(kernel: SimulatedProcess, interruptions: Interruptions, number: i
         interruptions.receive(number, None)
 
 
-@contextmanager
-def _replaced() -> Generator[None]:
+def _replaced() -> AbstractContextManager[None]:
     """Replace what stretto uses of its machine."""
+    engine = import_module("stretto_mock.inference")  # by its name, because core knows no plugin
     places: list[tuple[Any, str, Any]] = [
         (stretto.kernel.observe.report, "CoreMeter", _NoMeter),
         (life, "View", _NoView),
+        (engine, "_TICK_S", 0.03),  # a finer tick only costs more callbacks
     ]
-    with ExitStack() as stack:
-        # By its name, because core knows no plugin. A tick costs as much as it does in production.
-        stack.enter_context(mock.patch("stretto_mock.inference._TICK_S", 0.03))
-        for owner, name, value in places:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield
+    return replaced(places)
 
 
 @contextmanager
-def _logged(tell: Callable[..., None]) -> Generator[None]:
+def _logged(report: Callable[..., None]) -> Generator[None]:
     """Have log lines in the trace."""
 
     def log(logger: object, name: str, event: Any) -> Any:
         who, text = event.pop("worker", "kernel"), event.pop("event")
-        tell(who, name, text, *(f"{key}={value}" for key, value in event.items()))
+        report(who, name, text, *(f"{key}={value}" for key, value in event.items()))
         raise structlog.DropEvent
 
     before = structlog.get_config()
