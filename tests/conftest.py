@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from processes import arguments_of
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.bus.client import Bus, connect
@@ -247,7 +248,7 @@ class Run:
 
     def process_with(self, argument: str) -> psutil.Process | None:
         """The process of the run that has this argument, if it runs."""
-        return next((process for process in self.look() if argument in _arguments(process)), None)
+        return next((process for process in self.look() if argument in arguments_of(process)), None)
 
     def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
         deadline = time.monotonic() + deadline_s
@@ -297,7 +298,7 @@ class Run:
         """No process of the run is there any more, and no weights in shared memory."""
         deadline = time.monotonic() + within_s
         while alive := self.look():
-            assert time.monotonic() < deadline, [(process.pid, _arguments(process)) for process in alive]
+            assert time.monotonic() < deadline, [(process.pid, arguments_of(process)) for process in alive]
             time.sleep(0.05)
         run = json.loads((self.folder / "bus" / "kernel.json").read_text())["run"]
         assert not list(Path("/dev/shm").glob(f"stretto-{run}-*"))
@@ -333,13 +334,6 @@ def _zombie(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def _arguments(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
 
 
 Start = Callable[..., Run]

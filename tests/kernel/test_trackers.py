@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from bus_testing import until
+from processes import arguments_of
 from stretto.assembly.compose import Composed, compose
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.observe.metrics_file import MetricsFile
@@ -67,7 +68,9 @@ async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, forced:
     trackers = Trackers(tmp_path, composed.config.trackers, problems)
     trackers.start()
     await until((tmp_path / "reached").exists, deadline_s=60)
-    [child] = [each for each in psutil.Process().children() if "stretto.children.tracker" in each.cmdline()]
+    [child] = [
+        each for each in psutil.Process().children() if "stretto.children.tracker" in arguments_of(each)
+    ]
     start = time.monotonic()
     await trackers.finish(lambda: forced)
     assert time.monotonic() - start < 10

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from reasoning_gym.factory import create_dataset
 
+from processes import arguments_of
 from stretto import Context
 from stretto.errors import ConfigError
 from stretto_reasoning_gym import (
@@ -216,7 +217,7 @@ def test_the_process_that_makes_rows_ends_with_its_dataset_and_says_how_it_ended
 
 def _generators() -> list[psutil.Process]:
     children = psutil.Process().children()
-    return [child for child in children if "stretto_reasoning_gym.generator" in " ".join(child.cmdline())]
+    return [child for child in children if "stretto_reasoning_gym.generator" in " ".join(arguments_of(child))]
 
 
 # -------------------------------------------------------------------------------------------- runs

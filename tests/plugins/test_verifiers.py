@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from processes import arguments_of
 from stretto import Context
 from stretto.agents.conversation import Conversation
 from stretto.assembly.assembly import Assembly
@@ -233,7 +234,9 @@ async def test_an_episode_has_a_time_limit(library: Path) -> None:
 def _environments() -> list[psutil.Process]:
     """Processes that play, the sandbox around them left out."""
     found = psutil.Process().children(recursive=True)
-    return [each for each in found if each.cmdline()[1:2] and each.cmdline()[1].endswith("environment.py")]
+    return [
+        each for each in found if any(name.endswith("environment.py") for name in arguments_of(each)[1:2])
+    ]
 
 
 # -------------------------------------------------------------------------------------------- runs

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from processes import arguments_of
+
 Start = Callable[..., Any]
 
 
@@ -36,7 +38,7 @@ def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Star
     run.until_step(1)
     names = ("trainer-0", "inference-0", "rollout-0", "verifier-0")
     assert all(run.worker(name) for name in names)
-    running = [" ".join(process.cmdline()) for process in run.look()]
+    running = [" ".join(arguments_of(process)) for process in run.look()]
     assert any("nats-server" in arguments and "-c" in arguments for arguments in running)
     summary = run.assert_completed(8)
     assert [point["version"] for point in summary["evaluation"]] == [0, 3, 6, 8]

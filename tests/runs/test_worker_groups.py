@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from processes import arguments_of
+
 Start = Callable[..., Any]
 
 
@@ -125,7 +127,7 @@ def test_supervised_runs_start_trainers_only(start: Start) -> None:
     run.until_step(7)
     # Behind the arguments of a forked process are empty ones.
     files = {
-        Path(arguments[-1]) for process in run.look() if (arguments := [*filter(None, process.cmdline())])
+        Path(arguments[-1]) for process in run.look() if (arguments := [*filter(None, arguments_of(process))])
     }
     roles = {file.stem for file in files if file.parent == run.folder / "bus" and file.suffix == ".json"}
     assert roles == {"trainer-0", "trainer-1"}

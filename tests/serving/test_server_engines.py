@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from bus_testing import until
+from processes import arguments_of
 from stand_in_engine import STAND_IN, StandInEngine
 from stretto.array import Array
 from stretto.assembly.assembly import Assembly
@@ -439,7 +440,7 @@ async def test_no_process_of_a_server_outlives_its_stop_when_its_guard_was_kille
     command = ServerCommand(("sh", "-c", "sleep 1000 & echo up; exec sleep 1000"), {})
     server = await Server.start(command, 1, "", tmp_path / "log")
     await until(lambda: "up" in server.tail())
-    [guard] = [each for each in psutil.Process().children() if "sleep 1000" in " ".join(each.cmdline())]
+    [guard] = [each for each in psutil.Process().children() if "sleep 1000" in " ".join(arguments_of(each))]
     family = guard.children(recursive=True)
     assert len(family) == 2
     guard.kill()
