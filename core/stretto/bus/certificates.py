@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from stretto.base import clock
 from stretto.base.private_file import write_private
 from stretto.errors import ConfigError
 
@@ -120,7 +121,7 @@ _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_A
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
+    now = datetime.datetime.fromtimestamp(clock.wall(), datetime.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

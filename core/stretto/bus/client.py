@@ -36,6 +36,7 @@ from anyio.abc import TaskGroup
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from stretto.base import clock
 from stretto.base.interfaces import address_towards
 from stretto.bus.connection import (
     NatsClient,
@@ -225,7 +226,7 @@ class Bus:
             with self.unanswered.waiting(who, subject.rsplit(".", 1)[-1]):
                 while remaining_s > 0:
                     await self._up.wait()
-                    began = anyio.current_time()
+                    began = clock.now()
                     future = self._waiting[reply_to] = asyncio.get_running_loop().create_future()
                     with anyio.move_on_after(min(_RESEND_S, remaining_s)):
                         await self._send(subject, data, reply_to)
@@ -237,7 +238,7 @@ class Bus:
                             return reply
                         if _no_responders(msg):
                             await anyio.sleep(0.1)
-                    remaining_s -= anyio.current_time() - began
+                    remaining_s -= clock.now() - began
         finally:
             self._waiting.pop(reply_to, None)
         raise NoAnswer(who, subject, deadline_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import count
@@ -11,6 +10,7 @@ from typing import Any
 import anyio
 import structlog
 
+from stretto.base import clock
 from stretto.bus.messages.membership import Wait
 
 log = structlog.get_logger()
@@ -35,7 +35,7 @@ class Unanswered:
             waited_s: seconds that it has waited before.
         """
         id = next(self._ids)
-        self._waits[id] = (who, verb, anyio.current_time() - waited_s)
+        self._waits[id] = (who, verb, clock.now() - waited_s)
         try:
             yield
         finally:
@@ -46,7 +46,7 @@ class Unanswered:
         if not self._waits:
             return None
         who, verb, since = min(self._waits.values(), key=lambda wait: wait[2])
-        seconds = anyio.current_time() - since
+        seconds = clock.now() - since
         return Wait(who, verb, seconds) if seconds > 1 else None
 
 
@@ -73,7 +73,7 @@ async def sleep_and_measure_delay(seconds: float) -> float:
     of its peers in that time says nothing about them. A delay of at most `seconds` returns 0, because a busy
     machine can cause it.
     """
-    start = time.monotonic()
+    start = clock.now()
     await anyio.sleep(seconds)
-    late = time.monotonic() - start - seconds
+    late = clock.now() - start - seconds
     return late if late > seconds else 0.0

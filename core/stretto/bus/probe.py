@@ -14,6 +14,7 @@ from nats.js import JetStreamContext
 from nats.js.api import StorageType
 from nats.js.errors import APIError, ServiceUnavailableError
 
+from stretto.base import clock
 from stretto.bus.connection import open_once, without_logins
 from stretto.bus.listening import is_loopback, listening
 from stretto.bus.messages.subjects import Subjects
@@ -164,10 +165,10 @@ async def _fault_of_store(
     client = await open_once(bootstrap, address, timeout_s, complain)
     store = client.jetstream(timeout=_ANSWER_S)
     place = without_logins(address)
-    began = anyio.current_time()
+    began = clock.now()
     try:
         while not complaints:
-            waited_s = anyio.current_time() - began
+            waited_s = clock.now() - began
             try:
                 with anyio.CancelScope() as asking:
                     await _try_store(store, names, config.replicas)

@@ -28,6 +28,7 @@ import msgspec
 import structlog
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from stretto.base import clock
 from stretto.base.private_file import write_private
 from stretto.bus import guard
 from stretto.bus.listening import Listening, listening, url_host
@@ -163,13 +164,13 @@ def lock_run(folder: Path) -> IO[str]:
         file = (folder / "kernel.lock").open("a+")
     except OSError as error:
         raise ConfigError(f"the run's folder {folder.parent} cannot be written: {error}") from error
-    deadline = time.monotonic() + 1  # a guard holds the lock for an instant, to see whether it is free
+    deadline = clock.now() + 1  # a guard holds the lock for an instant, to see whether it is free
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 file.seek(0)
                 owner = file.read().strip() or "another process"
                 file.close()
@@ -337,8 +338,8 @@ class NatsServer:
             self.process.kill()  # on Linux the server dies with its guard
 
     async def _until_ready(self, place: Listening, run: str) -> None:
-        deadline, found = anyio.current_time() + 20, None
-        while anyio.current_time() < deadline and self.process.poll() is None:
+        deadline, found = clock.now() + 20, None
+        while clock.now() < deadline and self.process.poll() is None:
             found = await _server_name(place.near, place.port)
             if found == run:
                 return

@@ -35,6 +35,7 @@ from nats.js.api import (
 )
 from nats.js.errors import APIError, NotFoundError
 
+from stretto.base import clock
 from stretto.bus.connection import payload_limit
 from stretto.bus.health import Refusals, Unanswered
 from stretto.bus.messages.base import Message
@@ -384,7 +385,7 @@ class Store:
         remaining_s = self._outage_s
         while True:
             await self._up.wait()
-            began = anyio.current_time()
+            began = clock.now()
             try:
                 with self._unanswered.waiting(SERVER, action, waited_s=self._outage_s - remaining_s):
                     return await operation()
@@ -400,7 +401,7 @@ class Store:
                 if remaining_s <= 0:
                     raise NoAnswer(SERVER, action, self._outage_s) from error
             await anyio.sleep(0.2)
-            remaining_s -= anyio.current_time() - began
+            remaining_s -= clock.now() - began
 
     async def _store(self, subject: str, data: bytes, id: str) -> int:
         headers = {"Nats-Msg-Id": id}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from stretto.base import clock
 from stretto.component import Context
 from stretto.engine import Emit, GenerateRequest, Load, SwapReport
 from stretto.errors import ConfigError, EngineError, RequestError, WeightsError
@@ -247,7 +247,7 @@ class ServerEngine(Streams, ABC):
             )
         await anyio.to_thread.run_sync(self._check_shapes, note, update.folder)
         await self.prepare_weights(server, update, update.folder)
-        start = time.monotonic()
+        start = clock.now()
         self._samples.hold()
         try:
             await self._samples.drain(server)
@@ -257,7 +257,7 @@ class ServerEngine(Streams, ABC):
             raise
         finally:
             self._samples.send_to(server, self._version)
-        self._pauses.append(time.monotonic() - start)
+        self._pauses.append(clock.now() - start)
         former, self._weight_files = (
             self._weight_files,
             await anyio.to_thread.run_sync(self._keep, note, update.folder),
@@ -315,7 +315,7 @@ class ServerEngine(Streams, ABC):
         Raises:
             EngineError: if it does not become ready; with the end of its log.
         """
-        config, start = self._config, time.monotonic()
+        config, start = self._config, clock.now()
         if config.urls:
             server = Server(self._url(), config.api_key)
         else:
@@ -328,7 +328,7 @@ class ServerEngine(Streams, ABC):
             with anyio.CancelScope(shield=True):
                 await server.stop()
             raise
-        log.info("server ready", url=server.url, after_s=round(time.monotonic() - start, 1))
+        log.info("server ready", url=server.url, after_s=round(clock.now() - start, 1))
         return server
 
     def _log_file(self) -> Path:
@@ -393,7 +393,7 @@ class ServerEngine(Streams, ABC):
             self._samples.expire()
             if server.status is not None:
                 server.distrust(f"it ended with status {server.status}")
-            elif self._samples.expecting and time.monotonic() - server.last_data_at > silence_s:
+            elif self._samples.expecting and clock.now() - server.last_data_at > silence_s:
                 server.distrust(f"it sent nothing for {silence_s:g} s (inference.silence_s)")
             if server.broken:
                 await self._replace(server)
@@ -424,7 +424,7 @@ class ServerEngine(Streams, ABC):
             self._replaced = anyio.Event()
 
     def _count_restart(self, server: Server, tail: str) -> None:
-        now, config = time.monotonic(), self._config
+        now, config = clock.now(), self._config
         while self._restart_times and now - self._restart_times[0] > _RESTARTS_WITHIN_S:
             self._restart_times.popleft()
         log_text = f"; its log ends:\n{tail}" if tail else ""

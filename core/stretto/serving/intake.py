@@ -16,7 +16,6 @@ The intake is not thread-safe: the engine calls it from one thread. Others may r
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -28,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.array import Array
+from stretto.base import clock
 from stretto.engine import Chunk, Finish, GenerateRequest
 from stretto.errors import RequestError
 
@@ -47,7 +47,7 @@ class OpenRequest:
     ends: frozenset[int]
     """Tokens that end an answer."""
     deadline: float
-    """Time at which its samples must have ended, on the clock of `time.monotonic`."""
+    """Time at which its samples must have ended, of `clock.now`."""
 
     @property
     def id(self) -> str:
@@ -146,7 +146,7 @@ class Intake(Generic[Sample]):
         already has are left out. A request that is already open has no new samples.
 
         Args:
-            arrived: time of its arrival, on the clock of `time.monotonic`; by default now.
+            arrived: time of its arrival, of `clock.now`; by default now.
 
         Raises:
             RequestError: if no engine with this model can serve the request.
@@ -158,7 +158,7 @@ class Intake(Generic[Sample]):
             prompt=self._check_prompt(request),
             ends=frozenset(request.sampling.stop_token_ids)
             | (frozenset() if request.sampling.ignore_eos else self.eos),
-            deadline=(time.monotonic() if arrived is None else arrived) + request.deadline_s,
+            deadline=(clock.now() if arrived is None else arrived) + request.deadline_s,
         )
         begun, have = self._check_progress(request)
         samples = [
@@ -187,9 +187,9 @@ class Intake(Generic[Sample]):
         `OpenRequest.late`.
 
         Args:
-            now: time on the clock of `time.monotonic`; by default the current one.
+            now: time of `clock.now`; by default the current one.
         """
-        now = time.monotonic() if now is None else now
+        now = clock.now() if now is None else now
         if now < self._next_deadline:
             return []
         requests = [request for request, _ in self._requests.values()]
@@ -200,7 +200,7 @@ class Intake(Generic[Sample]):
 
     @property
     def next_deadline(self) -> float:
-        """The earliest time at which `late` may return something, on the clock of `time.monotonic`."""
+        """The earliest time at which `late` may return something, of `clock.now`."""
         return self._next_deadline
 
     def close(self, sample: Sample) -> None:

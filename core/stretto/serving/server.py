@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ import msgspec
 import psutil
 from anyio.abc import Process
 
+from stretto.base import clock
 from stretto.errors import EngineError
 from stretto.user_code.guard import guarded
 from stretto.user_code.sandbox import kill
@@ -81,8 +81,8 @@ class Server:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=timeout,
         )
-        self.last_data_at = time.monotonic()
-        """Time of the last data from the server, of `time.monotonic`."""
+        self.last_data_at = clock.now()
+        """Time of the last data from the server, of `clock.now`."""
         self.broken = ""
         """Why the server must be replaced; empty while it works."""
 
@@ -147,7 +147,7 @@ class Server:
         Raises:
             EngineError: if the server ended, or did not answer in time; with the end of its log.
         """
-        deadline = time.monotonic() + deadline_s
+        deadline = clock.now() + deadline_s
         reason = "no answer"
         while self.status is None:
             try:
@@ -156,7 +156,7 @@ class Server:
                 reason = str(error)
             else:
                 return
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise EngineError(
                     f"the server at {self.url} was not ready after {deadline_s:g} s ({reason});"
                     f" inference.start_timeout_s allows more time{self._log_end()}"
@@ -191,7 +191,7 @@ class Server:
             raise ServerLost(f"{self.url}{path} did not answer within {deadline_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(f"{self.url}{path}: {error or type(error).__name__}") from error
-        self.last_data_at = time.monotonic()
+        self.last_data_at = clock.now()
         if response.status != 200:
             raise ServerRefused(path, response.status, _reason(content))
         try:
@@ -214,7 +214,7 @@ class Server:
                     raise ServerRefused(path, response.status, _reason(await response.read()))
                 rest = b""
                 async for data in response.content.iter_any():
-                    self.last_data_at = time.monotonic()
+                    self.last_data_at = clock.now()
                     *lines, rest = (rest + data).split(b"\n\n")
                     for line in lines:
                         if line == b"data: [DONE]":

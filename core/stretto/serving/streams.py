@@ -14,7 +14,6 @@ which a sample started, so only samples that were in flight at a swap read keys 
 from __future__ import annotations
 
 import hashlib
-import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -29,6 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.base import clock
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError, RequestError
 from stretto.serving.images import RequestImages, ServerText, image_runs
@@ -181,7 +181,7 @@ class StreamQueue:
     @property
     def busy_s(self) -> float:
         """Seconds in which at least one sample was in a stream."""
-        return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
+        return self._busy_s + (clock.now() - self._busy_since if self._running else 0.0)
 
     @property
     def expecting(self) -> bool:
@@ -277,9 +277,9 @@ class StreamQueue:
         Raises:
             ServerLost: if some streams do not end in time.
         """
-        deadline = time.monotonic() + _DRAIN_S
+        deadline = clock.now() + _DRAIN_S
         while self._running:
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise ServerLost(f"{len(self._running)} streams did not end within {_DRAIN_S:g} s")
             await self._streams.abort_streams(
                 server, [sample.stream_id for sample in self._running if sample.stream_id]
@@ -309,7 +309,7 @@ class StreamQueue:
         ):
             sample = self._intake.pop()
             if not self._running:
-                self._busy_since, self._idle = time.monotonic(), anyio.Event()
+                self._busy_since, self._idle = clock.now(), anyio.Event()
                 server.last_data_at = self._busy_since
             self._running.add(sample)
             sample.version = self._version
@@ -342,7 +342,7 @@ class StreamQueue:
             await self._abort_at(server, sample.stream_id)
         self._running.remove(sample)
         if not self._running:
-            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_s += clock.now() - self._busy_since
             self._idle.set()
         sample.scope = None
         if not sample.ended:

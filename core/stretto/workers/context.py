@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextvars import copy_context
@@ -15,6 +14,7 @@ import msgspec
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose_mapping
+from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import Beacon, Heartbeat, Routes, Welcome
 from stretto.bus.messages.subjects import Subjects
@@ -173,8 +173,8 @@ class ComputeThread:
         return self._executor.submit(copy_context().run, self._run_timed, call)
 
     def _run_timed(self, function: Callable[[], T]) -> T:
-        start = time.perf_counter()
+        start = clock.now()
         try:
             return function()
         finally:
-            self.busy_s += time.perf_counter() - start
+            self.busy_s += clock.now() - start

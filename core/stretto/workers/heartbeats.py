@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -16,6 +15,7 @@ import msgspec
 import structlog
 from anyio.from_thread import start_blocking_portal
 
+from stretto.base import clock
 from stretto.bus.client import connect
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.messages.membership import Heartbeat
@@ -55,13 +55,13 @@ class Heartbeats:
         self._bootstrap = bootstrap
         self._subject = Subjects(bootstrap.run).kernel(role, "heartbeat")
         self._newest = first
-        self._updated_at = time.monotonic()
+        self._updated_at = clock.now()
         self._wrote_stacks = False
 
     def update(self, heartbeat: Heartbeat) -> None:
         """Set the heartbeat to send from now on. The worker's event loop calls it every `BEAT_S`, so the time
         of the latest call shows whether the loop runs."""
-        self._newest, self._updated_at = heartbeat, time.monotonic()
+        self._newest, self._updated_at = heartbeat, clock.now()
         self._wrote_stacks = False
 
     async def send(self) -> None:
@@ -80,7 +80,7 @@ class Heartbeats:
 
     def _stamped(self) -> Heartbeat:
         """Return the newest heartbeat with the time for which the event loop has stood still."""
-        blocked_s = time.monotonic() - self._updated_at
+        blocked_s = clock.now() - self._updated_at
         if blocked_s > _STACKS_S and not self._wrote_stacks:
             self._wrote_stacks = True
             log.warning(

@@ -17,7 +17,6 @@ rollout workers learn of the change from the kernel's routes.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ import structlog
 from stretto import tracing
 from stretto.array import Array
 from stretto.assembly.contracts import expect_contract
+from stretto.base import clock
 from stretto.bus.messages.inference import (
     Abort,
     AskLoad,
@@ -196,14 +196,14 @@ class InferenceWorker:
             count = len(request.seeds) - request.have.count(-1)
             no_chunks: list[list[Chunk]] = [[] for _ in request.seeds]
             span = tracing.span("generate", message.traceparent, request=request.id, samples=count)
-            self._requests[request.id] = _Request(message.inbox, count, no_chunks, time.monotonic(), span)
+            self._requests[request.id] = _Request(message.inbox, count, no_chunks, clock.now(), span)
             if request.images:
                 self._tasks.start_soon(self._generate_with_images, request, message.sender)
                 return
             assert self._engine is not None
             self._engine.generate(request)
             return
-        known.inbox, known.active_at = message.inbox, time.monotonic()
+        known.inbox, known.active_at = message.inbox, clock.now()
         for sample, chunks in enumerate(known.chunks):
             have = request.have[sample] if request.have else 0
             if have < 0:
@@ -247,7 +247,7 @@ class InferenceWorker:
         """Drop finished requests whose sender did not confirm them for `_FORGET_S`: it is gone."""
         while True:
             await anyio.sleep(_FORGET_S / 4)
-            now = time.monotonic()
+            now = clock.now()
             old = [
                 id
                 for id, request in self._requests.items()
@@ -276,7 +276,7 @@ class InferenceWorker:
         if request is None:
             return  # aborted
         request.chunks[chunk.sample].append(chunk)
-        request.active_at = time.monotonic()
+        request.active_at = clock.now()
         request.unfinished -= bool(chunk.finish)
         if request.span.traceparent and (request.unfinished == 0 or len(request.chunks[chunk.sample]) == 1):
             request.trace(chunk)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from stretto.base import clock
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.lock import KernelLock
 
@@ -25,11 +24,11 @@ class KernelWatch:
         self._lock = lock
         self._sees_lock = lock.visible
         self._limit_s = grace_s if self._sees_lock else outage_s
-        self._heard_at = time.monotonic()
+        self._heard_at = clock.now()
 
     def hear(self) -> None:
         """A beacon has arrived."""
-        self._heard_at = time.monotonic()
+        self._heard_at = clock.now()
 
     async def until_gone(self) -> str:
         """Wait until the kernel is gone, and return how it was noticed."""
@@ -39,7 +38,7 @@ class KernelWatch:
             # statement with the await: the sum would forget a beacon that comes during the sleep.
             late = await sleep_and_measure_delay(interval_s)
             self._heard_at += late
-            silent_s = time.monotonic() - self._heard_at
+            silent_s = clock.now() - self._heard_at
             if silent_s > min(_SILENT_S, self._limit_s / 2) and self._sees_lock and self._lock.is_held():
                 self.hear()
             elif silent_s > self._limit_s:

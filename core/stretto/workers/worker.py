@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ import msgspec
 import structlog
 
 from stretto import tracing
+from stretto.base import clock
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import own_version
@@ -75,11 +75,11 @@ async def _expect_kernel(lock: Path, grace_s: float, joining: anyio.CancelScope)
         NoAnswer: if no kernel has held the lock for `grace_s` seconds.
     """
     with joining:
-        held_at = time.monotonic()
+        held_at = clock.now()
         while True:
             if is_locked(lock):
-                held_at = time.monotonic()
-            elif (waited_s := time.monotonic() - held_at) > grace_s:
+                held_at = clock.now()
+            elif (waited_s := clock.now() - held_at) > grace_s:
                 raise NoAnswer("kernel", "join", waited_s)
             await anyio.sleep(min(0.5, grace_s / 4))
 

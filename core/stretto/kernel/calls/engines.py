@@ -15,6 +15,7 @@ import anyio
 import structlog
 
 from stretto import tracing
+from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.inference import AskLoad, LoadReport, Swap, SwapDone
 from stretto.bus.messages.membership import WorkerProcess
@@ -136,7 +137,7 @@ class Engines:
     async def look_after_lending(self) -> None:
         """Lend engines to the evaluation under way and take them back, until cancelled."""
         while True:
-            news, now = self._lending_news, anyio.current_time()
+            news, now = self._lending_news, clock.now()
             former = self._lending.lent
             workers = {
                 member.worker: member.exact_version

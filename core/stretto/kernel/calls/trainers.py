@@ -6,7 +6,6 @@ of different groups run at the same time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import anyio
 import msgspec
 
 from stretto.assembly.placement import Placement, WorkerGroup
+from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.subjects import Subjects
@@ -209,7 +209,7 @@ class _Step:
         self._ahead = ahead
         self._recorded = recorded
         self.began = trainers.timeline.now()
-        self._began = time.monotonic()
+        self._began = clock.now()
         self._done = {call.name: anyio.Event() for call in self._placement.graph.step_calls}
         self.statistics: dict[str, float] = {}
         self.times: list[CallTime] = []
@@ -227,7 +227,7 @@ class _Step:
                 await self._recorded.wait()
             if call.op == "train" and call.model == graph.lead and self._ahead:
                 await self._trainers.prefetch((*self._request.rows, *self._ahead), complete=True)
-            start_s, start = time.monotonic() - self._began, self._trainers.timeline.now()
+            start_s, start = clock.now() - self._began, self._trainers.timeline.now()
             request = msgspec.structs.replace(self._request, name=call.name)
             done = await self._trainers.ask(group, "call", request, CallDone)
             prefix = "" if call.model in (None, graph.lead) else f"{call.model}/"

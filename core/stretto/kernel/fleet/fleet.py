@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from anyio.abc import TaskGroup
 
 from stretto.assembly.assembly import Worker
 from stretto.assembly.contracts import expect_contract
+from stretto.base import clock
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
 from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
@@ -189,7 +189,7 @@ class Fleet:
 
     async def _live(self, job: Job) -> Failure | None:
         """Wait for the end of a worker's process. Return None if the worker is not to be restarted."""
-        began, handle = anyio.current_time(), self._handles[job.worker]
+        began, handle = clock.now(), self._handles[job.worker]
         status = await self._until_end(job.worker, handle)
         if status is None:
             how = f"{handle.place} does not end after SIGKILL"
@@ -206,7 +206,7 @@ class Fleet:
             self._forget(job.worker)
             return None
         log.error("worker ended", worker=job.worker, status=how, last_lines=job.tail(_TAIL_LINES))
-        return Failure(how, anyio.current_time() - began > _LONG_LIFE_S)
+        return Failure(how, clock.now() - began > _LONG_LIFE_S)
 
     async def _restart(self, job: Job, pause_s: float) -> bool:
         """Start a worker again after a pause, and return True, unless it is not needed any more."""
@@ -312,7 +312,7 @@ class Fleet:
         if former is not None and former.nonce != message.nonce:
             self._lose(message.worker, "replaced by a new process")
         if message.worker not in self.members:
-            now = time.monotonic()
+            now = clock.now()
             self.members[message.worker] = FleetMember(
                 message.worker, message.role, message.nonce, message.place, now
             )
@@ -323,7 +323,7 @@ class Fleet:
         member = self.members.get(message.worker)
         if member is None or member.nonce != message.nonce:
             return
-        member.heard = time.monotonic()
+        member.heard = clock.now()
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
         member.blocked_s, member.wait, member.tickets = message.blocked_s, message.wait, message.tickets
         if message.leaving and not member.leaving:
@@ -360,7 +360,7 @@ class Fleet:
         async with anyio.create_task_group() as tasks:
             while True:
                 late = await sleep_and_measure_delay(1)
-                now, hears = time.monotonic(), self.hears()
+                now, hears = clock.now(), self.hears()
                 for member in list(self.members.values()):
                     # The kernel's process was delayed, not the workers.
                     member.heard = member.heard + late if hears else now

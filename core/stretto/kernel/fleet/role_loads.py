@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from stretto.base import clock
 from stretto.config import RunConfig
 from stretto.kernel.fleet.elastic import LoadObservation, RoleLoad
 from stretto.kernel.fleet.fleet import Fleet, FleetMember
@@ -64,7 +63,7 @@ class RoleLoads:
     def _of_verifiers(self, members: list[FleetMember]) -> tuple[float, float]:
         """Verifiers report seconds of work, and not what waits for them: all of them busy means that work
         waits."""
-        now = time.monotonic()
+        now = clock.now()
         shares: list[float] = []
         for member in members:
             since, before = self._verified.get(member.nonce, (now, member.busy_s))

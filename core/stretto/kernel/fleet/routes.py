@@ -8,11 +8,11 @@ change costs does not depend on the number of workers.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 
 import anyio
 
+from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import EngineFigures, Peer, Routes
 from stretto.bus.messages.subjects import Subjects
@@ -104,7 +104,7 @@ class RouteSender:
                 await self._bus.publish(subject, routes)
 
     def _peers_of(self, rollout: str) -> tuple[Peer, ...]:
-        members, now = self._fleet.members, time.monotonic()
+        members, now = self._fleet.members, clock.now()
         # While a run ends, workers leave the fleet without news.
         candidates = [worker for worker in self._candidates.of(rollout) if worker in members]
         closed = self._closed.pop(rollout, {})

@@ -17,6 +17,7 @@ from anyio.abc import TaskGroup
 
 from stretto.assembly.assembly import Worker
 from stretto.assembly.worker_numbers import NUMBER_KEYS
+from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import Drain, Draining
 from stretto.errors import BusError, ConfigError, LaunchError
@@ -87,7 +88,7 @@ class WorkerScaler:
             ):
                 policy.disturb()
                 continue
-            change = policy.observe(anyio.current_time(), loads.observe(self.groups, self.roles))
+            change = policy.observe(clock.now(), loads.observe(self.groups, self.roles))
             if change is None:
                 continue
             log.info("elastic", workers=change.role, number=change.number, why=change.why)
@@ -95,7 +96,7 @@ class WorkerScaler:
                 await self.scale({change.role: change.number})
             except (ConfigError, LaunchError) as error:
                 log.warning("elastic: the number cannot change", workers=change.role, error=str(error))
-                policy.refuse(change, anyio.current_time())
+                policy.refuse(change, clock.now())
 
     def write_groups(self) -> None:
         """Give worker groups the numbers of processes that were asked for. Called when the kernel's last

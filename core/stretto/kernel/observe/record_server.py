@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
+from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.joining import check_operator
 from stretto.bus.messages.operation import AskRecord, AskRecords, RecordPart, Records
@@ -41,7 +41,7 @@ class RecordServer:
     @property
     def copied_lately(self) -> bool:
         """Whether somebody copies the records."""
-        return any(time.monotonic() - moment < _LATELY_S for moment in self._seen.values())
+        return any(clock.now() - moment < _LATELY_S for moment in self._seen.values())
 
     async def hand_over(self, ending: Ending) -> None:
         """Let those who copy the records copy the last ones, until the user is in a hurry."""
@@ -55,7 +55,7 @@ class RecordServer:
         if message.complete:
             self._seen.pop(message.copy, None)
         else:
-            self._seen[message.copy] = time.monotonic()
+            self._seen[message.copy] = clock.now()
         over = self._over  # before the look at the files
         return Records(await anyio.to_thread.run_sync(record_sizes, self._folder), self._owner, over)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, cast, get_args
 import msgspec
 import structlog
 
+from stretto.base import clock
 from stretto.base.cores import CoreMeter
 from stretto.bus.messages.inference import SwapDone
 from stretto.bus.messages.journal import Evaluation
@@ -77,7 +77,7 @@ class Report:
         """Whether the run trains on sampled trajectories, and not on sequences read from a dataset."""
         self.waits = Waits(sampled=sampled)
         self._source_of = source_of
-        self._began = time.monotonic()
+        self._began = clock.now()
         self._metrics = MetricsFile(folder)
         self.adviser = adviser
         self.curves = {name: Curve() for name in (*MAIN_FIGURES, "zero_variance_groups")}
@@ -159,7 +159,7 @@ class Report:
     @property
     def wall_s(self) -> float:
         """Seconds so far, including those of previous kernels up to the checkpoint."""
-        return self._former_wall_s + time.monotonic() - self._began
+        return self._former_wall_s + clock.now() - self._began
 
     @property
     def generated_tokens(self) -> int:
@@ -168,7 +168,7 @@ class Report:
 
     def first_ticket(self) -> None:
         """The kernel issues its first ticket now. The times of repeated steps no longer count."""
-        self._first_ticket = time.monotonic()
+        self._first_ticket = clock.now()
         self._steady.clear()
         self._recent.clear()
         self.waits.begin()
@@ -194,7 +194,7 @@ class Report:
         Args:
             waits: what training waited for before the step, with the seconds; empty for a repeated step.
         """
-        now = time.monotonic()
+        now = clock.now()
         self.waits.begin()
         train_s = result.seconds
         statistics = dict(result.statistics)
@@ -210,7 +210,7 @@ class Report:
         cores = self._cores.read()
         self.last = {
             "step": result.version,
-            "time": round(time.time(), 3),
+            "time": round(clock.wall(), 3),
             "time_s": round(self.wall_s, 3),
             "step_s": round(step_s, 4),
             "train_s": round(train_s, 4),
@@ -265,7 +265,7 @@ class Report:
         meanwhile."""
         line = {
             "step": evaluation.version,
-            "time": round(time.time(), 3),
+            "time": round(clock.wall(), 3),
             "time_s": round(self.wall_s, 3),
             "evaluation/accuracy": evaluation.accuracy,
             "evaluation/samples": evaluation.samples,
@@ -417,7 +417,7 @@ class Report:
             return None
         step_s = math.fsum(line["step_s"] for line in self._recent) / len(self._recent)
         steps = self._scheduler.settings.steps - self._scheduler.version
-        return max(0.0, steps * step_s - (time.monotonic() - self._steady[-1][0]))
+        return max(0.0, steps * step_s - (clock.now() - self._steady[-1][0]))
 
     def bottleneck(self) -> str:
         """Describe in words what the run waits for most; empty if it is not known yet, or if the run samples

@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 import structlog
 
+from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.tickets import Follow, Following, Kept, RetiredTickets
 from stretto.errors import BusError
@@ -124,7 +125,7 @@ class SampleWriterSupervisor:
 
     async def _live(self) -> Failure | None:
         """Start a writer and wait for its end. Return how it failed; None at the end of the run."""
-        began = anyio.current_time()
+        began = clock.now()
         try:
             self._process, self._fault = await self._start(), ""
         except OSError as error:
@@ -134,7 +135,7 @@ class SampleWriterSupervisor:
             if self._stopping:
                 return None
             self._fault = fault
-        return Failure(self._fault, anyio.current_time() - began > _LONG_LIFE_S)
+        return Failure(self._fault, clock.now() - began > _LONG_LIFE_S)
 
     async def _restart(self, pause_s: float) -> bool:
         log.warning("the sample writer is started again", why=self._fault, log=str(self._log_file))

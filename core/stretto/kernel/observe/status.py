@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import anyio
 import msgspec
 import structlog
 
+from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.membership import RunStatus, Wait
@@ -79,10 +79,10 @@ class StatusWriter:
 
     def status(self) -> Status:
         """Return the state of the run at this moment."""
-        scheduler, report, fleet, now = self._scheduler, self._report, self._fleet, time.monotonic()
+        scheduler, report, fleet, now = self._scheduler, self._report, self._fleet, clock.now()
         ended = self.ending.status != "running"
         return Status(
-            written=time.time(),
+            written=clock.wall(),
             pid=os.getpid(),
             name=self._name,
             folder=str(self._folder),

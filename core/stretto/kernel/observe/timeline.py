@@ -7,7 +7,6 @@ run does not depend on the file: if it cannot be written, the events are dropped
 from __future__ import annotations
 
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import anyio
 import msgspec
 import structlog
 
+from stretto.base import clock
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket, TicketStarted
 from stretto.kernel.schedule.commands import Account
@@ -57,7 +57,7 @@ class Timeline:
 
     def now(self) -> float:
         """Return the Unix time with 4 decimals. It never goes back, also when the machine's clock does."""
-        self._newest = max(self._newest, round(time.time(), 4))
+        self._newest = max(self._newest, round(clock.wall(), 4))
         return self._newest
 
     def begin(self, lease_epoch: int, version: int) -> None:

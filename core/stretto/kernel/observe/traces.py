@@ -7,13 +7,13 @@ resume. A step that `resume` repeats has no trace of its own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from stretto import tracing
+from stretto.base import clock
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
 from stretto.kernel.schedule.commands import Retire, StartBatch
@@ -39,7 +39,7 @@ class RunTraces:
     def __init__(self, run: str, lease_epoch: int) -> None:
         self._run = run
         self._lease_epoch = lease_epoch
-        self._began_ns = time.time_ns()
+        self._began_ns = round(clock.wall() * 1e9)
         self._open: dict[str, tuple[Ticket, int]] = {}
         """Context -> the newest attempt of an open ticket that is traced, and when the kernel first issued
         the ticket."""
@@ -52,7 +52,7 @@ class RunTraces:
         """Return a ticket that the kernel is about to issue, with its context if it is traced."""
         if not tracing.is_on():
             return ticket
-        now = time.time_ns()
+        now = round(clock.wall() * 1e9)
         if ticket.exact_version is not None:
             self._evaluations.setdefault(ticket.exact_version, now)
         context = self._of_ticket(ticket.purpose, ticket.id)

@@ -18,6 +18,7 @@ from pathlib import Path
 import anyio
 import structlog
 
+from stretto.base import clock
 from stretto.children.tracker import command, cursor_file
 from stretto.kernel.supervised import Failure, ended, supervised
 from stretto.tracker import TrackerConfig
@@ -58,10 +59,10 @@ class Trackers:
         try:
             for each in running:
                 each.run_is_over.set()
-            start = anyio.current_time()
+            start = clock.now()
             for each in running:
                 end = start + each.finish_s
-                while not each.task.done() and anyio.current_time() < end and not is_forced():
+                while not each.task.done() and clock.now() < end and not is_forced():
                     await anyio.sleep(_POLL_S)
         finally:
             with anyio.CancelScope(shield=True):

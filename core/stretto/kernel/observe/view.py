@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stretto.base import clock
 from stretto.errors import ConfigError, StrettoError, printable
 from stretto.kernel.observe.keyboard import Keyboard
 from stretto.records.figures import FIGURES, describe_waits, duration_text
@@ -290,7 +291,7 @@ def _short_path(folder: Path) -> str:
 def _clock(moment: float) -> str:
     """Return the local time of a moment within a day, such as ` (until 14:05)`; empty for another moment."""
     return (
-        time.strftime(" (until %H:%M)", time.localtime(moment)) if 0 < moment - time.time() < 86_400 else ""
+        time.strftime(" (until %H:%M)", time.localtime(moment)) if 0 < moment - clock.wall() < 86_400 else ""
     )
 
 

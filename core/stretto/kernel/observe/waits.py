@@ -6,11 +6,11 @@ training, training waits for what keeps the engines from it: an evaluation that 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from operator import itemgetter
 
+from stretto.base import clock
 from stretto.records.timeline import Cause
 
 
@@ -22,7 +22,7 @@ class Waits:
         clock: seconds that never go back.
     """
 
-    def __init__(self, *, sampled: bool, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
+    def __init__(self, *, sampled: bool, clock: Callable[[], float] = clock.now) -> None:
         self._clock = clock
         self._now, self._taken = _State(sampled=sampled), _State(sampled=sampled)
         """The state at this moment, and at the last call of `take`."""

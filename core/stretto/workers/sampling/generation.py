@@ -6,7 +6,6 @@ request when an engine dies or gives it up.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from stretto import tracing
 from stretto.array import Array
+from stretto.base import clock
 from stretto.bus.messages.inference import Abort, ChunkBatch, ChunkHead, Confirm, Generate
 from stretto.bus.messages.membership import Beacon, Peer, WorkerProcess
 from stretto.engine import Finish, GenerateRequest
@@ -131,7 +131,7 @@ class _Generation:
         """The engine has given it up and will not finish it."""
         self.alive = False
         """The engine has sent something since the last `look`."""
-        self.quiet_since = time.monotonic()
+        self.quiet_since = clock.now()
         self.silent_periods = 0
         """Number of silent periods since the engine last sent something; the engine is asked after each."""
         self.wake = anyio.Event()
@@ -152,7 +152,7 @@ class _Generation:
     def move_to(self, peer: Peer) -> None:
         """Continue on another engine, or start again on the same one."""
         self.peer, self.given_up, self.wake = peer, False, anyio.Event()
-        self.quiet_since, self.silent_periods = time.monotonic(), 0
+        self.quiet_since, self.silent_periods = clock.now(), 0
         self.span.event("engine chosen", engine=peer.worker)
 
     def look(self, now: float, silence_s: float) -> None:
@@ -325,7 +325,7 @@ class Generations:
         """Check all requests for silence. Beacons come every second, and one check of all requests costs less
         than a timer for each."""
         del beacon
-        now = time.monotonic()
+        now = clock.now()
         for generation in self._running.values():
             generation.look(now, self._silence_s)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import random
-import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from contextlib import asynccontextmanager
 import anyio
 import structlog
 
+from stretto.base import clock
 from stretto.bus.messages.membership import EngineFigures, Peer, Routes
 from stretto.errors import NoAnswer
 from stretto.launcher import Role
@@ -97,9 +97,7 @@ class _Replica:
 class Router:
     """The workers of a role that can be called now, according to the kernel's latest routes."""
 
-    def __init__(
-        self, context: WorkerContext, role: Role, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, context: WorkerContext, role: Role, clock: Callable[[], float] = clock.now) -> None:
         self._role = role
         self._clock = clock
         self._replicas: dict[str, _Replica] = {}

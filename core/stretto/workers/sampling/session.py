@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import anyio
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto import tracing
 from stretto.agents.conversation import Conversation, conversation_in
 from stretto.array import Array
+from stretto.base import clock
 from stretto.bus.messages.tickets import Ticket
 from stretto.config import RunConfig
 from stretto.engine import GenerateRequest, Sampling
@@ -61,13 +61,13 @@ class _Clock:
 
     def __enter__(self) -> None:
         if self._running == 0:
-            self._since = anyio.current_time()
+            self._since = clock.now()
         self._running += 1
 
     def __exit__(self, *_: object) -> None:
         self._running -= 1
         if self._running == 0:
-            self.seconds += anyio.current_time() - self._since
+            self.seconds += clock.now() - self._since
 
 
 class RolloutSession:

@@ -11,6 +11,7 @@ import structlog
 from numpy.typing import NDArray
 
 from stretto.assembly.variants import BASE
+from stretto.base import clock
 from stretto.bus.messages.membership import Routes
 from stretto.bus.messages.tickets import (
     GroupDone,
@@ -237,7 +238,7 @@ class _RunningTicket:
         """The row of the dataset; empty before it is read."""
         self.trajectories: Sequence[Trajectory] = ()
         """What the workflow returned; empty before."""
-        self._start = anyio.current_time()
+        self._start = clock.now()
 
     def wires(self) -> list[WireTrajectory]:
         """Return the trajectories as messages."""
@@ -247,7 +248,7 @@ class _RunningTicket:
     @property
     def seconds(self) -> tuple[float, float, float]:
         """Seconds since the start of the attempt, and those in generation and in scoring."""
-        elapsed = anyio.current_time() - self._start
+        elapsed = clock.now() - self._start
         return elapsed, self.session.generate_clock.seconds, self.session.score_clock.seconds
 
 
@@ -277,7 +278,7 @@ class _TicketLimits:
     def _on_routes(self, routes: Routes) -> None:
         """Extend the limits by the time for which their engines were lent. Routes come every second and at
         every change."""
-        now = anyio.current_time()
+        now = clock.now()
         elapsed, self._routes_s = now - self._routes_s, now
         for exact_version, limit in self._running:
             if self._serving and exact_version not in self._serving:

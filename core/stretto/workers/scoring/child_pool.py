@@ -6,7 +6,6 @@ from __future__ import annotations
 import secrets
 import signal
 import subprocess
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import structlog
 from anyio.abc import Process, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from stretto.base import clock
 from stretto.children.protocol import HEAD, MAX_FRAME, Started, framed
 from stretto.errors import RewardError
 from stretto.user_code.sandbox import kill
@@ -131,14 +131,14 @@ class ChildPool:
 
     async def _ask_one(self, question: bytes, answer: type[T], timeout_s: float) -> T:
         async with self._child() as child:
-            start = time.perf_counter()
+            start = clock.now()
             try:
                 with anyio.fail_after(timeout_s):
                     return msgspec.msgpack.decode(await child.ask(question), type=answer)
             except _NOT_AN_ANSWER as error:
                 raise ChildEnded(f"killed, because its answer is not valid: {error}") from error
             finally:
-                self.busy_s += time.perf_counter() - start
+                self.busy_s += clock.now() - start
 
     async def close(self) -> None:
         """Kill all children. Call this after the task group has ended: until then the pool replaces them."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -28,6 +27,7 @@ from stretto import tracing
 from stretto.algorithm import Call, Loss, Stateful
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.placement import group_of_worker, model_folder, split_groups, split_rows
+from stretto.base import clock
 from stretto.bus.listening import url_host
 from stretto.bus.messages import training as messages
 from stretto.bus.messages.base import Message
@@ -288,7 +288,7 @@ class TrainerWorker:
     async def _save(self, message: Save) -> Saved:
         self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
-        start = time.perf_counter()
+        start = clock.now()
         uploaded: dict[str, str] = {}
         async with folder_to_save(message, self._context.component_context, uploaded) as folder:
             for name, engine in self._engines.items():
@@ -300,7 +300,7 @@ class TrainerWorker:
                 Path(folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
             if self._publication is not None:
                 await self._publication.copy(message.needed, folder)
-        return Saved(time.perf_counter() - start, uploaded)
+        return Saved(clock.now() - start, uploaded)
 
     async def _call(self, message: messages.RunCall) -> CallDone:
         self._context.check_lease(message.lease_epoch)
@@ -309,7 +309,7 @@ class TrainerWorker:
         call = self._calls[message.name]
         await self._rows.begin(message.version, message.rows)
         log.info("call", call=call.name, version=message.version)
-        start = time.perf_counter()
+        start = clock.now()
         span = tracing.span(
             f"call {call.name}",
             message.traceparent,
@@ -320,7 +320,7 @@ class TrainerWorker:
         )
         with tracing.within(span):
             statistics = await self._run_call(call)
-        seconds = time.perf_counter() - start
+        seconds = clock.now() - start
         self._busy_s += seconds
         return CallDone(dict(statistics), seconds)
 
