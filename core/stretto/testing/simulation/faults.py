@@ -171,7 +171,7 @@ def happen(universe: Universe, fault: Fault) -> None:
 
 def _victim(universe: Universe, fault: Fault) -> SimulatedProcess | None:
     living = universe.machine.alive(fault.who)
-    return living[int(fault.pick * len(living))] if living else None
+    return living[min(int(fault.pick * len(living)), len(living) - 1)] if living else None
 
 
 def _hit(universe: Universe, victim: SimulatedProcess, fault: Fault) -> None:
