@@ -13,7 +13,7 @@ def small(seed: int, faults: int | None = None) -> Tape:
     """One rollout worker, two engines, one verifier, one trainer; 40 groups."""
     rng = Random(f"small {seed}")
     run = _run(rng, steps=10, engines=2, rollouts=1, verifiers=1)
-    return Tape(seed=seed, run=run, faults=draw(rng, _number(rng, faults), 7.5))
+    return Tape(seed=seed, run=run, faults=draw(rng, _number(rng, faults), 7.5), patience_s=_PATIENCE_S)
 
 
 def large(seed: int, faults: int | None = None) -> Tape:
@@ -21,7 +21,10 @@ def large(seed: int, faults: int | None = None) -> Tape:
     rng = Random(f"large {seed}")
     run = _run(rng, steps=25, engines=3, rollouts=2, verifiers=2)
     run["queue"]["batch_size"] = 8
-    return Tape(seed=seed, run=run, faults=draw(rng, _number(rng, faults), 18.0))
+    return Tape(seed=seed, run=run, faults=draw(rng, _number(rng, faults), 18.0), patience_s=_PATIENCE_S)
+
+
+_PATIENCE_S = 45.0
 
 
 def _number(rng: Random, faults: int | None) -> int:

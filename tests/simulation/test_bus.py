@@ -6,8 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import anyio
+import nats.aio.client
+import nats.js.client
+import nats.nuid
 import numpy as np
 import pytest
+from nats.aio.client import Client
 
 from bus_testing import NO_LOCK, bundle, until
 from stretto.bus.client import Bus
@@ -62,6 +66,20 @@ async def test_a_subscription_receives_what_is_published_once_it_is_made(
             await rollout.publish(subject, Heartbeat("rollout-0", "n", ready=True))
             with anyio.fail_after(5):
                 await heard.wait()
+
+
+async def test_a_client_reads_on_after_a_cancelled_subscription(open_bus: OpenBus, names: Subjects) -> None:
+    """nats-py's task that reads ends at the answer to a ping for which nobody waits any more."""
+    subject = names.kernel("rollout", "heartbeat")
+    heard = anyio.Event()
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        for _ in range(20):
+            with anyio.move_on_after(1e-4):
+                await kernel.subscribe(names.kernel("trainer", "heartbeat"), Heartbeat, lambda _: None)
+        with anyio.fail_after(3):  # pings would notice later
+            await kernel.subscribe(subject, Heartbeat, lambda _: heard.set())
+            await rollout.publish(subject, Heartbeat("rollout-0", "n", ready=True))
+            await heard.wait()
 
 
 async def test_a_request_without_a_server_names_who_is_silent(open_bus: OpenBus, names: Subjects) -> None:
@@ -234,3 +252,13 @@ async def test_every_lease_has_a_higher_number(open_bus: OpenBus, names: Subject
         first = await kernel.store.append(names.leases, KernelLease("here"), id="here1")
         second = await kernel.store.append(names.leases, KernelLease("there"), id="there2")
         assert second > first
+
+
+def test_nats_py_still_has_the_private_names_that_are_used() -> None:
+    """Below the upper bound of `nats-py` in pyproject.toml, `NatsClient` and the simulation rely on them."""
+    methods = ("_process_info", "_send_ping", "_process_pong", "_send_command", "_flush_pending")
+    assert [name for name in methods if not hasattr(Client, name)] == []
+    assert Client()._pongs == []  # pyright: ignore[reportPrivateUsage]
+    assert [name for name in ("TcpTransport", "token_hex") if not hasattr(nats.aio.client, name)] == []
+    assert [name for name in ("token_bytes", "randbelow") if not hasattr(nats.nuid, name)] == []
+    assert hasattr(nats.js.client, "token_hex")

@@ -52,6 +52,13 @@ class NatsClient(Client):
         await self._send_command(PING_PROTO)
         await self._flush_pending()
 
+    async def _process_pong(self) -> None:
+        # nats-py keeps the future of a `flush` that was cancelled or came to its deadline. The late answer
+        # would set it, and the error would end the task that reads.
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
 
 async def open_once(
     bootstrap: Bootstrap,

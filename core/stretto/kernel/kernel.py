@@ -95,6 +95,9 @@ _START_S = 900.0
 """Deadline for all workers to be ready, models loaded."""
 _LEAVE_S = 8.0
 """At the end of the run, workers have this many seconds to leave before the kernel stops them."""
+_REDELIVER_S = 20.0
+"""A ticket of which no rollout worker has said anything for so long is delivered again: a connection may have
+broken while it was on its way."""
 _TURN_S = 30.0
 """Maximum length of an evaluation's first turn at a single engine, in seconds."""
 _TURNS_PER_WORKFLOW = 10
@@ -119,7 +122,7 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     lease = KernelLease(str(setup.folder))
     lease_epoch = await bus.store.append(names.leases, lease, id=secrets.token_hex(16))
     tickets = [names.ticket("train"), names.ticket("eval")]
-    await bus.store.make_queue(names.tickets_stream, tickets, redeliver_s=60)
+    await bus.store.make_queue(names.tickets_stream, tickets, redeliver_s=_REDELIVER_S)
     await bus.store.make_log(names.log_stream, names.of_log)
     await bus.store.make_log(names.journal_stream, [names.journal])
     records = RecordServer(setup.folder)

@@ -77,10 +77,11 @@ def audit_run(folder: Path) -> AuditReport:
         RunError: if a kernel owns the run, or if a file of the run cannot be read.
         BusError: if the copy of the run's store cannot be read.
     """
-    return anyio.run(_audit, RunFolder(folder).folder)
+    return anyio.run(audit, RunFolder(folder).folder)
 
 
-async def _audit(folder: Path) -> AuditReport:
+async def audit(folder: Path) -> AuditReport:
+    """Do what `audit_run` does, in an event loop."""
     async with open_store(folder) as store:
         journal, log = await read_journal(store), await read_log(store)
     checker = _Checker(folder, journal, log, read_checkpoints(folder))

@@ -60,6 +60,9 @@ class Tape(msgspec.Struct, frozen=True, kw_only=True):
     run: dict[str, Any]
     """The run file, without its paths."""
     faults: tuple[Fault, ...]
+    patience_s: float = 60.0
+    """Virtual seconds within which the journal gets an entry, from the last one or from the end of the last
+    fault on."""
 
 
 KINDS = {
@@ -142,6 +145,7 @@ def happen(universe: Universe, fault: Fault) -> None:
     server, weather = universe.server, universe.server.weather
     victim = _victim(universe, fault)
     universe.report("fault", fault.kind, victim.name if victim else "", f"{fault.seconds:g} s")
+    universe.be_patient(max(fault.seconds, _CALM_S))
     match fault.kind:
         case "outage":
             server.go_down(fault.seconds)

@@ -14,7 +14,7 @@ import contextvars
 import hashlib
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -151,9 +151,21 @@ class _NumberedTask(asyncio.Task[Any]):
         _NumberedTask.count += 1
         self._number = _NumberedTask.count
         super().__init__(*args, **options)
+        own: contextvars.Context = options.get("context") or contextvars.copy_context()
+        self.thread = own.get(_THREAD)
 
     def __hash__(self) -> int:
         return self._number
+
+
+def _places(awaited: Any) -> Iterator[str]:
+    """Yield where a coroutine waits, from the outside to the inside."""
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
+        if frame is not None and "stretto" in (code := frame.f_code).co_filename:
+            whom = f"({frame.f_locals['who']})" if code.co_qualname == "Bus.request" else ""
+            yield f"{code.co_qualname}{whom}:{frame.f_lineno}"
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -267,6 +279,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     add_writer: Any = _escape
     add_signal_handler: Any = _escape
     getaddrinfo = _escape
+
+    def waiting(self) -> list[str]:
+        """Return who waits for whom: for each living task its thread, and the functions of stretto in which
+        it is, the innermost one last."""
+        tasks: list[_NumberedTask] = sorted(asyncio.all_tasks(self), key=hash)  # type: ignore[assignment]
+        places = ((each.thread, " > ".join(_places(each.get_coro()))) for each in tasks)
+        return [f"{thread.name}: {text}" for thread, text in places if thread and not thread.gone and text]
 
     # ------------------------------------------------------------------------------------ the order
 

@@ -55,12 +55,12 @@ def tapes_of(
     outcome = run_tape(calm)
     if outcome.failed:
         raise RunError("without any fault, the simulated run fails:\n" + "\n".join(story(calm, outcome)))
-    return [
-        msgspec.structs.replace(
-            calm, seed=seed, faults=draw(Random(f"faults {seed}"), num_faults, 0.8 * outcome.virtual_s, kinds)
-        )
-        for seed in seeds
-    ]
+    tapes: list[Tape] = []
+    for seed in seeds:
+        faults = draw(Random(f"faults {seed}"), num_faults, 0.8 * outcome.virtual_s, kinds)
+        patience_s = calm.patience_s + outcome.longest_wait_s
+        tapes.append(msgspec.structs.replace(calm, seed=seed, faults=faults, patience_s=patience_s))
+    return tapes
 
 
 def search(tapes: Iterable[Tape], jobs: int = 1) -> Iterator[tuple[Tape, Outcome]]:
@@ -131,6 +131,7 @@ def story(tape: Tape, outcome: Outcome) -> Iterator[str]:
         yield "  fault: " + ", ".join(f"{key} {value}" for key, value in fields.items())
     yield from (f"  violation: {each}" for each in outcome.violations)
     yield from (f"  error: {each}" for each in outcome.errors)
+    yield from (f"  waits: {each}" for each in outcome.waiting)
     yield from outcome.log
 
 

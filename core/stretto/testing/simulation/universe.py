@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
@@ -26,6 +26,7 @@ from stretto.bus.joining import operator_bootstrap
 from stretto.bus.messages.operation import ScaleRun
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
+from stretto.cli.audit.audit import audit
 from stretto.errors import StrettoError
 from stretto.kernel import life
 from stretto.kernel.durable.changes import write_values
@@ -40,8 +41,7 @@ from stretto.testing.simulation.patches import World, patched, replaced
 from stretto.testing.simulation.run_file import simulated
 from stretto.testing.simulation.server import SimulatedServer
 
-_LIMIT_S = 300.0
-"""Virtual seconds after which a run that has not ended is stuck."""
+_STANDS_STILL = ("stuck", "deadlock", "livelock")
 _MOST_KERNELS = 6
 _PAUSES_S = (0.2, 3.0, 15.0)
 _NUM_ROWS = 200
@@ -58,12 +58,16 @@ class Outcome(msgspec.Struct):
     digest: str = ""
     """SHA-256 of the trace."""
     virtual_s: float = 0.0
+    longest_wait_s: float = 0.0
+    """Longest time without an entry of the journal or a fault."""
     cpu_s: float = 0.0
     callbacks: int = 0
     messages: int = 0
     kernels: int = 0
     """Number of kernels that have owned the run."""
     log: list[str] = []
+    waiting: list[str] = []
+    """Who waits for whom, if the run stands still."""
 
     @property
     def failed(self) -> bool:
@@ -90,11 +94,22 @@ class Universe:
         self._rng = Random(f"pauses {seed}")
         self._kernels = 0
         self._summary: dict[str, Any] | None = None
-        self._began = self.loop.time()
+        self._began = self._expects_from = self.loop.time()
+        self._longest_wait_s = 0.0
 
     def later(self, seconds: float, call: Callable[..., Any], *args: Any) -> None:
         """Call something later, outside of all processes."""
         self.loop.call_later(seconds, call, *args, context=self.server.context)
+
+    def be_patient(self, seconds: float) -> None:
+        """Expect nothing of the run for that long."""
+        now = self.loop.time()
+        self._longest_wait_s = max(self._longest_wait_s, now - self._expects_from)
+        self._expects_from = max(self._expects_from, now + seconds)
+
+    def _watch(self, sender: str, subject: str, data: bytes) -> None:
+        if subject.endswith(".journal"):
+            self.be_patient(0)
 
     def report(self, *words: object) -> None:
         """Add a line to the log and the trace."""
@@ -113,10 +128,14 @@ class Universe:
             self._composed = compose_mapping(self._document())
             self._run = new_run_id(self.folder / "run")
             oracle = Oracle(self._composed.config.queue.max_staleness)
-            self.server.observers.append(oracle)
+            self.server.observers += [oracle, self._watch]
             inject(self, self.tape.faults)
-            summary = self._live()
-        oracle.end(summary, self.tape.run["steps"])
+            summary = self._live(self._kernels_in_turn())
+            waiting = self.loop.waiting() if summary["status"] in _STANDS_STILL else []
+            oracle.end(summary, self.tape.run["steps"])
+            if summary["status"] == "completed":
+                audited = self._live(self._audit())
+                oracle.violations += audited.get("violations", [f"the audit: {audited.get('reason')}"])
         return Outcome(
             status=summary["status"],
             reason=summary.get("reason", ""),
@@ -124,11 +143,13 @@ class Universe:
             errors=self.loop.errors,
             digest=self.loop.digest,
             virtual_s=round(self.loop.time() - self._began, 3),
+            longest_wait_s=round(self._longest_wait_s, 3),
             cpu_s=round(cpu() - began, 3),
             callbacks=self.loop.callbacks,
             messages=self.server.messages,
             kernels=self._kernels,
             log=self.log,
+            waiting=waiting,
         )
 
     def _document(self) -> dict[str, Any]:
@@ -144,9 +165,9 @@ class Universe:
                 run["evaluation"] = {**run["evaluation"], "dataset": dataset}
         return simulated(run, self.folder)
 
-    def _live(self) -> dict[str, Any]:
+    def _live(self, life: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         try:
-            return self.loop.run_until_complete(self._kernels_in_turn())
+            return self.loop.run_until_complete(life)
         except Deadlock as error:
             return {"status": "deadlock", "reason": str(error)}
         except Livelock as error:
@@ -155,14 +176,16 @@ class Universe:
     async def _kernels_in_turn(self) -> dict[str, Any]:
         """Start a kernel, and another one whenever one was killed or could not go on alone."""
         out = self.folder / "run"
-        deadline = self._began + _LIMIT_S
         with lock_run(out / "bus"):
             write_values(out, self._composed)
         while True:
             kernel = self._start_kernel(out)
-            done, _ = await asyncio.wait([kernel.ended], timeout=deadline - self.loop.time())
-            if not done:
-                return {"status": "stuck", "reason": f"not over after {_LIMIT_S:g} virtual seconds"}
+            while not kernel.ended.done():
+                left_s = self._expects_from + self.tape.patience_s - self.loop.time()
+                if left_s <= 0:
+                    reason = f"nothing new in the journal for {self.tape.patience_s:g} virtual seconds"
+                    return {"status": "stuck", "reason": reason}
+                await asyncio.wait([kernel.ended], timeout=left_s)
             summary, self._summary = self._summary, None
             if summary is not None and not _resumable(summary):
                 return summary
@@ -179,6 +202,7 @@ class Universe:
         kernel.on_end.append(lock.close)
         first = not self._kernels
         self._kernels += 1
+        self.be_patient(0)
         interruptions = Interruptions()
         kernel.on_signal.append(partial(_interrupt, kernel, interruptions))
 
@@ -195,6 +219,13 @@ class Universe:
 
         self._task = self.loop.create_task(main(), context=kernel.context())
         return kernel
+
+    async def _audit(self) -> dict[str, Any]:
+        """Do what `stretto audit` does, in calm weather."""
+        self.server.calm()
+        report = await audit(self.folder / "run")
+        broken = [f"audit, {check.name}: {each}" for check in report.checks for each in check.violations]
+        return {"violations": broken}
 
     def scale(self, role: str, number: int) -> None:
         """Ask the kernel for another number of processes, as `stretto scale` does."""

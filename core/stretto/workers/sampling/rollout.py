@@ -42,7 +42,7 @@ from stretto.workers.sampling.session import VariantServices
 from stretto.workers.sampling.ticket_runner import TicketRunner
 from stretto.workers.sampling.verifier_client import VerifierClient
 
-_KEEP_ALIVE_S = 10.0
+_KEEP_ALIVE_S = 5.0
 _DRAIN_POLL_S = 0.05
 
 
