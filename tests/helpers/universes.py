@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from random import Random
 from typing import Any
 
-from stretto.testing.simulation import Tape
+import msgspec
+
+from stretto.testing.simulation import Fault, Tape, run_tape
 from stretto.testing.simulation.faults import draw
+
+_PATIENCE_S = 45.0
 
 
 def small(seed: int, faults: int | None = None) -> Tape:
     """One rollout worker, two engines, one verifier, one trainer; 40 groups."""
     rng = Random(f"small {seed}")
     run = _run(rng, steps=10, engines=2, rollouts=1, verifiers=1)
-    return Tape(seed=seed, run=run, faults=draw(rng, _number(rng, faults), 7.5), patience_s=_PATIENCE_S)
+    return _tape(small, seed, run, draw(rng, _number(rng, faults), 7.5))
 
 
 def large(seed: int, faults: int | None = None) -> Tape:
@@ -21,10 +27,21 @@ def large(seed: int, faults: int | None = None) -> Tape:
     rng = Random(f"large {seed}")
     run = _run(rng, steps=25, engines=3, rollouts=2, verifiers=2)
     run["queue"]["batch_size"] = 8
-    return Tape(seed=seed, run=run, faults=draw(rng, _number(rng, faults), 18.0), patience_s=_PATIENCE_S)
+    return _tape(large, seed, run, draw(rng, _number(rng, faults), 18.0))
 
 
-_PATIENCE_S = 45.0
+def _tape(size: Callable[..., Tape], seed: int, run: dict[str, Any], faults: tuple[Fault, ...]) -> Tape:
+    tape = Tape(seed=seed, run=run, faults=faults, patience_s=_PATIENCE_S)
+    if run["queue"]["max_staleness"] or not faults:
+        return tape
+    return msgspec.structs.replace(tape, model=_model(size))
+
+
+@cache
+def _model(size: Callable[..., Tape]) -> str:
+    """Return the model with which all runs of a size end that have no staleness."""
+    calm = next(tape for seed in range(100) if not (tape := size(seed, 0)).run["queue"]["max_staleness"])
+    return run_tape(calm).model
 
 
 def _number(rng: Random, faults: int | None) -> int:

@@ -77,6 +77,22 @@ def test_runs_complete_whatever_goes_wrong() -> None:
     assert failed == []
 
 
+def test_a_run_without_staleness_ends_with_one_model(run_file: Path) -> None:
+    [tape] = tapes_of(run_file, [0], overrides=["queue.max_staleness=0"])
+    assert run_tape(tape).violations == []
+    violations = run_tape(msgspec.structs.replace(tape, model="another")).violations
+    assert violations == [f"the last version is {tape.model}, and without faults another"]
+
+
+def test_who_stands_still_is_named() -> None:
+    tape = msgspec.structs.replace(small(3), patience_s=0.2)
+
+    outcome = run_tape(tape)
+
+    assert outcome.status == "stuck"
+    assert any("kernel: " in line and "Kernel._begin" in line for line in outcome.waiting)
+
+
 def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a worker that ended is never started again."""
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -19,16 +20,18 @@ if TYPE_CHECKING:
 
 
 class MockTraining:
-    """Its one weight counts the optimizer steps, so versions differ and a checkpoint can be compared."""
+    """Its weights are the number of optimizer steps, and a checksum of all that it has trained in order. So
+    versions differ, and runs can be compared."""
 
     def __init__(self, config: MockTrainingConfig, context: Context) -> None:
         del context
         self._config = config
-        self._steps = 0
+        self._steps = self._checksum = 0
 
     def load(self, folder: Path | None) -> None:
         """Start at step 0, or at the step of a checkpoint."""
-        self._steps = 0 if folder is None else json.loads((folder / "mock.json").read_text())["steps"]
+        state = {} if folder is None else json.loads((folder / "mock.json").read_text())
+        self._steps, self._checksum = state.get("steps", 0), state.get("checksum", 0)
 
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
         """Return the behaviour policy's own logprobs, as if nothing had been learned since; 0 if the batch
@@ -48,15 +51,18 @@ class MockTraining:
             seconds += batch.num_tokens / self._config.tokens_per_s
         time.sleep(seconds)
         self._steps += 1
+        for _, column in sorted({**batch.tokens, **batch.sequences}.items()):
+            self._checksum = crc32(column.numpy().tobytes(), self._checksum)
         return {"loss": 0.0, "grad_norm": 0.0, "lr": self._config.lr, "micro_batches": 1.0}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the number of steps."""
-        yield "steps", torch.tensor([self._steps])
+        """Yield the number of steps and the checksum."""
+        yield "steps", torch.tensor([self._steps, self._checksum])
 
     def save(self, folder: Path) -> None:
-        """Write the number of steps, as JSON."""
-        (folder / "mock.json").write_text(json.dumps({"steps": self._steps}))
+        """Write the number of steps and the checksum, as JSON."""
+        state = {"steps": self._steps, "checksum": self._checksum}
+        (folder / "mock.json").write_text(json.dumps(state))
 
     def stop(self) -> None:
         """Do nothing: the engine holds no resources."""

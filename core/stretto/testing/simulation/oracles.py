@@ -9,6 +9,7 @@ import msgspec
 from stretto.bus.messages.journal import JournalBatch, JournalEntry, JournalEvaluation, JournalStep
 from stretto.bus.messages.tickets import GroupDone, GroupFailed
 from stretto.bus.payloads import is_split
+from stretto.testing.simulation.faults import Tape
 
 
 class Oracle:
@@ -76,13 +77,21 @@ class Oracle:
         if self._digests.setdefault(step.version, step.digest) != step.digest:
             self._violated(f"version {step.version} has two digests")
 
-    def end(self, summary: dict[str, Any], steps: int) -> None:
+    @property
+    def model(self) -> str:
+        """Digest of the last version."""
+        return self._digests.get(self.steps, "")
+
+    def end(self, summary: dict[str, Any], tape: Tape) -> None:
         """Judge the end of the run."""
         ledger = summary.get("ledger", {})
         if ledger and sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
             self._violated(f"the ledger does not add up: {ledger}")
-        if summary["status"] == "completed" and summary.get("version") != steps:
-            self._violated(f"completed at version {summary.get('version')}, not {steps}")
+        if summary["status"] == "completed":
+            if self.steps != tape.run["steps"]:
+                self._violated(f"completed at version {self.steps}, not {tape.run['steps']}")
+            elif tape.model not in ("", self.model):
+                self._violated(f"the last version is {self.model}, and without faults {tape.model}")
 
     def _violated(self, text: str) -> None:
         self.violations.append(text)

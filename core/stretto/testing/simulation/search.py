@@ -38,7 +38,8 @@ def tapes_of(
     kinds: Collection[str] = (),
 ) -> list[Tape]:
     """Return a tape of a run file for each seed. Its faults are drawn over the time that the run needs
-    without any.
+    without any. A run without staleness has to end with the model that it has without faults, if that is
+    sure.
 
     Args:
         overrides: values such as `steps=20`.
@@ -49,18 +50,31 @@ def tapes_of(
         ConfigError: if the run file cannot be composed or simulated.
         RunError: if the run does not complete without faults.
     """
-    document = compose(file, overrides).document
-    calm = Tape(seed=0, run=dict(document), faults=())
-    simulated(document, Path())  # raises here, and not in a fork
+    composed = compose(file, overrides)
+    calm = Tape(seed=0, run=dict(composed.document), faults=())
+    simulated(composed.document, Path())  # raises here, and not in a fork
     outcome = run_tape(calm)
     if outcome.failed:
         raise RunError("without any fault, the simulated run fails:\n" + "\n".join(story(calm, outcome)))
-    tapes: list[Tape] = []
-    for seed in seeds:
-        faults = draw(Random(f"faults {seed}"), num_faults, 0.8 * outcome.virtual_s, kinds)
-        patience_s = calm.patience_s + outcome.longest_wait_s
-        tapes.append(msgspec.structs.replace(calm, seed=seed, faults=faults, patience_s=patience_s))
-    return tapes
+    tape = msgspec.structs.replace(
+        calm,
+        patience_s=calm.patience_s + outcome.longest_wait_s,
+        model="" if composed.config.queue.max_staleness else _sure_model(calm, outcome),
+    )
+    until_s = 0.8 * outcome.virtual_s
+    return [
+        msgspec.structs.replace(
+            tape, seed=seed, faults=draw(Random(f"faults {seed}"), num_faults, until_s, kinds)
+        )
+        for seed in seeds
+    ]
+
+
+def _sure_model(calm: Tape, outcome: Outcome) -> str:
+    """Return the digest of the model that a run ends with; empty if another order of events gives another
+    one, such as with a reward that draws random numbers."""
+    again = run_tape(msgspec.structs.replace(calm, seed=1))
+    return outcome.model if again.model == outcome.model else ""
 
 
 def search(tapes: Iterable[Tape], jobs: int = 1) -> Iterator[tuple[Tape, Outcome]]:

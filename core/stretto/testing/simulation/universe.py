@@ -57,6 +57,8 @@ class Outcome(msgspec.Struct):
     """Exceptions that nobody has handled."""
     digest: str = ""
     """SHA-256 of the trace."""
+    model: str = ""
+    """Digest of the last version."""
     virtual_s: float = 0.0
     longest_wait_s: float = 0.0
     """Longest time without an entry of the journal or a fault."""
@@ -132,7 +134,7 @@ class Universe:
             inject(self, self.tape.faults)
             summary = self._live(self._kernels_in_turn())
             waiting = self.loop.waiting() if summary["status"] in _STANDS_STILL else []
-            oracle.end(summary, self.tape.run["steps"])
+            oracle.end(summary, self.tape)
             if summary["status"] == "completed":
                 audited = self._live(self._audit())
                 oracle.violations += audited.get("violations", [f"the audit: {audited.get('reason')}"])
@@ -142,6 +144,7 @@ class Universe:
             violations=oracle.violations,
             errors=self.loop.errors,
             digest=self.loop.digest,
+            model=oracle.model,
             virtual_s=round(self.loop.time() - self._began, 3),
             longest_wait_s=round(self._longest_wait_s, 3),
             cpu_s=round(cpu() - began, 3),
