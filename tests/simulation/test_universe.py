@@ -93,6 +93,26 @@ def test_who_stands_still_is_named() -> None:
     assert any("kernel: " in line and "Kernel._begin" in line for line in outcome.waiting)
 
 
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault(kind="kill", at=0.0, point="before a checkpoint is renamed", who="kernel"), "killed"),
+        (Fault(kind="tear", at=3.0, who="kernel"), "killed"),
+        (Fault(kind="full disk", at=3.0, seconds=5.0), "No space left on device"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Fault) else "",
+)
+def test_a_run_continues_after_a_fault_of_a_file(fault: Fault, reason: str) -> None:
+    calm = small(0, faults=0)
+    run = {**calm.run, "checkpoint": {"every": 3}}
+
+    outcome = run_tape(msgspec.structs.replace(calm, run=run, faults=(fault,)))
+
+    assert not outcome.failed, "\n".join(story(calm, outcome))
+    [resumed] = [line for line in outcome.log if " RESUME " in line]
+    assert reason in resumed
+
+
 def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a worker that ended is never started again."""
 

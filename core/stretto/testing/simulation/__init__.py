@@ -22,6 +22,7 @@ search.py     many universes, and the fewest faults with which one fails
 loop.py       the event loop: virtual time, processes, and the order that a seed draws
 processes.py  workers as processes of the loop, and what they use of their machine
 patches.py    what takes the place of time, threads, randomness and signals
+files.py      what goes wrong with files
 transport.py  what takes the place of nats-py's connection
 server.py     a nats-server in memory, and its faults
 streams.py    its JetStream

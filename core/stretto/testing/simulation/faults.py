@@ -28,8 +28,10 @@ POINTS: dict[str, Callable[[str, bytes], bool]] = {
     "a checkpoint is asked": lambda subject, data: subject.endswith(".save"),
     "a worker joins": lambda subject, data: subject.endswith(".join"),
     "a kernel takes the run": lambda subject, data: subject.endswith(".leases"),
+    "before a checkpoint is renamed": lambda subject, data: subject.startswith("file.rename.step-"),
+    "before a file is renamed": lambda subject, data: subject.startswith("file.rename."),
 }
-"""Moments at which a kill hurts: name -> whether a message shows it."""
+"""Moments at which a kill hurts: name -> whether a message shows it, or a file's new name."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,6 +85,8 @@ KINDS = {
     "busy store": 1,
     "scale": 3,
     "clock": 1,
+    "tear": 1,
+    "full disk": 1,
 }
 """Kind -> how often it is drawn."""
 _VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 1, "kernel": 2}
@@ -107,16 +111,21 @@ def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
     who = rng.choices([*_VICTIMS], [*_VICTIMS.values()])[0]
     if kind == "scale":
         who = rng.choice(["inference", "rollout", "verifier"])
+    if kind == "tear":
+        who = rng.choice(["kernel", "kernel", "trainer"])
     place: dict[str, Any] = {"at": round(rng.uniform(0.2, until_s), 3)}
     if rng.random() < 0.5:
         after = round(rng.random() ** 3 * _AFTER_S, 6)
         place = {"at": after, "point": rng.choice([*POINTS]), "nth": rng.randint(1, 8)}
+        if place["point"].startswith("before"):
+            place["at"] = 0.0
+            who = "kernel"
     return Fault(
         kind=kind,
         **place,
         who=who,
         pick=round(rng.random(), 3),
-        seconds=min(seconds, 8.0) if who == "kernel" or kind in ("outage", "hang") else seconds,
+        seconds=min(seconds, 8.0) if who == "kernel" or kind in ("outage", "hang", "full disk") else seconds,
         share=rng.choice([0.01, 0.05, 0.2]),
     )
 
@@ -136,10 +145,15 @@ def inject(universe: Universe, faults: tuple[Fault, ...]) -> None:
             if POINTS[point](subject, data):
                 seen[point] += 1
                 for fault in due:
-                    if fault.nth == seen[point]:
+                    if fault.nth != seen[point]:
+                        continue
+                    if fault.at:
                         universe.later(fault.at, happen, universe, fault)
+                    else:
+                        happen(universe, fault)
 
     universe.server.observers.append(watch)
+    universe.world.files.observers.append(watch)
 
 
 def happen(universe: Universe, fault: Fault) -> None:
@@ -165,6 +179,8 @@ def happen(universe: Universe, fault: Fault) -> None:
             weather.store_fails = fault.share
         case "scale":
             universe.scale(fault.who, 1 + int(3 * fault.pick))
+        case "full disk":
+            universe.world.files.full_until = universe.loop.time() + fault.seconds
         case "clock":
             universe.world.wall_offset_s += fault.seconds * (60 if fault.pick < 0.5 else -60)
         case _ if victim is not None:
@@ -192,6 +208,8 @@ def _hit(universe: Universe, victim: SimulatedProcess, fault: Fault) -> None:
             victim.signal(15)
         case "int":
             victim.signal(2)
+        case "tear":
+            universe.world.files.tear(victim)
         case "break":
             universe.server.break_connections(victim.name)
         case _:

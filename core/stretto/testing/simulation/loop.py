@@ -38,6 +38,11 @@ class Livelock(Exception):
     """Callbacks follow each other without end, and no time passes. The text names the last ones."""
 
 
+class ProcessEnded(BaseException):
+    """Ends the code of a process that was killed in the middle of it. What then runs in a `finally` changes
+    no file, as in a process that is really gone."""
+
+
 class Escaped(Exception):
     """Code in the simulation has used what belongs to the real world."""
 
@@ -220,7 +225,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         thread = _THREAD.get(self._world)
-        if not thread.gone:
+        if not thread.gone and not isinstance(context.get("exception"), ProcessEnded):
             self.errors.append(
                 f"{self._now:.3f} {thread.name}: {context['message']}: {context.get('exception')!r}"
             )

@@ -26,6 +26,7 @@ import nats.js.client
 import nats.nuid
 from anyio._backends import _asyncio as backend
 
+from stretto.testing.simulation.files import Files
 from stretto.testing.simulation.loop import Escaped, SimulatedLoop, current_process
 from stretto.testing.simulation.transport import SimulatedTransport
 
@@ -46,6 +47,7 @@ class World:
         self.loop = loop
         self.costs = Random(f"costs {seed}")
         self.random = Random(f"random {seed}")
+        self.files = Files()
         self.wall_offset_s = 0.0
         """By how much the wall clock has been moved."""
         self._slept_s: float | None = None
@@ -187,6 +189,7 @@ def patched(world: World) -> Generator[None]:
         (threading.Thread, "start", _escape),
         (subprocess, "Popen", _escape),
         (socket, "socket", _escape),
+        *world.files.places(),
     ]
     state = random.getstate()
     _CancelScope.count = 0

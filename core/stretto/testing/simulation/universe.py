@@ -196,7 +196,8 @@ class Universe:
                 return summary or {"status": "killed", "reason": "each kernel was killed"}
             self.report("RESUME", summary["reason"] if summary else "killed")
             if summary is None or summary["status"] != "repeated":
-                await anyio.sleep(self._rng.choice(_PAUSES_S))
+                room_s = self.world.files.full_until - self.loop.time()
+                await anyio.sleep(max(self._rng.choice(_PAUSES_S), room_s))
 
     def _start_kernel(self, out: Path) -> SimulatedProcess:
         """Do what `stretto run` or `stretto resume` does, as a process of the simulation."""
@@ -244,9 +245,10 @@ class Universe:
 
 
 def _resumable(summary: dict[str, Any]) -> bool:
-    """Whether a run ended as it has to, so that somebody resumes it: by a signal, or because a trainer is
-    gone."""
-    lost = summary["reason"].startswith("trainer-") and "was lost" in summary["reason"]
+    """Whether a run ended as it has to, so that somebody resumes it: by a signal, because a trainer is gone,
+    or because the disk is full."""
+    reason = summary["reason"]
+    lost = (reason.startswith("trainer-") and "was lost" in reason) or "No space left" in reason
     return summary["status"] in ("interrupted", "repeated") or (summary["status"] == "failed" and lost)
 
 
