@@ -199,7 +199,7 @@ class Plugins:
     # ------------------------------------------------------------------------------------ private
 
     def _sources(self, kind: Kind) -> Iterator[_PluginSource]:
-        for entry in _installed(tuple(sys.path)).select(group=f"stretto.{kind}"):
+        for entry in _installed_of(f"stretto.{kind}", tuple(sys.path)):
             yield _PluginSource(kind, entry.name, entry)
         for path, module in self._paths.items():
             for component in self._components(kind, module):
@@ -264,6 +264,12 @@ def _installed(search_path: tuple[str, ...]) -> EntryPoints:
     """Return the entry points of all packages that are installed on this path. A process reads them once."""
     del search_path  # `entry_points` reads `sys.path`
     return cast("EntryPoints", entry_points())  # Python 3.11 returns another class with the same `select`
+
+
+@cache
+def _installed_of(group: str, search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Return the entry points of a group. `select` compares each one that is installed."""
+    return tuple(_installed(search_path).select(group=group))
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
@@ -20,12 +20,13 @@ import torch
 
 import stretto.kernel.observe.report
 from stretto.assembly.assembly import Assembly, new_run_id
-from stretto.assembly.compose import compose_mapping
+from stretto.assembly.compose import Composed, compose_mapping
 from stretto.base.cores import CoreUse
 from stretto.bus.joining import operator_bootstrap
 from stretto.bus.messages.operation import ScaleRun
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
+from stretto.children import reward
 from stretto.cli.audit.audit import audit
 from stretto.errors import StrettoError
 from stretto.kernel import life
@@ -40,6 +41,7 @@ from stretto.testing.simulation.oracles import Oracle
 from stretto.testing.simulation.patches import World, patched, replaced
 from stretto.testing.simulation.run_file import simulated
 from stretto.testing.simulation.server import SimulatedServer
+from stretto.workers import context
 
 _STANDS_STILL = ("stuck", "deadlock", "livelock")
 _MOST_KERNELS = 6
@@ -263,9 +265,19 @@ def _interrupt(kernel: SimulatedProcess, interruptions: Interruptions, number: i
 def _replaced() -> AbstractContextManager[None]:
     """Replace what stretto uses of its machine."""
     engine = import_module("stretto_mock.inference")  # by its name, because core knows no plugin
+    composed: dict[bytes, Composed] = {}
+
+    def compose_once(mapping: Mapping[str, Any]) -> Composed:
+        """Compose the run of a worker, which is the same as that of each other one, only once."""
+        if (key := msgspec.msgpack.encode(mapping)) not in composed:
+            composed[key] = compose_mapping(mapping)
+        return composed[key]
+
     places: list[tuple[Any, str, Any]] = [
         (stretto.kernel.observe.report, "CoreMeter", _NoMeter),
         (life, "View", _NoView),
+        (context, "compose_mapping", compose_once),
+        (reward, "compose_mapping", compose_once),
         (engine, "_TICK_S", 0.03),  # a finer tick only costs more callbacks
     ]
     return replaced(places)
