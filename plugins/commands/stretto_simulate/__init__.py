@@ -28,6 +28,10 @@ def simulate(
     faults: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of faults; default all.")] = "",
     number: Annotated[int, typer.Option(min=0, help="Faults in each universe.")] = 6,
     jobs: Annotated[int, typer.Option(min=1, help="Universes at the same time.")] = 2,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Note the seeds that pass, and leave out those noted before."),
+    ] = None,
     replay: Annotated[
         Path | None, typer.Option(metavar="TAPE", help="Run the universe of this file instead.")
     ] = None,
@@ -51,7 +55,7 @@ def simulate(
     tapes = tapes_of(
         file, range(first, first + seeds), overrides=overrides or (), num_faults=number, kinds=kinds
     )
-    if (failing := _search(tapes, jobs)) is None:
+    if (failing := _search(tapes, jobs, record)) is None:
         return
     fewest, outcome = shrink(failing)
     kept = Path(f"tape-{failing.seed}.json")
@@ -68,13 +72,13 @@ def _expect_kinds(kinds: Sequence[str]) -> None:
         raise ConfigError(f"--faults: there is no kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
 
 
-def _search(tapes: Sequence[Tape], jobs: int) -> Tape | None:
+def _search(tapes: Sequence[Tape], jobs: int, record: Path | None) -> Tape | None:
     """Run the universes until one fails. Return its tape."""
     from stretto.testing.simulation import search
 
     num_done, num_faults, callbacks, virtual_s, cpu_s = 0, 0, 0, 0.0, 0.0
     failing: Tape | None = None
-    for tape, outcome in search(tapes, jobs):
+    for tape, outcome in search(tapes, jobs, record):
         num_done += 1
         num_faults += len(tape.faults)
         callbacks += outcome.callbacks
@@ -92,10 +96,7 @@ def _search(tapes: Sequence[Tape], jobs: int) -> Tape | None:
 def _show(tape: Tape, outcome: Outcome) -> None:
     from stretto.testing.simulation import story
 
-    lines = [*story(tape, outcome)]
-    log = len(outcome.log)
-    head, tail = lines[: len(lines) - log], lines[len(lines) - min(log, _LAST_LINES) :]
-    typer.echo("\n".join([*head, f"the last {len(tail)} of {log} lines of the log:", *tail]))
+    typer.echo("\n".join(story(tape, outcome, _LAST_LINES)))
 
 
 def _read(file: Path) -> Tape:

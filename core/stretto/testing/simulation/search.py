@@ -77,20 +77,31 @@ def _sure_model(calm: Tape, outcome: Outcome) -> str:
     return outcome.model if again.model == outcome.model else ""
 
 
-def search(tapes: Iterable[Tape], jobs: int = 1) -> Iterator[tuple[Tape, Outcome]]:
+def search(
+    tapes: Iterable[Tape], jobs: int = 1, record: Path | None = None
+) -> Iterator[tuple[Tape, Outcome]]:
     """Yield each tape with what became of its universe, in order.
 
     Args:
         jobs: number of universes at the same time.
+        record: file with the seeds that have not failed, and their digests. It grows, and seeds that it names
+            are left out: a search that was interrupted continues.
     """
-    tapes = list(tapes)
+    done = set[int]()
+    if record is not None and record.exists():
+        done = {int(line.split()[0]) for line in record.read_text().splitlines()}
+    tapes = [tape for tape in tapes if tape.seed not in done]
     if not tapes:
         return
     calm = msgspec.structs.replace(tapes[0], faults=())
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(jobs, fork, initializer=_warm_up, initargs=(calm,)) as pool:
         try:
-            yield from zip(tapes, pool.map(run_tape, tapes), strict=True)
+            for tape, outcome in zip(tapes, pool.map(run_tape, tapes), strict=True):
+                if record is not None and not outcome.failed:
+                    with record.open("a") as file:
+                        file.write(f"{tape.seed} {outcome.digest}\n")
+                yield tape, outcome
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -137,8 +148,12 @@ def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape,
     return msgspec.structs.replace(tape, faults=faults), outcome
 
 
-def story(tape: Tape, outcome: Outcome) -> Iterator[str]:
-    """Yield lines that say what happened in a universe."""
+def story(tape: Tape, outcome: Outcome, last: int = 0) -> Iterator[str]:
+    """Yield lines that say what happened in a universe.
+
+    Args:
+        last: number of lines of its log, from the end; 0 for all.
+    """
     yield f"seed {tape.seed}: {outcome.status}{outcome.reason and ': '}{outcome.reason}"
     for fault in tape.faults:
         fields: dict[str, Any] = msgspec.to_builtins(fault)
@@ -146,7 +161,9 @@ def story(tape: Tape, outcome: Outcome) -> Iterator[str]:
     yield from (f"  violation: {each}" for each in outcome.violations)
     yield from (f"  error: {each}" for each in outcome.errors)
     yield from (f"  waits: {each}" for each in outcome.waiting)
-    yield from outcome.log
+    if last and len(outcome.log) > last:
+        yield f"the last {last} of {len(outcome.log)} lines of the log:"
+    yield from outcome.log[-last:]
 
 
 def _warm_up(calm: Tape) -> None:
