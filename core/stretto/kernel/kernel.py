@@ -36,7 +36,6 @@ from stretto.bus.messages.journal import (
 from stretto.bus.messages.membership import (
     AskRanks,
     Beacon,
-    Heartbeat,
     Join,
     Leaving,
     Ranks,
@@ -58,7 +57,7 @@ from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.durable.recovery import Stored, read_store, repeat_journal
 from stretto.kernel.ending import Ending
-from stretto.kernel.fleet.fleet import FleetMember
+from stretto.kernel.fleet.fleet import FleetMember, receive_heartbeats
 from stretto.kernel.fleet.routes import RouteSender
 from stretto.kernel.fleet.worker_scaling import WorkerScaler
 from stretto.kernel.observe.record_server import RecordServer
@@ -236,7 +235,7 @@ class Kernel:
         bus, names = self._bus, self._names
         for role in ROLES:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
-            await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, self._fleet.beat)
+            await receive_heartbeats(role, self._fleet, bus, names, self._lease_epoch)
             await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
         await bus.serve(names.kernel("trainer", "ranks"), AskRanks, self._send_ranks)
         await bus.serve(names.kernel("operator", "scale"), ScaleRun, self._scale)

@@ -16,7 +16,7 @@ from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose_mapping
 from stretto.base import clock
 from stretto.bus.client import Bus
-from stretto.bus.messages.membership import Beacon, Heartbeat, Routes, Welcome
+from stretto.bus.messages.membership import Beacon, Dismissal, Heartbeat, Routes, Welcome
 from stretto.bus.messages.subjects import Subjects
 from stretto.component import Context
 from stretto.errors import Refused
@@ -116,6 +116,11 @@ class WorkerContext:
             self.request_shutdown("another kernel owns the run now")
         for listener in self._beacon_listeners:
             listener(beacon)
+
+    def receive_dismissal(self, dismissal: Dismissal) -> None:
+        """Leave, if the kernel that this worker has joined says so."""
+        if dismissal.lease_epoch == self.kernel_epoch:
+            self.request_shutdown("the kernel counts on this process no more")
 
     def receive_routes(self, routes: Routes) -> None:
         """Store the routes and call the listeners. Ignore those of a kernel that has been replaced."""

@@ -26,7 +26,16 @@ from stretto.base import clock
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import own_version
-from stretto.bus.messages.membership import Beacon, Drain, Draining, Heartbeat, Join, Leaving, Welcome
+from stretto.bus.messages.membership import (
+    Beacon,
+    Dismissal,
+    Drain,
+    Draining,
+    Heartbeat,
+    Join,
+    Leaving,
+    Welcome,
+)
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, ContractError, NoAnswer, StrettoError, leaves
@@ -153,6 +162,7 @@ async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
     """Do the role's work until the worker leaves."""
     context.process.limit_threads(context.assembly.resources_of(context.worker))
     await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
+    await context.bus.subscribe(context.subject("dismiss"), Dismissal, context.receive_dismissal)
     work = _WORKERS[context.role](context)
     if context.role != "trainer":
         await context.bus.serve(context.subject("drain"), Drain, partial(_obey_drain, context))

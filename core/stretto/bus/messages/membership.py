@@ -130,7 +130,7 @@ class Heartbeat(Message, frozen=True):
     """Worker to kernel, every second, from a thread of the worker: the process is alive."""
 
     worker: WorkerId
-    nonce: str
+    nonce: Nonce
     ready: bool
     """Whether the worker can be called."""
     busy_s: float = 0.0
@@ -164,6 +164,13 @@ class Drain(Message, frozen=True):
 
 class Draining(Message, frozen=True):
     """The worker drains. It says `Leaving` when it is done."""
+
+
+class Dismissal(Message, frozen=True):
+    """Kernel to a process that sends heartbeats and is no worker of the run any more, because it was lost or
+    another process has its id: leave at once."""
+
+    lease_epoch: int
 
 
 class Leaving(Message, frozen=True):

@@ -18,14 +18,15 @@ WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
         **dict.fromkeys(("column", "meeting_place"), ("trainer",)),
         "weights": ("inference",),
         "shared_rows": ("inference",),
+        "dismiss": ("kernel",),
     },
     "inference": {
-        **dict.fromkeys(("swap", "load", "drain"), ("kernel",)),
+        **dict.fromkeys(("swap", "load", "drain", "dismiss"), ("kernel",)),
         **dict.fromkeys(("generate", "confirm", "abort"), ("rollout",)),
     },
-    "rollout": {**dict.fromkeys(("routes", "drain"), ("kernel",)), "image": ("inference",)},
+    "rollout": {**dict.fromkeys(("routes", "drain", "dismiss"), ("kernel",)), "image": ("inference",)},
     "verifier": {
-        "drain": ("kernel",),
+        **dict.fromkeys(("drain", "dismiss"), ("kernel",)),
         **dict.fromkeys(("score", "tools", "tool", "environment"), ("rollout",)),
     },
 }

@@ -21,9 +21,11 @@ from anyio.abc import TaskGroup
 from stretto.assembly.assembly import Worker
 from stretto.assembly.contracts import expect_contract
 from stretto.base import clock
+from stretto.bus.client import Bus
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
-from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
+from stretto.bus.messages.membership import Dismissal, Heartbeat, Join, Leaving, Wait
+from stretto.bus.messages.subjects import Subjects
 from stretto.component import Problem
 from stretto.engine import Load
 from stretto.errors import LaunchError, Refused
@@ -318,11 +320,11 @@ class Fleet:
             )
             self.starting[message.worker] = "loading"
 
-    def beat(self, message: Heartbeat) -> None:
-        """Take in a heartbeat. Heartbeats of a process that was replaced do not count."""
+    def beat(self, message: Heartbeat) -> bool:
+        """Take in a heartbeat, and return whether its process is a member of the fleet."""
         member = self.members.get(message.worker)
         if member is None or member.nonce != message.nonce:
-            return
+            return False
         member.heard = clock.now()
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
         member.blocked_s, member.wait, member.tickets = message.blocked_s, message.wait, message.tickets
@@ -335,6 +337,7 @@ class Fleet:
             member.ready = True
             self.starting.pop(member.worker, None)
             self.on_ready(member)
+        return True
 
     def serves(self, member: FleetMember, version: int) -> None:
         """Record that an engine has swapped to a version, because routing must not wait for its next
@@ -447,3 +450,15 @@ class Fleet:
 def number_of(worker: str) -> int:
     """Return the number in the id of a worker that the fleet has started: 3 for `rollout-3`."""
     return int(worker.rpartition("-")[2])
+
+
+async def receive_heartbeats(role: Role, fleet: Fleet, bus: Bus, names: Subjects, lease_epoch: int) -> None:
+    """Subscribe to the heartbeats of a role. A process that is no worker of the run, or no more, hears that
+    it must leave: it would take tickets, and nobody would call it or stop it."""
+
+    async def take(message: Heartbeat) -> None:
+        if not fleet.beat(message):
+            subject = names.worker(role, message.worker, message.nonce, "dismiss")
+            await bus.publish(subject, Dismissal(lease_epoch))
+
+    await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, take)

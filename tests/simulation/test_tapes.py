@@ -1,0 +1,55 @@
+"""Kept tapes: universes that failed once. Each passes now, and that of a planted mistake fails with it. The
+names of tapes of real bugs begin with `bug-`."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from mutations import MUTATIONS, Mutation, plant
+from stretto.testing.simulation import Tape, run_tape, search, shrink, story
+from universes import large
+
+TAPES = Path(__file__).with_name("tapes")
+MOST_FAULTS = 4
+each_mutation = pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+
+
+def read(file: Path) -> Tape:
+    return msgspec.json.decode(file.read_bytes(), type=Tape)
+
+
+def with_mutation(mutation: Mutation, call: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a process with a mutation, which this process does not get."""
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, fork, initializer=plant, initargs=(mutation,)) as pool:
+        return pool.submit(call, *args).result()
+
+
+def find() -> Tape | None:
+    """Return the first of 1000 large universes that fails, with as few faults as possible."""
+    with_faults = (tape for tape, outcome in search(map(large, range(1000)), jobs=2) if outcome.failed)
+    return shrink(tape)[0] if (tape := next(with_faults, None)) else None
+
+
+@pytest.mark.parametrize("file", sorted(TAPES.glob("*.json")), ids=lambda file: file.stem)
+def test_a_kept_tape_passes(file: Path) -> None:
+    outcome = run_tape(tape := read(file))
+
+    assert not outcome.failed, "\n".join(story(tape, outcome, last=60))
+
+
+@pytest.mark.chaos
+@each_mutation
+def test_a_search_finds_a_planted_mistake(mutation: Mutation) -> None:
+    tape = with_mutation(mutation, find)
+
+    assert tape is not None
+    assert 1 <= len(tape.faults) <= MOST_FAULTS
+    assert not run_tape(tape).failed
