@@ -15,7 +15,7 @@ from stretto.testing.simulation.loop import ProcessEnded, SimulatedProcess, curr
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
-class Files:
+class SimulatedFiles:
     """The files of all processes of a universe."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ import nats.js.client
 import nats.nuid
 from anyio._backends import _asyncio as backend
 
-from stretto.testing.simulation.files import Files
+from stretto.testing.simulation.files import SimulatedFiles
 from stretto.testing.simulation.loop import Escaped, SimulatedLoop, current_process
 from stretto.testing.simulation.transport import SimulatedTransport
 
@@ -47,7 +47,7 @@ class World:
         self.loop = loop
         self.costs = Random(f"costs {seed}")
         self.random = Random(f"random {seed}")
-        self.files = Files()
+        self.files = SimulatedFiles()
         self.wall_offset_s = 0.0
         """By how much the wall clock has been moved."""
         self._slept_s: float | None = None
