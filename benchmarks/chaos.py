@@ -497,7 +497,7 @@ def audit(run: AttackedRun, result: Round) -> None:
     for check in report["checks"]:
         result.failures += [f"audit: {check['name']}: {each}" for each in check["violations"]]
     counter = run.folder / "checkpoints" / f"step-{_steps_of(run):06d}" / "mock.json"
-    if counter.exists() and json.loads(counter.read_bytes()) != {"steps": _steps_of(run)}:
+    if counter.exists() and json.loads(counter.read_bytes())["steps"] != _steps_of(run):
         result.failures.append(f"the mock trainer has counted {counter.read_text()}")
 
 

@@ -84,10 +84,14 @@ class Universe:
 
     Args:
         folder: an empty folder, which the universe uses.
+        between: called before each kernel but the first, with the run's folder.
     """
 
-    def __init__(self, tape: Tape, folder: Path) -> None:
+    def __init__(
+        self, tape: Tape, folder: Path, between: Callable[[Path], None] = lambda folder: None
+    ) -> None:
         seed = tape.seed
+        self._between = between
         self.tape, self.folder = tape, folder
         self.loop = SimulatedLoop(seed)
         self.world = World(self.loop, seed)
@@ -200,6 +204,7 @@ class Universe:
             if summary is None or summary["status"] != "repeated":
                 room_s = self.world.files.full_until - self.loop.time()
                 await anyio.sleep(max(self._rng.choice(_PAUSES_S), room_s))
+            self._between(out)
 
     def _start_kernel(self, out: Path) -> SimulatedProcess:
         """Do what `stretto run` or `stretto resume` does, as a process of the simulation."""
