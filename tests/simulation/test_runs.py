@@ -177,6 +177,19 @@ def test_a_run_on_a_full_disk_ends_and_can_be_resumed(folder: Path) -> None:
     assert "make room, then: stretto resume FOLDER/run" in resumed
 
 
+def test_a_run_whose_last_checkpoint_cannot_be_written_has_failed_and_goes_on_when_it_can(
+    folder: Path,
+) -> None:
+    run = simulate(folder, fault("full disk", step=10, seconds=8.0), checkpoint={"every": 0})
+
+    run.assert_completed(10)
+
+    [resumed] = run.said("RESUME")
+    assert "the checkpoint of version 10 was not written: trainer-0 refused: " in resumed
+    assert "No space left on device" in resumed
+    assert len(run.said("checkpoint failed")) > 1
+
+
 def test_an_outage_beyond_its_limit_ends_the_run_and_names_the_bus(folder: Path) -> None:
     run = simulate(
         folder, fault("outage", step=4, seconds=8.0), bus={"outage_s": 4.0}, checkpoint={"every": 2}
