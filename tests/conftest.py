@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from processes import arguments_of
+from run_files import TestedRun
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.bus.client import Bus, connect
@@ -26,6 +27,7 @@ from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.cli.audit.audit import audit_run
 from stretto.cli.start.checks import faults_and_warnings
 from stretto.config import BusConfig
+from worlds import REAL
 
 RUN = "test-run"
 
@@ -210,11 +212,11 @@ def _make_tiny_model(architecture: str, folder: Path) -> None:
 # ------------------------------------------------------------------------------------ whole runs
 
 
-class Run:
+class Run(TestedRun):
     """One `stretto` process and what it has started."""
 
     def __init__(self, folder: Path, arguments: list[str], *, piped: bool = False) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.output = folder.with_suffix(".txt")
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
@@ -258,9 +260,6 @@ class Run:
             self._sleep()
         return result
 
-    def until_step(self, step: int, deadline_s: float = 60) -> None:
-        self.until(lambda: len(self.metrics()) >= step, deadline_s)
-
     def until_a_call(self) -> None:
         """Into the first train step."""
         log = self.folder / "logs" / "trainer-0.jsonl"
@@ -273,22 +272,6 @@ class Run:
             assert time.monotonic() < deadline, f"does not end:\n{self.text()}"
             self._sleep()
         return status
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of its steps."""
-        return [line for line in self._lines() if "ledger" in line]
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The lines of its evaluations."""
-        return [line for line in self._lines() if "ledger" not in line]
-
-    def _lines(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text())
 
     def text(self) -> str:
         """What it printed."""
@@ -303,30 +286,10 @@ class Run:
         run = json.loads((self.folder / "bus" / "kernel.json").read_text())["run"]
         assert not list(Path("/dev/shm").glob(f"stretto-{run}-*"))
 
-    def assert_balanced(self) -> dict[str, Any]:
-        """Its summary, whose ledger adds up."""
-        summary = self.summary()
-        ledger = summary["ledger"]
-        assert ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")
-        return summary
-
     def assert_audit_is_clean(self) -> None:
         """`stretto audit` finds nothing wrong."""
         report = audit_run(self.folder)
         assert report.status == "clean", [check for check in report.checks if check.violations]
-
-    def assert_completed(self, steps: int, batch_size: int = 4, bound: int = 2) -> dict[str, Any]:
-        """It ends by itself with all that a finished run must have; its summary."""
-        assert self.end() == 0, self.text()
-        summary = self.assert_balanced()
-        assert summary["status"] == "completed"
-        assert summary["version"] == steps
-        assert summary["ledger"]["trained"] == steps * batch_size
-        assert summary["ledger"]["in_flight"] == 0
-        assert max(map(int, summary["staleness"])) <= bound
-        assert [line["step"] for line in self.metrics()] == list(range(1, steps + 1))
-        self.assert_nothing_is_left()
-        return summary
 
 
 def _zombie(process: psutil.Process) -> bool:
@@ -340,19 +303,30 @@ Start = Callable[..., Run]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     """`start("steps=3")`: a run of the mock engines; `start(resume=run)` continues with one, and
     `start("steps=5", resume=run)` with changes. It keeps no samples without `samples.keep=all`, because their
-    writer is one more process to start."""
-    with runs_in(tmp_path) as start_run:
+    writer is one more process to start. Tests `in_both_worlds` get a simulated run."""
+    with _runs(request, tmp_path) as start_run:
         yield start_run
 
 
 @pytest.fixture(scope="module")
-def module_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def module_start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Like `start`, for runs that the tests of a file share."""
-    with runs_in(tmp_path_factory.mktemp("runs")) as start_run:
+    with _runs(request, tmp_path_factory.mktemp("runs")) as start_run:
         yield start_run
+
+
+def _runs(request: pytest.FixtureRequest, folder: Path) -> AbstractContextManager[Start]:
+    """What starts runs in the world that the test wants."""
+    if getattr(request, "param", REAL) == REAL:
+        return runs_in(folder)
+    from simulated_runs import (
+        simulated_runs_in,  # imports much, and stretto.testing, which is rewritten above
+    )
+
+    return simulated_runs_in(folder, write_run_file(folder))
 
 
 @pytest.fixture

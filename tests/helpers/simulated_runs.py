@@ -1,67 +1,220 @@
-"""Whole runs in the simulation, with faults at moments that a test chooses."""
+"""Runs in the simulation that a test drives as it drives real ones: wait for a step, kill, resume."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import os
+import signal
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import anyio
 
-from stretto.records.timeline import WorkerChanged, read_timeline
-from stretto.testing.simulation import Fault, Outcome, Tape, run_tape, story
-from universes import small
+from run_files import TestedRun
+from stretto.assembly.compose import compose
+from stretto.testing.simulation import Tape
+from stretto.testing.simulation.loop import SimulatedProcess
+from stretto.testing.simulation.universe import Universe
+
+_SLICE_S = 0.02
+"""Virtual seconds between two looks at a condition."""
+_STATUS = {"completed": 0, "failed": 1, "refused": 2, "interrupted": 130}
 
 
-class SimulatedRun:
-    """A run that has ended: its outcome, and its folder."""
+# ------------------------------------------------------------------------- in the universe's process
 
-    def __init__(self, tape: Tape, outcome: Outcome, folder: Path) -> None:
-        self.tape, self.outcome, self.folder = tape, outcome, folder
 
-    def said(self, text: str) -> list[str]:
-        """Lines of the log with this text, in order."""
-        return [line for line in self.outcome.log if text in line]
+class _Driver:
+    """Carries out what the test asks, in the forked process of a universe."""
 
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text())
+    def __init__(self, universe: Universe) -> None:
+        self._universe = universe
+        self._told = 0
+        self._kernel: SimulatedProcess | None = None
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl` that are of steps."""
-        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [line for line in lines if "train_s" in line]
+    def start(self) -> None:
+        """Start a kernel."""
+        self._kernel = self._universe.start_kernel()
 
-    def changes(self) -> list[tuple[str, str]]:
-        """(worker, new state) of the run's workers, in order."""
-        events = read_timeline(self.folder)
-        return [(each.worker, each.state) for each in events if isinstance(each, WorkerChanged)]
+    def advance(self, seconds: float) -> tuple[list[str], int | None]:
+        """Let time pass. Return new lines of the log, and the kernel's exit status."""
+        loop = self._universe.loop
+        if self._kernel is None or self._kernel.status is None:
+            loop.run_until_complete(anyio.sleep(seconds))
+        new, self._told = self._universe.log[self._told :], len(self._universe.log)
+        return new, self._exit_status()
 
-    def assert_completed(self, steps: int) -> dict[str, Any]:
-        """It has passed all oracles, with each step once in its metrics. Returns the summary."""
-        assert not self.outcome.failed, "\n".join(story(self.tape, self.outcome, last=60))
-        summary = self.summary()
-        assert (summary["status"], summary["version"]) == ("completed", steps)
-        assert [line["step"] for line in self.metrics()] == list(range(1, steps + 1))
+    def _exit_status(self) -> int | None:
+        if self._kernel is None or self._kernel.status is None:
+            return None
+        summary = self._universe.summary
+        return self._kernel.status if summary is None else _STATUS[summary["status"]]
+
+    def settle(self, seconds: float) -> list[str]:
+        """Let time pass, and return the workers that live."""
+        self._universe.loop.run_until_complete(anyio.sleep(seconds))
+        return [each.name for each in self._universe.machine.alive()]
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to the newest process of that name."""
+        process = self._kernel if name == "kernel" else self._named(name)
+        assert process is not None
+        if number == signal.SIGKILL:
+            process.end(-number)
+        elif number == signal.SIGSTOP:
+            process.stop(1e6)
+        elif number == signal.SIGCONT:
+            process.resume()
+        else:
+            process.signal(number)
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a worker; None if it does not live."""
+        process = self._named(name)
+        return process.pid if process is not None else None
+
+    def _named(self, name: str) -> SimulatedProcess | None:
+        return next((each for each in reversed(self._universe.machine.alive()) if each.name == name), None)
+
+    def violations(self) -> list[str]:
+        """What oracles and audit find."""
+        assert self._universe.summary is not None
+        return [*self._universe.judge(self._universe.summary), *self._universe.loop.errors]
+
+
+def _serve(tape: Tape, folder: Path, pipe: Connection) -> None:
+    """Body of the forked process, which never returns."""
+    try:
+        universe = Universe(tape, folder)
+        with universe.opened():
+            driver = _Driver(universe)
+            while True:
+                verb, *args = pipe.recv()
+                try:
+                    answer = getattr(driver, verb)(*args)
+                except Exception:  # noqa: BLE001 - the test gets it
+                    pipe.send((False, traceback.format_exc()))
+                else:
+                    pipe.send((True, answer))
+    except EOFError:
+        pass
+    except BaseException:  # noqa: BLE001 - the test gets it in place of its answer
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        os._exit(0)
+
+
+# ------------------------------------------------------------------------------------ in the test
+
+
+class _Process:
+    """A simulated process, with the part of psutil's interface that tests use."""
+
+    def __init__(self, run: SimulatedRun, name: str, pid: int = 0) -> None:
+        self._run, self._name, self.pid = run, name, pid
+
+    def send_signal(self, number: int) -> None:
+        self._run.ask("signal", self._name, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def wait(self) -> None:
+        """A kernel that was killed has ended at once."""
+
+
+class SimulatedRun(TestedRun):
+    """A run in a universe of its own."""
+
+    def __init__(self, folder: Path, ask: Callable[..., Any], text: list[str]) -> None:
+        super().__init__(folder)
+        self.ask = ask
+        self.process = _Process(self, "kernel")
+        self._lines_of_log = text
+        self.ask("start")
+
+    def worker(self, name: str) -> _Process | None:
+        """The process of a worker, if it lives."""
+        pid = self.ask("pid", name)
+        return None if pid is None else _Process(self, name, pid)
+
+    def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
+        for _ in range(round(deadline_s / _SLICE_S)):
+            if result := condition():
+                return result
+            assert self._advance() is None, f"ended early:\n{self.text()}"
+        raise AssertionError(f"waited too long:\n{self.text()}")
+
+    def end(self, deadline_s: float = 90) -> int:
+        for _ in range(round(deadline_s / _SLICE_S)):
+            if (status := self._advance()) is not None:
+                return status
+        raise AssertionError(f"does not end:\n{self.text()}")
+
+    def _advance(self) -> int | None:
+        new, status = self.ask("advance", _SLICE_S)
+        self._lines_of_log += new
+        return status
+
+    def text(self) -> str:
+        return "\n".join(self._lines_of_log)
+
+    def assert_nothing_is_left(self, within_s: float = 2) -> None:
+        assert self.ask("settle", within_s) == []
+
+    def assert_audit_is_clean(self) -> None:
+        assert self.ask("violations") == []
+
+    def assert_completed(self, steps: int, batch_size: int = 4, bound: int = 2) -> dict[str, Any]:
+        summary = super().assert_completed(steps, batch_size, bound)
+        self.assert_audit_is_clean()
         return summary
 
 
-def simulate(
-    folder: Path,
-    *faults: Fault,
-    between: Callable[[Path], None] = lambda folder: None,
-    **sections: Any,
-) -> SimulatedRun:
-    """Run a small run of the mocks with these faults. Keys of `sections` replace those of its sections.
+@contextmanager
+def simulated_runs_in(tmp_path: Path, file: Path) -> Generator[Callable[..., SimulatedRun]]:
+    """What `runs_in` of conftest.py gives, in the simulation."""
+    universes: dict[Path, tuple[Callable[..., Any], Connection, int]] = {}
+    texts: dict[Path, list[str]] = {}
 
-    Args:
-        folder: gets the run's folder.
-        between: called before each kernel but the first, with the run's folder.
-    """
-    calm = small(2, faults=0)
-    run = dict(calm.run)
-    for key, value in sections.items():
-        before = run.get(key)
-        run[key] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
-    tape = msgspec.structs.replace(calm, run=run, faults=faults)
-    return SimulatedRun(tape, run_tape(tape, folder, between), folder)
+    def start_run(*overrides: str, resume: SimulatedRun | None = None, out: str = "out") -> SimulatedRun:
+        if resume is not None:
+            assert not overrides, "values do not change in the simulation"
+            ask, _, _ = universes[resume.folder]
+            return SimulatedRun(resume.folder, ask, texts[resume.folder])
+        world = tmp_path / f"{out}-world"
+        world.mkdir()
+        document = compose(file, [*overrides, f"out={tmp_path}/{out}"]).document
+        ask, pipe, pid = _fork(Tape(seed=0, run=dict(document), faults=()), world)
+        universes[world / "run"] = ask, pipe, pid
+        texts[world / "run"] = []
+        return SimulatedRun(world / "run", ask, texts[world / "run"])
+
+    yield start_run
+    for _, pipe, pid in universes.values():
+        pipe.close()
+        os.waitpid(pid, 0)
+
+
+def _fork(tape: Tape, folder: Path) -> tuple[Callable[..., Any], Connection, int]:
+    """Start a universe in a forked process, and return how to ask it."""
+    ours, its = Pipe()
+    if not (pid := os.fork()):
+        ours.close()
+        _serve(tape, folder, its)
+    its.close()
+
+    def ask(verb: str, *args: Any) -> Any:
+        ours.send((verb, *args))
+        fine, answer = ours.recv()
+        assert fine, answer
+        return answer
+
+    return ask, ours, pid

@@ -15,6 +15,7 @@ import yaml
 
 from stretto.kernel.observe.advice import RULES, Advice, Adviser, causes
 from stretto.kernel.observe.bottleneck import bottleneck
+from worlds import in_both_worlds
 
 Start = Callable[..., Any]
 Line = dict[str, Any]
@@ -462,6 +463,7 @@ def test_a_run_says_its_advice_everywhere(start: Start) -> None:
     assert 0 < line["ticket_score_s"] < 10
 
 
+@in_both_worlds
 def test_a_reward_that_fails_is_told_by_cause(start: Start, tmp_path: Path) -> None:
     body = """
     def score(prompt, completion, n):
@@ -485,6 +487,7 @@ COLLAPSING = """
 """
 
 
+@in_both_worlds
 def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: Path) -> None:
     run = start(
         *reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "training.seconds_per_step=0.02"
@@ -499,6 +502,7 @@ def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: 
     run.assert_nothing_is_left()
 
 
+@in_both_worlds
 def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
     run = start("steps=30", "checkpoint.every=4")
     run.until_step(8)

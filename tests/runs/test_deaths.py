@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from worlds import in_both_worlds
+
 Start = Callable[..., Any]
 
 
@@ -227,6 +229,7 @@ def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
     run.assert_nothing_is_left()
 
 
+@in_both_worlds
 def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(start: Start) -> None:
     run = start("checkpoint.every=3", "steps=20", "queue.max_staleness=1", "samples.keep=all")
     run.until_step(8)
@@ -310,6 +313,7 @@ def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start
 
 
 @pytest.mark.slow
+@in_both_worlds
 def test_a_worker_that_stood_still_does_not_blame_the_kernel(start: Start) -> None:
     run = start("steps=30", "training.seconds_per_step=0.1")
     run.until_step(2)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from processes import arguments_of
+from worlds import in_both_worlds, module_in_both_worlds
 
 Start = Callable[..., Any]
 
@@ -58,6 +59,7 @@ def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Star
     assert "step=8" in run.text()  # one line a step in a pipe
 
 
+@in_both_worlds
 def test_the_same_file_runs_in_other_sizes(start: Start) -> None:
     run = start("algorithm.group_size=16", "queue.max_staleness=4", "inference.replicas=2", "steps=5")
     summary = run.assert_completed(5, bound=4)
@@ -71,6 +73,7 @@ def synchronous(module_start: Start) -> dict[str, Any]:
     return run.assert_completed(4, bound=0)
 
 
+@module_in_both_worlds
 def test_synchronous_training_has_no_staleness(synchronous: dict[str, Any]) -> None:
     assert synchronous["staleness"] == {"0": 4 * 4 * 4}
 
@@ -87,6 +90,7 @@ def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
     )
 
 
+@module_in_both_worlds
 def test_a_run_without_any_model_uses_bytes(synchronous: dict[str, Any]) -> None:
     assert synchronous["ledger"]["trained"] == 4 * 4
     assert synchronous["reasons"] == {}

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from worlds import in_both_worlds, module_in_both_worlds
+
 Start = Callable[..., Any]
 
 
@@ -91,6 +93,7 @@ def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(faulty: Any) -> 
     assert "returned no trajectory" in text
 
 
+@in_both_worlds
 def test_a_reward_that_always_raises_stops_the_run_with_the_reason(start: Start, tmp_path: Path) -> None:
     # It scores what it is tried on before the run, and nothing else.
     body = "def score(prompt, completion):\n    if completion != '0': raise KeyError('gold')\n    return 0"
@@ -134,6 +137,7 @@ def forms(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("form", ["own", "trl", "trl_async"])
+@module_in_both_worlds
 def test_rewards_of_every_form_run(forms: Any, form: str) -> None:
     variant = forms.summary()["variants"][form]
     assert variant["ledger"]["trained"] > 0

@@ -108,14 +108,17 @@ def serve(
     while (data := pipes.receive()) is not None:
         try:
             pipes.send(answer(user_code, data))
-        except RewardError as error:
-            pipes.send(failure(encodable(str(error))))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
-            reason = encodable(place_of(error))
-            if reason not in reasons:  # print each traceback once to the verifier's output
-                reasons.add(reason)
+            reason = reason_of(error, name)
+            if not isinstance(error, RewardError) and reason not in reasons:
+                reasons.add(reason)  # print each traceback once to the verifier's output
                 traceback.print_exc()
-            pipes.send(failure(f"{name} raised {reason}"))
+            pipes.send(failure(reason))
+
+
+def reason_of(error: BaseException, name: str) -> str:
+    """Return why a child's answer is none: what the user's code of this name raised."""
+    return encodable(str(error) if isinstance(error, RewardError) else f"{name} raised {place_of(error)}")
 
 
 def framed(number: int, data: bytes) -> bytes:

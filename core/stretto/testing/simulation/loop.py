@@ -126,9 +126,10 @@ class SimulatedProcess:
         """Let the process stand still, as SIGSTOP and SIGCONT do."""
         self.stopped = True
         self.loop.note("stop", self.name, seconds)
-        self.loop.call_later(seconds, self._resume, context=contextvars.Context())
+        self.loop.call_later(seconds, self.resume, context=contextvars.Context())
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Let the process go on."""
         self.stopped = False
         self.loop.note("resume", self.name)
         for thread in self.threads:

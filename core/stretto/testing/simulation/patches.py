@@ -6,7 +6,9 @@ is replaced here, where a library or the standard library does it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import os
 import random
 import secrets
@@ -15,9 +17,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import anyio
@@ -29,6 +31,8 @@ from anyio._backends import _asyncio as backend
 from stretto.testing.simulation.files import SimulatedFiles
 from stretto.testing.simulation.loop import Escaped, SimulatedLoop, current_process
 from stretto.testing.simulation.transport import SimulatedTransport
+
+T = TypeVar("T")
 
 _EPOCH = 1_800_000_000.0
 """Wall time at the virtual time 0, in seconds since 1970."""
@@ -87,6 +91,18 @@ class World:
             return function(*args)
         except Exception as error:  # noqa: BLE001 - the caller raises it when the time has passed
             return error
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Take the place of `asyncio.run` in a thread: run a coroutine in a loop of its own, whose time is
+        added to the thread's."""
+        loop, before = SimulatedLoop(self.costs.getrandbits(32)), asyncio._get_running_loop()
+        began = loop.time()
+        asyncio._set_running_loop(None)
+        try:
+            return contextvars.Context().run(loop.run_until_complete, coroutine)
+        finally:
+            asyncio._set_running_loop(before)
+            self.sleep(loop.time() - began)
 
     async def in_thread(self, function: Callable[..., Any], *args: Any, abandon: bool = False) -> Any:
         """Take the place of `anyio.to_thread.run_sync`."""
@@ -173,6 +189,7 @@ def patched(world: World) -> Generator[None]:
         (time, "time", world.wall),
         (time, "sleep", world.sleep),
         (time, "strftime", strftime),
+        (asyncio, "run", world.run),
         (os, "getpid", _process_id),
         (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
         (secrets, "token_bytes", bytes_of(tokens)),

@@ -20,6 +20,7 @@ from anyio.abc import TaskGroup
 from stretto.bus.messages.membership import Heartbeat
 from stretto.bus.server import Bootstrap
 from stretto.children import reward
+from stretto.children.protocol import reason_of
 from stretto.component import Context
 from stretto.errors import leaves
 from stretto.launcher import Job, LauncherConfig, Resources, Role
@@ -241,12 +242,16 @@ class InlineChildPool:
         self.calls += 1
         try:
             async with self._free:
-                seconds = self.world.costs.expovariate(1 / _SCORE_S)
-                await anyio.sleep(seconds)
-                self.busy_s += seconds
-                return self._scorer.answer(msgspec.msgpack.encode(question))
+                result, seconds = self.world.call(self._scorer.answer, msgspec.msgpack.encode(question))
+                seconds += self.world.costs.expovariate(1 / _SCORE_S)
+                self.busy_s += min(seconds, timeout_s)
+                with anyio.fail_after(timeout_s):
+                    await anyio.sleep(seconds)
         finally:
             self.calls -= 1
+        if isinstance(result, Exception):
+            return reward.ScoringResult(error=reason_of(result, "reward"))
+        return result
 
     async def close(self) -> None:
         """Do nothing: there are no processes."""

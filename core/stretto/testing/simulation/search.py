@@ -106,28 +106,20 @@ def search(
             pool.shutdown(cancel_futures=True)
 
 
-def run_tape(
-    tape: Tape, keep: Path | None = None, between: Callable[[Path], None] = lambda folder: None
-) -> Outcome:
-    """Run a universe in a forked process, with an own folder, and return what became of it.
-
-    Args:
-        keep: gets the run's folder at the end. Without it, nothing of the universe is left.
-        between: called in the forked process before each kernel but the first, with the run's folder.
-    """
+def run_tape(tape: Tape) -> Outcome:
+    """Run a universe in a forked process, with an own folder, and return what became of it. Nothing of it is
+    left afterwards."""
     folder = _new_folder()
     reading, writing = os.pipe()
     try:
         pid = os.fork()
         if not pid:
             os.close(reading)
-            _child(tape, folder, writing, between)
+            _child(tape, folder, writing)
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
             data = pipe.read()
         _, status = os.waitpid(pid, 0)
-        if keep is not None:
-            shutil.move(folder / "run", keep)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if not data:
@@ -192,14 +184,14 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="universe-", dir=memory if memory.is_dir() else None))
 
 
-def _child(tape: Tape, folder: Path, writing: int, between: Callable[[Path], None]) -> None:
+def _child(tape: Tape, folder: Path, writing: int) -> None:
     """Body of the fork. It does not return: what is left of the universe's coroutines never runs."""
     try:
         end_with_parent(signal.SIGKILL)
         resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
         gc.disable()  # it ends what nobody awaits any more, at a moment that no seed decides
         try:
-            outcome = Universe(tape, folder, between).run()
+            outcome = Universe(tape, folder).run()
         except BaseException as error:  # noqa: BLE001 - the parent reports it
             outcome = Outcome(status="crashed", reason="".join(traceback.format_exception(error)))
         with os.fdopen(writing, "wb") as pipe:

@@ -84,14 +84,10 @@ class Universe:
 
     Args:
         folder: an empty folder, which the universe uses.
-        between: called before each kernel but the first, with the run's folder.
     """
 
-    def __init__(
-        self, tape: Tape, folder: Path, between: Callable[[Path], None] = lambda folder: None
-    ) -> None:
+    def __init__(self, tape: Tape, folder: Path) -> None:
         seed = tape.seed
-        self._between = between
         self.tape, self.folder = tape, folder
         self.loop = SimulatedLoop(seed)
         self.world = World(self.loop, seed)
@@ -101,7 +97,8 @@ class Universe:
         self.log: list[str] = []
         self._rng = Random(f"pauses {seed}")
         self._kernels = 0
-        self._summary: dict[str, Any] | None = None
+        self.summary: dict[str, Any] | None = None
+        """Of the newest kernel, if it has ended by itself."""
         self._began = self._expects_from = self.loop.time()
         self._longest_wait_s = 0.0
 
@@ -129,28 +126,17 @@ class Universe:
         """Run until the run has ended for good, or is stuck."""
         cpu = time.process_time
         began = cpu()
-        torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
-        load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
-        processes.SimulatedLauncher.machine = self.machine
-        with patched(self.world), _replaced(), _logged(self.report):
-            self._composed = compose_mapping(self._document())
-            self._run = new_run_id(self.folder / "run")
-            oracle = Oracle(self._composed.config.queue.max_staleness)
-            self.server.observers += [oracle, self._watch]
-            inject(self, self.tape.faults)
+        with self.opened():
             summary = self._live(self._kernels_in_turn())
             waiting = self.loop.waiting() if summary["status"] in _STANDS_STILL else []
-            oracle.end(summary, self.tape)
-            if summary["status"] == "completed":
-                audited = self._live(self._audit())
-                oracle.violations += audited.get("violations", [f"the audit: {audited.get('reason')}"])
+            violations = self.judge(summary)
         return Outcome(
             status=summary["status"],
             reason=summary.get("reason", ""),
-            violations=oracle.violations,
+            violations=violations,
             errors=self.loop.errors,
             digest=self.loop.digest,
-            model=oracle.model,
+            model=self.oracle.model,
             virtual_s=round(self.loop.time() - self._began, 3),
             longest_wait_s=round(self._longest_wait_s, 3),
             cpu_s=round(cpu() - began, 3),
@@ -160,6 +146,31 @@ class Universe:
             log=self.log,
             waiting=waiting,
         )
+
+    @contextmanager
+    def opened(self) -> Generator[None]:
+        """Put the simulated world in the place of the real one, and prepare the run."""
+        torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
+        load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
+        processes.SimulatedLauncher.machine = self.machine
+        with patched(self.world), _replaced(), _logged(self.report):
+            self._composed = compose_mapping(self._document())
+            out = self.folder / "run"
+            self._run = new_run_id(out)
+            self.oracle = Oracle(self._composed.config.queue.max_staleness)
+            self.server.observers += [self.oracle, self._watch]
+            inject(self, self.tape.faults)
+            with lock_run(out / "bus"):
+                write_values(out, self._composed)
+            yield
+
+    def judge(self, summary: dict[str, Any]) -> list[str]:
+        """Return what the oracles and the audit find in a run that has ended."""
+        self.oracle.end(summary, self.tape)
+        if summary["status"] == "completed":
+            audited = self._live(self._audit())
+            self.oracle.violations += audited.get("violations", [f"the audit: {audited.get('reason')}"])
+        return self.oracle.violations
 
     def _document(self) -> dict[str, Any]:
         """Return the run file. A tape without a dataset gets sums of one."""
@@ -184,18 +195,15 @@ class Universe:
 
     async def _kernels_in_turn(self) -> dict[str, Any]:
         """Start a kernel, and another one whenever one was killed or could not go on alone."""
-        out = self.folder / "run"
-        with lock_run(out / "bus"):
-            write_values(out, self._composed)
         while True:
-            kernel = self._start_kernel(out)
+            kernel = self.start_kernel()
             while not kernel.ended.done():
                 left_s = self._expects_from + self.tape.patience_s - self.loop.time()
                 if left_s <= 0:
                     reason = f"nothing new in the journal for {self.tape.patience_s:g} virtual seconds"
                     return {"status": "stuck", "reason": reason}
                 await asyncio.wait([kernel.ended], timeout=left_s)
-            summary, self._summary = self._summary, None
+            summary = self.summary
             if summary is not None and not _resumable(summary):
                 return summary
             if self._kernels == _MOST_KERNELS:
@@ -204,10 +212,11 @@ class Universe:
             if summary is None or summary["status"] != "repeated":
                 room_s = self.world.files.full_until - self.loop.time()
                 await anyio.sleep(max(self._rng.choice(_PAUSES_S), room_s))
-            self._between(out)
 
-    def _start_kernel(self, out: Path) -> SimulatedProcess:
-        """Do what `stretto run` or `stretto resume` does, as a process of the simulation."""
+    def start_kernel(self) -> SimulatedProcess:
+        """Do what `stretto run` or `stretto resume` does, as a process of the simulation. `summary` has the
+        kernel's summary when it has ended by itself."""
+        out, self.summary = self.folder / "run", None
         kernel = SimulatedProcess(self.loop, "kernel")
         lock = lock_run(out / "bus")
         kernel.on_end.append(lock.close)
@@ -221,11 +230,11 @@ class Universe:
             try:
                 resumed = None if first else life.newest_checkpoint(out)
                 setup = RunSetup(Assembly(self._composed, folder=out, run=self._run), resumed)
-                self._summary, _ = await life.live_and_sum_up(setup, interruptions)
+                self.summary, _ = await life.live_and_sum_up(setup, interruptions)
             except StrettoError as error:
-                self._summary = {"status": "refused", "reason": str(error)}
+                self.summary = {"status": "refused", "reason": str(error)}
             except Exception as error:  # noqa: BLE001 - a fault of stretto, which the outcome shows
-                self._summary = {"status": "raised", "reason": "".join(traceback.format_exception(error))}
+                self.summary = {"status": "raised", "reason": "".join(traceback.format_exception(error))}
             kernel.end(0)
 
         self._task = self.loop.create_task(main(), context=kernel.context())

@@ -1,0 +1,77 @@
+"""What a run leaves in its folder, for tests of real and of simulated runs."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class TestedRun(ABC):
+    """A run that a test has started."""
+
+    __test__ = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @abstractmethod
+    def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
+        """Let it run until a condition holds, and return its value."""
+
+    @abstractmethod
+    def end(self, deadline_s: float = 90) -> int:
+        """Its exit status, once it has ended by itself."""
+
+    @abstractmethod
+    def text(self) -> str:
+        """What it said."""
+
+    @abstractmethod
+    def assert_nothing_is_left(self, within_s: float = 2) -> None:
+        """No process of the run is there any more."""
+
+    @abstractmethod
+    def assert_audit_is_clean(self) -> None:
+        """`stretto audit` finds nothing wrong."""
+
+    def until_step(self, step: int, deadline_s: float = 60) -> None:
+        self.until(lambda: len(self.metrics()) >= step, deadline_s)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of its steps."""
+        return [line for line in self._lines() if "ledger" in line]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of its evaluations."""
+        return [line for line in self._lines() if "ledger" not in line]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def assert_balanced(self) -> dict[str, Any]:
+        """Its summary, whose ledger adds up."""
+        summary = self.summary()
+        ledger = summary["ledger"]
+        assert ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")
+        return summary
+
+    def assert_completed(self, steps: int, batch_size: int = 4, bound: int = 2) -> dict[str, Any]:
+        """It ends by itself with all that a finished run must have; its summary."""
+        assert self.end() == 0, self.text()
+        summary = self.assert_balanced()
+        assert summary["status"] == "completed"
+        assert summary["version"] == steps
+        assert summary["ledger"]["trained"] == steps * batch_size
+        assert summary["ledger"]["in_flight"] == 0
+        assert max(map(int, summary["staleness"])) <= bound
+        assert [line["step"] for line in self.metrics()] == list(range(1, steps + 1))
+        self.assert_nothing_is_left()
+        return summary

@@ -1,0 +1,13 @@
+"""Where the runs of a test live: in the simulation, or as real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+REAL, SIMULATED = "real", "simulated"
+_WORLDS = [SIMULATED, pytest.param(REAL, marks=pytest.mark.slow)]
+
+in_both_worlds = pytest.mark.parametrize("start", _WORLDS, indirect=True)
+"""For a test with the fixture `start`: its runs are simulated by default, and real among the slow tests."""
+module_in_both_worlds = pytest.mark.parametrize("module_start", _WORLDS, indirect=True, scope="module")
+"""The same for a test with the fixture `module_start`, or with one that is made of it."""
