@@ -8,7 +8,8 @@
 # make docs         the documentation site, into build/site; fails if a link does not hold
 # make test-slow   the tests that take a minute or more
 # make test-all    both, in one go
-# make test-chaos  kills in all configurations, and the same bits with kills as without; half an hour
+# make test-universes   600 simulated runs with faults: 300 that have to pass, and 300 new ones, whose failures are told
+# make test-chaos  kills in all configurations, the same bits with kills as without, and the search for planted mistakes
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make test-gpu    what only GPUs can show; skipped without CUDA
 # make test-clusters   a real Slurm of two nodes on this machine (Debian, and root), a Ray of three, a stand-in for
@@ -39,7 +40,7 @@ ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart vision test test-slow test-all test-chaos test-integration test-gpu test-clusters coverage lint lines format docs bench clean
+.PHONY: quickstart vision test test-slow test-all test-universes test-chaos test-integration test-gpu test-clusters coverage lint lines format docs bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
@@ -56,6 +57,10 @@ test-slow: $(VENV)/installed
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "not integration and not chaos and not cluster and not gpu" $(ARGS)
+
+test-universes: $(VENV)/installed
+	$(BIN)/python tests/helpers/universe_search.py small 0 300
+	-$(BIN)/python tests/helpers/universe_search.py small $$(date +%s) 300
 
 test-chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m chaos --timeout=3600 $(ARGS)
