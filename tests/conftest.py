@@ -318,7 +318,7 @@ def module_start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         yield start_run
 
 
-def _runs(request: pytest.FixtureRequest, folder: Path) -> AbstractContextManager[Start]:
+def _runs(request: pytest.FixtureRequest, folder: Path) -> AbstractContextManager[Callable[..., Any]]:
     """What starts runs in the world that the test wants."""
     if getattr(request, "param", REAL) == REAL:
         return runs_in(folder)

@@ -45,11 +45,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     others: list[EntryPoint] = []
     real = importlib.metadata.entry_points
 
-    class EntryPoints:
-        def select(self, *, group: str) -> list[EntryPoint]:
-            return [*real(group=group), *(entry for entry in others if entry.group == group)]
+    def installed_of(group: str, search_path: object) -> list[EntryPoint]:
+        return [*real(group=group), *(entry for entry in others if entry.group == group)]
 
-    monkeypatch.setattr(plugins, "entry_points", EntryPoints)
+    monkeypatch.setattr(plugins, "_installed_of", installed_of)
     monkeypatch.syspath_prepend(tmp_path)
     yield others
     for entry in others:

@@ -313,7 +313,6 @@ def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start
 
 
 @pytest.mark.slow
-@in_both_worlds
 def test_a_worker_that_stood_still_does_not_blame_the_kernel(start: Start) -> None:
     run = start("steps=30", "training.seconds_per_step=0.1")
     run.until_step(2)

@@ -260,16 +260,16 @@ class Plugins:
 
 
 @cache
+def _installed_of(group: str, search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Return the entry points of a group in the packages that are installed on this path."""
+    return tuple(_installed(search_path).select(group=group))
+
+
+@cache
 def _installed(search_path: tuple[str, ...]) -> EntryPoints:
     """Return the entry points of all packages that are installed on this path. A process reads them once."""
     del search_path  # `entry_points` reads `sys.path`
     return cast("EntryPoints", entry_points())  # Python 3.11 returns another class with the same `select`
-
-
-@cache
-def _installed_of(group: str, search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the entry points of a group. `select` compares each one that is installed."""
-    return tuple(_installed(search_path).select(group=group))
 
 
 @cache
