@@ -4,6 +4,7 @@ names of tapes of real bugs begin with `bug-`."""
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -19,6 +20,11 @@ from universes import large
 TAPES = Path(__file__).with_name("tapes")
 MOST_FAULTS = 4
 each_mutation = pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+
+
+def tape_of(mutation: Mutation) -> Path:
+    """Return the file of the tape that fails with a mutation."""
+    return TAPES / f"{re.sub(r'[^a-z0-9]+', '-', mutation.name.lower()).strip('-')}.json"
 
 
 def read(file: Path) -> Tape:
@@ -43,6 +49,16 @@ def test_a_kept_tape_passes(file: Path) -> None:
     outcome = run_tape(tape := read(file))
 
     assert not outcome.failed, "\n".join(story(tape, outcome, last=60))
+
+
+@pytest.mark.parametrize(
+    "mutation", [each for each in MUTATIONS if tape_of(each).exists()], ids=lambda mutation: mutation.name
+)
+def test_a_planted_mistake_fails_its_tape(mutation: Mutation) -> None:
+    tape = read(tape_of(mutation))
+
+    assert with_mutation(mutation, run_tape, tape).failed
+    assert 1 <= len(tape.faults) <= MOST_FAULTS
 
 
 @pytest.mark.chaos
