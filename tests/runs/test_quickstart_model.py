@@ -136,4 +136,4 @@ def test_the_quickstart_teaches_the_model_to_carry(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     first, *_, last = json.loads((out / "summary.json").read_text())["evaluation"]
     assert first["accuracy"] <= 0.1
-    assert last["accuracy"] >= 0.9
+    assert last["accuracy"] >= 0.85  # 0.917 in five runs; a deviation is 0.015
