@@ -198,6 +198,8 @@ def _number(value: RewardValue, index: int) -> tuple[float, dict[str, float]]:
 
 def _float(value: Any, what: str, index: int) -> float:
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text is no number, even if it looks like one")
         return float(value)
     except (TypeError, ValueError) as error:
         text = f"{what} of completion {index} is {str(value)[:80]!r}, a {type(value).__name__}"
