@@ -30,7 +30,7 @@ class PowerSgdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Rank of the matrices that ranks exchange in place of a gradient."""
     after_steps: Annotated[int, msgspec.Meta(ge=2)] = 10
     """Number of optimizer steps that are not compressed at the start of training, when gradients change most.
-    Not less than `warmup_steps`."""
+    At least those of the warm-up are not."""
 
 
 class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +47,8 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
     power_sgd: PowerSgdConfig | None = None
     """Compress the gradients that ranks exchange, for slow networks; needs `shard: false`. `rank` (8) is the
     rank of the matrices that are sent in place of a gradient: a higher one costs more bytes and loses less.
-    `after_steps` (10) is the number of steps at the start that are not compressed. `{}` takes these values.
+    `after_steps` (10) is the number of steps at the start that are not compressed; steps of the warm-up are
+    not, either. `{}` takes these values.
     Updates are approximate: docs/benchmarks.md says how much that costs."""
     cpu_offload: bool = False
     """Keep parameters and optimizer in host memory, and run the optimizer step there; needs `shard`."""
@@ -64,11 +65,6 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
         if self.power_sgd is not None:
             if self.shard or self.tensor_parallel > 1 or self.reduce_dtype != "float32":
                 raise ValueError("power_sgd needs shard: false, tensor_parallel: 1 and reduce_dtype: float32")
-            if self.power_sgd.after_steps < self.warmup_steps:
-                raise ValueError(
-                    f"power_sgd.after_steps ({self.power_sgd.after_steps}) is less than warmup_steps "
-                    f"({self.warmup_steps}); compressed gradients disturb a warm-up"
-                )
         if self.tensor_parallel > 1:
             for key in ("lora", "compile"):
                 if getattr(self, key):

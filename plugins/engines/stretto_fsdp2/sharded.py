@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -39,6 +40,9 @@ class ShardedLayout(RankLayout):
         self._offloads = config.cpu_offload
         self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype)
         self._power_sgd_config = config.power_sgd
+        if config.power_sgd is not None:  # compressed gradients disturb a warm-up
+            after_steps = max(config.power_sgd.after_steps, config.warmup_steps)
+            self._power_sgd_config = msgspec.structs.replace(config.power_sgd, after_steps=after_steps)
         self._power_sgd: PowerSgd | None = None
         self.autocast = not config.shard
 
