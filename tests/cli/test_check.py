@@ -85,6 +85,7 @@ def plugin(file: Path, kind: str, body: str, base: str = "") -> str:
         ("def score(completion, wrongname): return 1.0", "needs 'wrongname'"),
         ("def score(prompt, answer): return 1.0", "'answer' is a column of the row; name them"),
         ("def score(prompt, completion): return 'good'", "is 'good', a str; expected a number"),
+        ("def score(prompt, completion): return '1'", "is '1', a str; expected a number"),
         ("def score(prompt, completion): return float('nan')", "is nan, not a finite number"),
         ("def score(completions, **columns): return [1.0]", "returned 1 values for 4 completions"),
         ("def score(prompt, completion):\n    raise KeyError('boom')", "raised KeyError: 'boom'"),
@@ -356,6 +357,7 @@ OWN = {
     "pretty.jsonl": '{\n "prompt": "1+1="\n}\n',
     "rows.csv": "prompt,answer\n1+1=,2\n",
     "bom.jsonl": '\ufeff{"prompt": "1+1=", "answer": "2"}\n',
+    "bare/config.json": (MODEL / "config.json").read_text(),
 }
 
 
@@ -388,6 +390,7 @@ def test_prompt_and_completion_come_by_position_to_parameters_named_like_them(
 
 def all_found(file: Path, *overrides: str) -> list[str]:
     """Each problem of a run in the folder of `file`, with severity and key."""
+    (file.parent / "bare").mkdir(exist_ok=True)
     for name, text in OWN.items():
         (file.parent / name).write_text(text)
     try:
@@ -429,6 +432,7 @@ def all_found(file: Path, *overrides: str) -> list[str]:
             (*TORCH, "training.betas=[0.9,1.0]"),
             "error override training.betas.1: expected float < 1.0; found",
         ),
+        (("model=bare", *TORCH[1:]), "bare' has no weights: expected *.safetensors"),
         ((*TORCH, "training.lr=1e-30"), "warning training.lr: is 1e-30: such steps change no weight"),
         (
             (*TORCH, f"dataset.path={MODEL.parent}/train.jsonl", "sampling.max_tokens=1"),
@@ -437,6 +441,8 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         ((*TORCH, "workflow.timeout_s=0.01"), "warning workflow.timeout_s: "),
         ((*TORCH, "training.warmup_steps=1000"), "warning training.warmup_steps: is 1000, but the run has 5"),
         ((*TORCH, "training.decay_steps=3"), "warning training.decay_steps: is 3, and has no effect"),
+        ((*TORCH, "training.final_lr_ratio=0.2"), "warning training.final_lr_ratio: is 0.2, and has no effect"),
+        ((*TORCH, "training.betas=[0.999, 0.9]"), "warning training.betas: is [0.999, 0.9]: the first is"),
         (
             (*TORCH, "training={schedule: linear, decay_steps: 15, warmup_steps: 20}"),
             "error training.decay_steps: is 15, but the warm-up alone takes 20",
@@ -511,6 +517,12 @@ def test_a_slip_is_found_before_the_run_starts(
         ("workflow={use: agent, command: 'cd /tmp && X=1 nosuchprogram'}", "sandbox=unsafe"),
         ("workflow={use: agent, command: python3 agent.py}", "sandbox=unsafe"),
         ("workflow.timeout_s=1", "rollout.concurrency=1", "sampling.temperature=1.3"),
+        # The rows that are trained have no answer to score; the held-out ones have.
+        (
+            *(*TORCH, HELD, f"dataset.path={MODEL.parent}/pairs.jsonl", "algorithm=dpo", "queue.batch_size=8"),
+            "reward={use: regex, pattern: '([0-9]+)'}",
+        ),
+        (*TORCH, "training={use: fsdp2, shard: false, power_sgd: {after_steps: 5}}"),
     ],
 )
 def test_a_right_run_file_has_no_problem(

@@ -34,6 +34,7 @@ Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 _WARMUP = 10
 """Default of `warmup_steps`. A run that is shorter is a try-out, and no reason to warn."""
+_FINAL_LR_RATIO = 0.1
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,7 +80,7 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     decay_steps: NonNegativeInt | None = None
     """Optimizer step at which a `linear` or `cosine` schedule reaches its final learning rate. 0 is accepted
     only if `steps` is 0, for example when both come from `${steps}`."""
-    final_lr_ratio: Share = 0.1
+    final_lr_ratio: Share = _FINAL_LR_RATIO
     """Final learning rate of the schedule, as a fraction of `lr`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the forward and backward passes and of the published weights. Parameters and optimizer
@@ -166,6 +167,13 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
     if isinstance(config, GroupTrainingConfig) and config.interface:
         yield from interface_problems("training.interface", config.interface)
     yield from _schedule_problems(config, run)
+    if config.betas[0] > config.betas[1]:
+        yield Problem(
+            "training.betas",
+            f"is {list(config.betas)}: the first is the rate of the gradient, and is usually the smaller one, "
+            "such as [0.9, 0.999]",
+            "warning",
+        )
     if config.lora is not None:
         yield from _target_problems(config.lora, run.model)
     if config.decay_steps == 0 and run.steps:
@@ -187,13 +195,15 @@ def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[
             f"{updates / warmup:.2g} of `lr`",
             "warning",
         )
-    if config.schedule == "constant" and decay not in (None, run.steps):
-        yield Problem(
-            "training.decay_steps",
-            f"is {decay}, and has no effect with the schedule 'constant'; set `training.schedule` to "
-            "'linear' or 'cosine', or leave it out",
-            "warning",
-        )
+    idle = {"decay_steps": None, "final_lr_ratio": _FINAL_LR_RATIO} if config.schedule == "constant" else {}
+    for key, default in idle.items():
+        if (value := getattr(config, key)) not in (default, run.steps):
+            yield Problem(
+                f"training.{key}",
+                f"is {value}, and has no effect with the schedule 'constant'; set `training.schedule` to "
+                "'linear' or 'cosine', or leave it out",
+                "warning",
+            )
     if config.schedule != "constant" and decay and decay <= warmup and warmup > _WARMUP:
         yield Problem(
             "training.decay_steps",

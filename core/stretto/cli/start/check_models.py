@@ -29,6 +29,8 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
             yield from _context_problems(config)
             yield from token_problems(config)
         trained = isinstance(placement.lead.section, ModelTrainingConfig)
+        if trained and Path(config.model, "config.json").is_file() and not _has_weights(Path(config.model)):
+            yield Problem("model", f"{config.model!r} has no weights: expected *.safetensors in the folder")
         if trained and graph.samples and config.steps and not inference.needs_model:
             yield Problem(
                 "inference.use",
@@ -139,6 +141,10 @@ def _vocabulary(model: str | None) -> int | None:
     """Return the size of a model's vocabulary; None if its config cannot be read on this machine."""
     config = known_config(model)
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
 
 
 def source_problems(path: str, model: str) -> Iterator[Problem]:

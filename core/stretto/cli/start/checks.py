@@ -406,7 +406,8 @@ def _row_problems(
 ) -> Iterator[Problem]:
     """Check rows of the datasets with the `check_row` of reward and workflow, in child processes."""
     components = assembly.composed.components
-    datasets = [path for path in ("dataset", "evaluation.dataset") if path in components]
+    datasets = ["dataset"] if assembly.graph.samples else []  # else it has no answers to score
+    datasets += ["evaluation.dataset"] if "evaluation.dataset" in components else []
     for section in sections:
         if section not in failed_sections and row_checks(assembly.composed, section):
             for path in datasets:
