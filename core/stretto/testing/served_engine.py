@@ -216,7 +216,7 @@ class ServedEngine:
         """Send a request and return its only sample."""
         return self.answers(request)[0][0]
 
-    def until_load(self, condition: Callable[[Load], bool], within_s: float = 10.0) -> Load:
+    def until_load(self, condition: Callable[[Load], bool], within_s: float = 60.0) -> Load:
         """Wait until the load figures fulfil a condition, and return them."""
         deadline = time.monotonic() + within_s
         while not condition(load := self.load()):
