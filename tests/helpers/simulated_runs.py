@@ -18,6 +18,7 @@ from run_files import TestedRun
 from stretto.assembly.compose import compose
 from stretto.testing.simulation import Tape
 from stretto.testing.simulation.loop import SimulatedProcess
+from stretto.testing.simulation.search import enter_fork
 from stretto.testing.simulation.universe import Universe
 
 _SLICE_S = 0.02
@@ -89,6 +90,7 @@ class _Driver:
 def _serve(tape: Tape, folder: Path, pipe: Connection) -> None:
     """Body of the forked process, which never returns."""
     try:
+        enter_fork()
         universe = Universe(tape, folder)
         with universe.opened():
             driver = _Driver(universe)
@@ -200,6 +202,7 @@ def simulated_runs_in(tmp_path: Path, file: Path) -> Generator[Callable[..., Sim
     yield start_run
     for _, pipe, pid in universes.values():
         pipe.close()
+        os.kill(pid, signal.SIGKILL)  # it may not see the end of the pipe, which later universes have, too
         os.waitpid(pid, 0)
 
 

@@ -202,6 +202,7 @@ def test_a_second_interrupt_ends_at_once(start: Start) -> None:
     run.assert_nothing_is_left()
 
 
+@in_both_worlds
 def test_a_run_whose_last_checkpoint_cannot_be_written_has_failed_and_goes_on_when_it_can(
     start: Start,
 ) -> None:
@@ -249,7 +250,7 @@ def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(s
     assert steps["steps"] == 20
 
 
-@pytest.mark.slow
+@in_both_worlds
 def test_a_run_without_a_checkpoint_is_repeated_from_its_beginning(start: Start, tmp_path: Path) -> None:
     evaluation = (f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}", "evaluation.rows=4")
     run = start("steps=12", "checkpoint.every=0", *evaluation, "evaluation.every=3")
@@ -264,7 +265,7 @@ def test_a_run_without_a_checkpoint_is_repeated_from_its_beginning(start: Start,
     assert steps["steps"] == 12
 
 
-@pytest.mark.slow
+@in_both_worlds
 def test_an_interrupt_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
     start: Start, tmp_path: Path
 ) -> None:

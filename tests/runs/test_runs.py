@@ -78,7 +78,7 @@ def test_synchronous_training_has_no_staleness(synchronous: dict[str, Any]) -> N
     assert synchronous["staleness"] == {"0": 4 * 4 * 4}
 
 
-@pytest.mark.slow
+@in_both_worlds
 def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
     run = start(
         *("queue.on_late=drop", "queue.max_staleness=1", "inference.sigma=1.5", "inference.slots=24"),

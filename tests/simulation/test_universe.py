@@ -71,6 +71,32 @@ def test_a_universe_is_the_same_in_each_process() -> None:
     assert {digest_of_another_process(1), digest_of_another_process(2)} == {warm.digest}
 
 
+def test_a_search_continues_with_the_universes_that_its_record_does_not_name(tmp_path: Path) -> None:
+    tapes, record = [small(1, 1), small(2, 1)], tmp_path / "record"
+
+    assert [tape.seed for tape, _ in search(tapes[:1], record=record)] == [1]
+    assert [tape.seed for tape, _ in search(tapes, record=record)] == [2]
+    other = small(1, 2)  # the same seed, but not the same universe
+    assert [tape.seed for tape, _ in search([*tapes, other], record=record)] == [1]
+
+
+FAULTS = [
+    *(Fault(kind=kind, at=2.0, who="inference", seconds=3.0) for kind in ("cut", "stop", "kill")),
+    *(Fault(kind=kind, at=2.0, seconds=3.0) for kind in ("slow", "full store", "outage", "hang")),
+    *(Fault(kind=kind, at=2.0, share=0.2, seconds=3.0) for kind in ("late", "lose", "double", "busy store")),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
+def test_a_fault_of_each_kind_changes_what_happens_and_no_result(fault: Fault) -> None:
+    calm = small(0, faults=0)
+
+    outcome = run_tape(msgspec.structs.replace(calm, faults=(fault,)))
+
+    assert not outcome.failed, "\n".join(story(calm, outcome))
+    assert outcome.digest != run_tape(calm).digest
+
+
 def test_runs_complete_whatever_goes_wrong() -> None:
     failed = ["\n".join(story(*found)) for found in search(map(small, range(8))) if found[1].failed]
 

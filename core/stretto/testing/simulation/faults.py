@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Collection, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _CALM_S = 4.0
 """How long bad weather lasts."""
+_LONGEST_S = 8.0
+"""Longest time for which the server is away, which is less than what workers wait for it."""
 _AFTER_S = 0.3
 """Longest time between a named point and its fault."""
 
@@ -83,6 +86,9 @@ KINDS = {
     "double": 1,
     "unconfirmed": 2,
     "busy store": 1,
+    "full store": 1,
+    "cut": 2,
+    "slow": 1,
     "scale": 3,
     "clock": 1,
     "tear": 1,
@@ -90,6 +96,7 @@ KINDS = {
 }
 """Kind -> how often it is drawn."""
 _VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 1, "kernel": 2}
+_OF_THE_SERVER = ("outage", "hang", "full store", "full disk")
 _SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0)
 
 
@@ -125,7 +132,7 @@ def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
         **place,
         who=who,
         pick=round(rng.random(), 3),
-        seconds=min(seconds, 8.0) if who == "kernel" or kind in ("outage", "hang", "full disk") else seconds,
+        seconds=min(seconds, _LONGEST_S) if who == "kernel" or kind in _OF_THE_SERVER else seconds,
         share=rng.choice([0.01, 0.05, 0.2]),
     )
 
@@ -157,60 +164,65 @@ def inject(universe: Universe, faults: tuple[Fault, ...]) -> None:
 
 
 def happen(universe: Universe, fault: Fault) -> None:
-    """Let a fault happen now."""
-    server, weather = universe.server, universe.server.weather
-    victim = _victim(universe, fault)
+    """Let a fault happen now.
+
+    Raises:
+        ValueError: if there is no such kind.
+    """
+    if fault.kind not in KINDS:
+        raise ValueError(f"no such kind of fault: {fault.kind}")
+    hit = _HITS.get(fault.kind)
+    living = universe.machine.alive(fault.who) if hit else []
+    victim = living[min(int(fault.pick * len(living)), len(living) - 1)] if living else None
     universe.report("fault", fault.kind, victim.name if victim else "", f"{fault.seconds:g} s")
     universe.be_patient(max(fault.seconds, _CALM_S))
+    if hit is None:
+        _change_world(universe, fault)
+    elif victim is not None:
+        hit(universe, victim, fault)
+
+
+def _change_world(universe: Universe, fault: Fault) -> None:
+    """Let something happen to what all processes share."""
+    server, machine, seconds = universe.server, universe.machine, fault.seconds
+    now = universe.loop.time()
     match fault.kind:
         case "outage":
-            server.go_down(fault.seconds)
+            server.go_down(seconds)
         case "hang":
-            server.answer_pings_only(fault.seconds)
+            server.answer_pings_only(seconds)
         case "late":
-            weather.late, weather.late_s = fault.share, min(fault.seconds, 5.0)
+            server.worsen("late", fault.share, _CALM_S)
+            server.worsen("late_s", min(seconds, 5.0), _CALM_S)
         case "lose":
-            weather.lost = weather.untaken = fault.share
+            server.worsen("lost", fault.share, _CALM_S)
+            server.worsen("untaken", fault.share, _CALM_S)
         case "double":
-            weather.doubled = fault.share
+            server.worsen("doubled", fault.share, _CALM_S)
         case "unconfirmed":
-            weather.unconfirmed = fault.share
+            server.worsen("unconfirmed", fault.share, _CALM_S)
         case "busy store":
-            weather.store_fails = fault.share
+            server.worsen("store_fails", fault.share, _CALM_S)
+        case "full store":
+            server.worsen("store_fails", 1.0, seconds)
+        case "slow":
+            machine.busy_until = max(machine.busy_until, now + seconds)
         case "scale":
             universe.scale(fault.who, 1 + int(3 * fault.pick))
         case "full disk":
-            universe.world.files.full_until = universe.loop.time() + fault.seconds
-        case "clock":
-            universe.world.wall_offset_s += fault.seconds * (60 if fault.pick < 0.5 else -60)
-        case _ if victim is not None:
-            _hit(universe, victim, fault)
-        case _:
-            pass  # nobody is there to hit
-    if fault.kind in ("late", "lose", "double", "unconfirmed", "busy store"):
-        universe.later(_CALM_S, universe.server.calm)
+            universe.world.files.full_until = max(universe.world.files.full_until, now + seconds)
+        case _:  # clock
+            universe.world.wall_offset_s += seconds * (60 if fault.pick < 0.5 else -60)
 
 
-def _victim(universe: Universe, fault: Fault) -> SimulatedProcess | None:
-    living = universe.machine.alive(fault.who)
-    return living[min(int(fault.pick * len(living)), len(living) - 1)] if living else None
-
-
-def _hit(universe: Universe, victim: SimulatedProcess, fault: Fault) -> None:
-    match fault.kind:
-        case "kill":
-            victim.end(-9)
-        case "stop":
-            victim.stop(fault.seconds)
-        case "block":
-            victim.block(fault.seconds)
-        case "term":
-            victim.signal(15)
-        case "int":
-            victim.signal(2)
-        case "tear":
-            universe.world.files.tear(victim)
-        case "break":
-            universe.server.break_connections(victim.name)
-        case _:
-            raise ValueError(f"no such kind of fault: {fault.kind}")
+_HITS: dict[str, Callable[[Universe, SimulatedProcess, Fault], None]] = {
+    "kill": lambda universe, victim, fault: victim.end(-signal.SIGKILL),
+    "term": lambda universe, victim, fault: victim.signal(signal.SIGTERM),
+    "int": lambda universe, victim, fault: victim.signal(signal.SIGINT),
+    "stop": lambda universe, victim, fault: victim.stop(fault.seconds),
+    "block": lambda universe, victim, fault: victim.block(fault.seconds),
+    "tear": lambda universe, victim, fault: universe.world.files.tear(victim),
+    "break": lambda universe, victim, fault: universe.server.break_connections(victim.name),
+    "cut": lambda universe, victim, fault: universe.server.cut_off(victim.name, fault.seconds),
+}
+"""Kind -> what it does to the process that it hits."""

@@ -78,7 +78,7 @@ class SimulatedProcess:
         self.threads = [self.main]
         self.status: int | None = None
         """Exit status; negative for a signal; None while it runs."""
-        self.stopped = False
+        self.stopped_until = 0.0
         self.ended = loop.create_future()
         """Done when the process has ended."""
         self.on_end: list[Callable[[], None]] = []
@@ -124,13 +124,22 @@ class SimulatedProcess:
 
     def stop(self, seconds: float) -> None:
         """Let the process stand still, as SIGSTOP and SIGCONT do."""
-        self.stopped = True
+        self.stopped_until = max(self.stopped_until, self.loop.time() + seconds)
         self.loop.note("stop", self.name, seconds)
-        self.loop.call_later(seconds, self.resume, context=contextvars.Context())
+        self.loop.call_later(seconds, self._resume_when_due, context=contextvars.Context())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it stands still."""
+        return self.loop.time() < self.stopped_until
+
+    def _resume_when_due(self) -> None:
+        if not self.stopped:  # else it was stopped once more
+            self.resume()
 
     def resume(self) -> None:
         """Let the process go on."""
-        self.stopped = False
+        self.stopped_until = 0.0
         self.loop.note("resume", self.name)
         for thread in self.threads:
             self.loop.wake(thread)
@@ -138,7 +147,7 @@ class SimulatedProcess:
     def block(self, seconds: float) -> None:
         """Let the main thread compute for a while; other threads of the process continue."""
         self.loop.note("block", self.name, seconds)
-        self.main.blocked_until = self.loop.time() + seconds
+        self.main.blocked_until = max(self.main.blocked_until, self.loop.time() + seconds)
 
 
 def current_process() -> SimulatedProcess | None:

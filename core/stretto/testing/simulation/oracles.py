@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -27,13 +28,13 @@ class Oracle:
         self._trained: dict[int, int] = {}
         """Ticket -> version of the batch that trains it."""
         self._digests: dict[int, str] = {}
-        self._evaluated: dict[int, int] = {}
-        """Version -> incarnation of its evaluation."""
+        self._evaluated = set[int]()
+        """Versions whose evaluation is in the journal."""
         self._incarnation = 0
         self.steps = 0
 
     def __call__(self, sender: str, subject: str, data: bytes) -> None:
-        """Take a message that was published."""
+        """Take a message that was published or stored."""
         if is_split(data):
             return
         if subject.endswith(".journal"):
@@ -54,8 +55,9 @@ class Oracle:
                 self._judge_step(entry)
             case JournalEvaluation():
                 version = entry.result.version
-                if self._evaluated.setdefault(version, entry.incarnation) != entry.incarnation:
+                if version in self._evaluated:
                     self._violated(f"version {version} is evaluated twice")
+                self._evaluated.add(version)
             case _:
                 pass  # says nothing of samples
 
@@ -82,16 +84,30 @@ class Oracle:
         """Digest of the last version."""
         return self._digests.get(self.steps, "")
 
-    def end(self, summary: dict[str, Any], tape: Tape) -> None:
-        """Judge the end of the run."""
-        ledger = summary.get("ledger", {})
-        if ledger and sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
-            self._violated(f"the ledger does not add up: {ledger}")
+    def end(self, summary: dict[str, Any], ledgers: Iterable[Mapping[str, int]], tape: Tape) -> None:
+        """Judge the end of the run.
+
+        Args:
+            ledgers: the ledger of each step, as `metrics.jsonl` has it.
+        """
+        for ledger in [*ledgers, summary.get("ledger", {"issued": 0})]:
+            if sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
+                self._violated(f"the ledger does not add up: {ledger}")
         if summary["status"] == "completed":
-            if self.steps != tape.run["steps"]:
-                self._violated(f"completed at version {self.steps}, not {tape.run['steps']}")
-            elif tape.model not in ("", self.model):
-                self._violated(f"the last version is {self.model}, and without faults {tape.model}")
+            self._judge_completed(tape)
+
+    def _judge_completed(self, tape: Tape) -> None:
+        steps = tape.run["steps"]
+        if self.steps != steps:
+            self._violated(f"completed at version {self.steps}, not {steps}")
+        elif tape.model not in ("", self.model):
+            self._violated(f"the last version is {self.model}, and without faults {tape.model}")
+        if missing := {*range(1, steps + 1)} - self._digests.keys():
+            self._violated(f"no digest of the versions {sorted(missing)} is in the journal")
+        if (evaluation := tape.run.get("evaluation")) is not None:
+            every = evaluation.get("every") or steps
+            if missing := {*range(0, steps, every), steps} - self._evaluated:
+                self._violated(f"no evaluation of the versions {sorted(missing)} is in the journal")
 
     def _violated(self, text: str) -> None:
         self.violations.append(text)

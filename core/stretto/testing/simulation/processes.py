@@ -45,6 +45,8 @@ class SimulatedMachine:
     def __init__(self, world: World) -> None:
         self.world = world
         self.loop = world.loop
+        self.busy_until = 0.0
+        """Virtual time until which the machine is so busy that no worker starts."""
 
     def start_worker(self, bootstrap: Bootstrap) -> SimulatedProcess:
         """Start a worker. It needs a moment to load."""
@@ -65,7 +67,8 @@ class SimulatedMachine:
             self.loop.note("start", bootstrap.worker)
             process.task = self.loop.create_task(main(), context=process.context())  # type: ignore[attr-defined]
 
-        self.loop.call_later(self.world.costs.uniform(*_START_S), start, context=process.context())
+        begin_s = max(self.loop.time(), self.busy_until)
+        self.loop.call_at(begin_s + self.world.costs.uniform(*_START_S), start, context=process.context())
         return process
 
     def alive(self, role: str = "") -> list[SimulatedProcess]:

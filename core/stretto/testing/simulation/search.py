@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import multiprocessing
 import os
 import resource
@@ -84,13 +85,13 @@ def search(
 
     Args:
         jobs: number of universes at the same time.
-        record: file with the seeds that have not failed, and their digests. It grows, and seeds that it names
-            are left out: a search that was interrupted continues.
+        record: file with the tapes that have not failed: seed, digest of the tape, digest of what happened. It
+            grows, and tapes that it names are left out: a search that was interrupted continues.
     """
-    done = set[int]()
+    done = set[str]()
     if record is not None and record.exists():
-        done = {int(line.split()[0]) for line in record.read_text().splitlines()}
-    tapes = [tape for tape in tapes if tape.seed not in done]
+        done = {line.split()[1] for line in record.read_text().splitlines()}
+    tapes = [tape for tape in tapes if _digest(tape) not in done]
     if not tapes:
         return
     calm = msgspec.structs.replace(tapes[0], faults=())
@@ -100,10 +101,14 @@ def search(
             for tape, outcome in zip(tapes, pool.map(run_tape, tapes), strict=True):
                 if record is not None and not outcome.failed:
                     with record.open("a") as file:
-                        file.write(f"{tape.seed} {outcome.digest}\n")
+                        file.write(f"{tape.seed} {_digest(tape)} {outcome.digest}\n")
                 yield tape, outcome
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _digest(tape: Tape) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(tape), digest_size=8).hexdigest()
 
 
 def run_tape(tape: Tape) -> Outcome:
@@ -184,12 +189,17 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="universe-", dir=memory if memory.is_dir() else None))
 
 
+def enter_fork() -> None:
+    """Prepare a forked process for a universe. It ends with its parent, and has a limit of processor time."""
+    end_with_parent(signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+    gc.disable()  # it ends what nobody awaits any more, at a moment that no seed decides
+
+
 def _child(tape: Tape, folder: Path, writing: int) -> None:
     """Body of the fork. It does not return: what is left of the universe's coroutines never runs."""
     try:
-        end_with_parent(signal.SIGKILL)
-        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
-        gc.disable()  # it ends what nobody awaits any more, at a moment that no seed decides
+        enter_fork()
         try:
             outcome = Universe(tape, folder).run()
         except BaseException as error:  # noqa: BLE001 - the parent reports it

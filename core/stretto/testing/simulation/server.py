@@ -42,11 +42,7 @@ class Weather:
     untaken: float = 0.0
     """Share of acknowledgements of a queue's message that get lost: it is delivered again."""
     store_fails: float = 0.0
-    """Share of messages that the store refuses for now."""
-    disk_full: bool = False
-    """The store refuses every message."""
-    pings_only: bool = False
-    """The server answers pings, and does nothing else until this is over."""
+    """Share of messages that the store refuses for now. With 1.0 its disk is full."""
 
 
 class SimulatedConnection:
@@ -92,7 +88,7 @@ class SimulatedConnection:
         server, verb = self._server, words[0]
         if verb == b"PING":
             self.to_client.send(b"PONG\r\n")
-        elif server.weather.pings_only:
+        elif server.hangs:
             self._held.append((words, payload))
         elif verb == b"PUB":
             reply = words[2].decode() if len(words) == 4 else ""
@@ -126,11 +122,15 @@ class SimulatedServer:
         self.context = contextvars.Context()
         """The context of the server's own callbacks, which belong to no process."""
         self.weather = Weather()
-        self.up = True
+        self._weather_ends: dict[str, float] = {}
+        self._down_until = self._hangs_until = 0.0
+        self._cut_until: dict[str, float] = {}
+        """Process -> time until which it reaches no server."""
         self.folder = b"/"
         """Folder of the universe. It has another name each time, so the trace does not show it."""
         self.observers: list[Callable[[str, str, bytes], None]] = []
-        """Called with sender, subject and payload of each message that is published."""
+        """Called with sender, subject and payload of each core message that is published, and of each message
+        that is stored."""
         self.messages = 0
         """Number of messages that were published."""
         self.streams: dict[str, Stream] = {}
@@ -161,10 +161,26 @@ class SimulatedServer:
             delay += self._rng.random() * self.weather.late_s
         return delay
 
+    def worsen(self, name: str, value: float, seconds: float) -> None:
+        """Set a field of the weather for a while. What lasts longer ends later."""
+        setattr(self.weather, name, value)
+        ends = self._weather_ends[name] = max(self._weather_ends.get(name, 0.0), self.loop.time() + seconds)
+        self.loop.call_at(ends, self._clear_up, name, context=self.context)
+
+    @property
+    def full_until(self) -> float:
+        """Time until which the disk of the store is full."""
+        return self._weather_ends.get("store_fails", 0.0) if self.weather.store_fails == 1.0 else 0.0
+
+    def _clear_up(self, name: str) -> None:
+        if self._weather_ends[name] <= self.loop.time():
+            setattr(self.weather, name, 0.0)
+
     def calm(self) -> None:
-        """End the bad weather. A server that hangs or has a full disk is not concerned."""
-        weather = self.weather
-        self.weather = Weather(disk_full=weather.disk_full, pings_only=weather.pings_only)
+        """End the bad weather, and let everybody reach the server."""
+        self.weather = Weather()
+        self._down_until = self._hangs_until = 0.0
+        self._cut_until.clear()
 
     # ------------------------------------------------------------------------------- connections
 
@@ -197,27 +213,43 @@ class SimulatedServer:
                 connection.drop()
                 connection.transport.break_off()
 
+    @property
+    def works(self) -> bool:
+        """Whether the server is there, and does more than to answer pings."""
+        return self.loop.time() >= max(self._down_until, self._hangs_until)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the server answers pings, and does nothing else."""
+        return self.loop.time() < self._hangs_until
+
+    def reaches(self, name: str) -> bool:
+        """Whether a process can connect."""
+        return self.loop.time() >= max(self._down_until, self._cut_until.get(name, 0.0))
+
+    def cut_off(self, name: str, seconds: float) -> None:
+        """Let one process reach no server for a while. The others hear each other."""
+        self.loop.note("cut off", name, seconds)
+        self._cut_until[name] = max(self._cut_until.get(name, 0.0), self.loop.time() + seconds)
+        self.break_connections(name)
+
     def go_down(self, seconds: float) -> None:
         """Be away for a while. Streams are on disk; consumers of readers are not."""
         self.loop.note("server down", seconds)
-        self.up = False
+        self._down_until = max(self._down_until, self.loop.time() + seconds)
         self.break_connections()
         for stream in self.streams.values():
             stream.restart()
-        self.loop.call_later(seconds, self._come_up, context=self.context)
-
-    def _come_up(self) -> None:
-        self.up = True
-        self.loop.note("server up")
 
     def answer_pings_only(self, seconds: float) -> None:
         """Do nothing but answer pings for a while."""
         self.loop.note("server hangs", seconds)
-        self.weather.pings_only = True
+        self._hangs_until = max(self._hangs_until, self.loop.time() + seconds)
         self.loop.call_later(seconds, self._catch_up, context=self.context)
 
     def _catch_up(self) -> None:
-        self.weather.pings_only = False
+        if self.hangs:
+            return  # once more
         self.loop.note("server works")
         for connection in [*self._connections.values()]:
             connection.catch_up()
@@ -266,20 +298,26 @@ class SimulatedServer:
     ) -> None:
         """Take a message of a client."""
         self.messages += 1
-        for observe in self.observers:
-            observe(sender.name, subject, data)
         if subject.startswith("$JS."):
             self._call(subject.split("."), reply, data)
         elif stream := self._home(subject):
             answer = self._store(stream, subject, head, data)
+            if "error" not in answer and "duplicate" not in answer:
+                self._show(sender.name, subject, data)
             if reply and not self.happens(self.weather.unconfirmed):
                 self.send(sender.name, reply, "", b"", json.dumps(answer).encode())
-        elif self.happens(self.weather.lost):
-            self.loop.note("lost", sender.name, subject)
         else:
+            self._show(sender.name, subject, data)
+            if self.happens(self.weather.lost):
+                self.loop.note("lost", sender.name, subject)
+                return
             for _ in range(1 + self.happens(self.weather.doubled)):
                 if not self.send(sender.name, subject, reply, head, data) and reply:
                     self.send("server", reply, "", _NO_RESPONDERS, b"")
+
+    def _show(self, sender: str, subject: str, data: bytes) -> None:
+        for observe in self.observers:
+            observe(sender, subject, data)
 
     def send(self, sender: str, subject: str, reply: str, head: bytes, data: bytes, to: str = "") -> bool:
         """Send a message to all subscribers of its subject, or of `to`; whether there are any."""
@@ -324,10 +362,9 @@ class SimulatedServer:
 
     def _store(self, stream: Stream, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
         try:
-            if self.weather.disk_full:
-                raise StreamRefusal(503, 10023, "insufficient resources")
             if self.happens(self.weather.store_fails):
-                raise StreamRefusal(503, 10077, "the store is busy")
+                full = self.weather.store_fails == 1.0
+                raise StreamRefusal(503, *((10023, "insufficient resources") if full else (10077, "busy")))
             return stream.store(subject, head, data)
         except StreamRefusal as error:
             return {**error.answer(), "stream": stream.name, "seq": 0}

@@ -67,11 +67,12 @@ class SimulatedTransport(Transport):
         """
         self.close()
         await asyncio.sleep(3 * self.server.delay_s())  # the handshake
-        if not self.server.up:
+        process = current_process()
+        name = process.name if process else "world"
+        if not self.server.reaches(name):
             raise ConnectionRefusedError("connection refused")
         self._reader = asyncio.StreamReader(_READ_LIMIT, loop=self.server.loop)
-        process = current_process()
-        self._connection = self.server.accept(self, process.name if process else "world")
+        self._connection = self.server.accept(self, name)
         if process is not None:
             process.on_end.append(self.close)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
@@ -44,7 +45,7 @@ from stretto.testing.simulation.server import SimulatedServer
 from stretto.workers import context
 
 _STANDS_STILL = ("stuck", "deadlock", "livelock")
-_MOST_KERNELS = 6
+_MOST_KERNELS = 10
 _PAUSES_S = (0.2, 3.0, 15.0)
 _NUM_ROWS = 200
 
@@ -130,6 +131,7 @@ class Universe:
             summary = self._live(self._kernels_in_turn())
             waiting = self.loop.waiting() if summary["status"] in _STANDS_STILL else []
             violations = self.judge(summary)
+            self._note_files()
         return Outcome(
             status=summary["status"],
             reason=summary.get("reason", ""),
@@ -166,11 +168,27 @@ class Universe:
 
     def judge(self, summary: dict[str, Any]) -> list[str]:
         """Return what the oracles and the audit find in a run that has ended."""
-        self.oracle.end(summary, self.tape)
+        self.oracle.end(summary, self._ledgers(), self.tape)
         if summary["status"] == "completed":
             audited = self._live(self._audit())
             self.oracle.violations += audited.get("violations", [f"the audit: {audited.get('reason')}"])
         return self.oracle.violations
+
+    def _ledgers(self) -> Iterator[dict[str, int]]:
+        """Yield the ledger of each step."""
+        metrics = self.folder / "run" / "metrics.jsonl"
+        for line in metrics.read_bytes().splitlines() if metrics.exists() else ():
+            values = msgspec.json.decode(line)
+            if "ledger" in values:  # else it is of an evaluation
+                yield values["ledger"]
+
+    def _note_files(self) -> None:
+        """Add the digests of all files to the trace."""
+        folder = str(self.folder).encode()
+        for file in sorted(each for each in self.folder.rglob("*") if each.is_file()):
+            data = file.read_bytes().replace(folder, b"FOLDER")
+            name = file.relative_to(self.folder)
+            self.loop.note("file", name, len(data), hashlib.blake2b(data, digest_size=8).hexdigest())
 
     def _document(self) -> dict[str, Any]:
         """Return the run file. A tape without a dataset gets sums of one."""
@@ -210,8 +228,8 @@ class Universe:
                 return summary or {"status": "killed", "reason": "each kernel was killed"}
             self.report("RESUME", summary["reason"] if summary else "killed")
             if summary is None or summary["status"] != "repeated":
-                room_s = self.world.files.full_until - self.loop.time()
-                await anyio.sleep(max(self._rng.choice(_PAUSES_S), room_s))
+                has_room = max(self.world.files.full_until, self.server.full_until)
+                await anyio.sleep(max(self._rng.choice(_PAUSES_S), has_room - self.loop.time()))
 
     def start_kernel(self) -> SimulatedProcess:
         """Do what `stretto run` or `stretto resume` does, as a process of the simulation. `summary` has the
@@ -264,7 +282,8 @@ def _resumable(summary: dict[str, Any]) -> bool:
     """Whether a run ended as it has to, so that somebody resumes it: by a signal, because a trainer is gone,
     or because the disk is full."""
     reason = summary["reason"]
-    lost = (reason.startswith("trainer-") and "was lost" in reason) or "No space left" in reason
+    is_full = "No space left" in reason or "insufficient resources" in reason
+    lost = (reason.startswith("trainer-") and "was lost" in reason) or is_full
     return summary["status"] in ("interrupted", "repeated") or (summary["status"] == "failed" and lost)
 
 
