@@ -195,7 +195,7 @@ def test_a_run_says_how_its_checkpoints_are_evaluated(run_folder: Path) -> None:
     assert "at temperature 0 the 2 answers to a row are identical" in composed.notices
 
 
-def test_wishes_go_before_the_run(run_folder: Path, tmp_path: Path) -> None:
+def test_options_replace_the_values_of_the_run(run_folder: Path, tmp_path: Path) -> None:
     rows = tmp_path / "own.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
     options = EvaluationOptions(
