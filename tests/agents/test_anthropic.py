@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ from openai import AsyncOpenAI
 from structlog.testing import capture_logs
 
 from agent_session import CALL, TEMPLATE, FakeSession, check_exact, tokenizer_with
+from commands import output_of
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.models.tokenizer import Tokenizer
@@ -326,9 +325,7 @@ def test_the_example_calls_its_tool(tmp_path: Path) -> None:
     """The policy of the example copies what its tool returned, so only a tool that was called is rewarded."""
     example, out = Path(__file__).parents[2] / "examples" / "agent" / "tools.yaml", tmp_path / "out"
     sandbox = "unsafe" if sandbox_problem() else "bubblewrap"
-    command = [sys.executable, "-m", "stretto", "run", str(example), f"out={out}", f"sandbox={sandbox}"]
-    done = subprocess.run(command, cwd=example.parents[2], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of("run", example, f"out={out}", f"sandbox={sandbox}", cwd=example.parents[2])
     assert json.loads((out / "summary.json").read_text())["ledger"]["failed"] == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["reward"] for line in lines) > 0

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import vision_models as vision_models_module
+from commands import output_of
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.assembly.assembly import Assembly
@@ -502,10 +503,7 @@ def test_a_run_of_several_turns_adds_images(
 
 def replay(run: Path, out: Path, status: int = 0) -> str:
     """What `stretto replay` says."""
-    command = [sys.executable, "-m", "stretto", "replay", str(run), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return output_of("replay", run, "--out", out, status=status)
 
 
 @pytest.mark.slow

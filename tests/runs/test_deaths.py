@@ -6,8 +6,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from commands import stretto
 from worlds import in_both_worlds
 
 Start = Callable[..., Any]
@@ -150,8 +149,7 @@ def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_noth
 
 
 def status(run: Any) -> str:
-    command = [sys.executable, "-m", "stretto", "status", str(run.folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return stretto("status", run.folder).stdout
 
 
 @pytest.mark.slow
