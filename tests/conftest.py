@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from commands import STRETTO
+from fixture_types import OpenBus
 from processes import arguments_of
 from run_files import TestedRun
 from stretto.assembly.assembly import Assembly
@@ -130,9 +131,6 @@ async def server(tmp_path: Path, bus_config: BusConfig) -> AsyncIterator[NatsSer
     yield running
     await running.stop()
     lock.close()
-
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from commands import stretto
+from fixture_types import Start
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.assembly.contracts import expect_contract
@@ -26,8 +27,6 @@ from stretto.errors import BusError, ConfigError, ContractError, PluginError, Re
 from stretto.tracker import Tracker
 from stretto.user_code.scoring import score_group
 from stretto.workflow import Workflow
-
-Start = Callable[..., Any]
 
 RUN = """\
 name: test

@@ -8,9 +8,7 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -31,8 +29,6 @@ from stretto.run_folder import RunFolder
 from stretto_views.compare import comparison_tables
 from stretto_views.report import report_html
 from stretto_views.runs import runs_below, runs_table
-
-Start = Callable[..., Any]
 
 RUN = """\
 name: test

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fixture_types import Models, Start
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.errors import WeightsError
@@ -24,8 +25,6 @@ from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto_torch import TorchTrainingConfig
 
-TinyModels = Callable[[str], Path]
-Start = Callable[..., Any]
 Send = Literal["adapter", "merged"]
 
 
@@ -58,7 +57,7 @@ def received(folder: Path, tensors: Mapping[str, Tensor]) -> FolderUpdate:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("architecture", "targets"), [("llama", ()), ("gpt2", ("c_attn", "c_proj"))])
 def test_the_whole_is_what_the_trainer_merges(
-    tiny_models: TinyModels, tmp_path: Path, architecture: str, targets: tuple[str, ...], dtype: str
+    tiny_models: Models, tmp_path: Path, architecture: str, targets: tuple[str, ...], dtype: str
 ) -> None:
     model = tiny_models(architecture)
     alone = trained(engine_of(model, "adapter", *targets, dtype=dtype))
@@ -87,7 +86,7 @@ def test_the_whole_is_what_the_trainer_merges(
     assert not (tmp_path / "whole").exists()
 
 
-def test_a_model_in_several_files_is_put_together_from_all(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_put_together_from_all(tiny_models: Models, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_models("llama"), dtype=torch.float32)
     model.save_pretrained(tmp_path / "split", max_shard_size="40KB")
     save_file({"not.of": torch.ones(1)}, tmp_path / "split" / "consolidated.safetensors")  # as Mistral's have
@@ -113,7 +112,7 @@ def test_a_model_in_several_files_is_put_together_from_all(tiny_models: TinyMode
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
-    tiny_models: TinyModels, tmp_path: Path, name: str, tensor: Tensor, error: str
+    tiny_models: Models, tmp_path: Path, name: str, tensor: Tensor, error: str
 ) -> None:
     alone = trained(engine_of(tiny_models("llama"), "adapter"))
     update = received(tmp_path / "versions", {**alone, name: tensor})
@@ -122,7 +121,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
     assert not (tmp_path / "whole").exists()
 
 
-def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: Models, tmp_path: Path) -> None:
     """As gpt2's on the hub do, and those of most models that read images."""
     shutil.copytree(tiny_models("gpt2"), tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
@@ -141,7 +140,7 @@ def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: TinyModel
 
 @pytest.mark.parametrize("weights", ["file", pytest.param("bus", marks=pytest.mark.slow)])
 def test_a_run_sends_the_adapter_alone(
-    start: Start, tiny_models: TinyModels, tmp_path: Path, weights: str
+    start: Start, tiny_models: Models, tmp_path: Path, weights: str
 ) -> None:
     run = start(
         f"model={tiny_models('qwen2')}",
@@ -153,7 +152,7 @@ def test_a_run_sends_the_adapter_alone(
 
 
 def test_an_adapter_of_another_model_than_the_engines_is_refused(
-    refusals: Callable[..., list[str]], tiny_models: TinyModels, tmp_path: Path
+    refusals: Callable[..., list[str]], tiny_models: Models, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny_models("qwen2"), other)

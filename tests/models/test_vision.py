@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import vision_models as vision_models_module
 from commands import output_of
+from fixture_types import Models, Start
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.assembly.assembly import Assembly
@@ -40,9 +41,7 @@ from stretto_hf import HFConfig, HFDataset
 from stretto_torch import TorchTrainingConfig
 from vision_models import ARCHITECTURES, PLACE, TEXTS, picture
 
-Models = Callable[[str], Path]
 TOWER = {"llava": "vision_tower.", "qwen2_5_vl": "visual."}
-Start = Callable[..., Any]
 
 
 def sequence_of(vision: Vision, seed: int, *sizes: tuple[int, int]) -> Batch:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import psutil
 import pytest
 
 from commands import stretto
+from fixture_types import Start
 from worlds import in_both_worlds
-
-Start = Callable[..., Any]
 
 
 def files_of(run: Any) -> dict[str, str]:

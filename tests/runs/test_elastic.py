@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from commands import STRETTO, output_of
+from fixture_types import Start
 from stretto.bus.client import connect
 from stretto.bus.joining import write_bootstrap
 from stretto.bus.messages.membership import Join, Welcome
@@ -25,8 +26,6 @@ from stretto.cli.make.operate import numbers_of
 from stretto.errors import ConfigError, Refused
 from stretto.records.status import read_status
 from stretto.records.timeline import TicketDone, WorkerChanged, read_timeline
-
-Start = Callable[..., Any]
 
 
 def changes(folder: Path) -> list[tuple[str, str]]:

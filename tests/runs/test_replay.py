@@ -7,20 +7,18 @@ import json
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands import output_of
+from fixture_types import Start
 from stretto.cli.audit.recording import groups_in_samples, read_recording
 from stretto.cli.audit.replay import ReplayOptions, replay_run
 from stretto.errors import ConfigError
 from stretto.kernel.durable.replay import rows_of
 from stretto.kernel.life import owned
-
-Start = Callable[..., Any]
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 MODEL = QUICKSTART / "model"

@@ -6,13 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Start = Callable[..., Any]
+from fixture_types import Start
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 

@@ -12,18 +12,16 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands import output_of, stretto
+from fixture_types import Start
 from processes import arguments_of
 from worlds import in_both_worlds, module_in_both_worlds
-
-Start = Callable[..., Any]
-
 
 # ------------------------------------------------------------------------------------- it works
 

@@ -22,8 +22,6 @@ from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto_torch import TorchTrainingConfig
 
-TinyModels = Callable[[str], Path]
-
 VOCABULARY = 97
 SIZES = {
     "vocab_size": VOCABULARY,
