@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anthropic
 import anyio.to_thread
@@ -15,13 +15,12 @@ from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI
 from structlog.testing import capture_logs
 
-from agent_session import CALL, TEMPLATE, FakeSession, check_exact, tokenizer_with
+from agent_session import CALL, TEMPLATE, FakeSession, check_exact, recorded_agent, tokenizer_with
 from commands import output_of
-from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.models.tokenizer import Tokenizer
 from stretto.user_code.sandbox import sandbox_problem
-from stretto.workflow import Score, Session
+from stretto.workflow import Score
 
 ADD: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 USER: Any = {"role": "user", "content": "abc ok?"}
@@ -38,13 +37,9 @@ async def agent_of(
     session: FakeSession, limits: CallLimits | None = None
 ) -> AsyncGenerator[tuple[AsyncAnthropic, CallRecorder]]:
     """Anthropic's client, with the key of an agent run."""
-    endpoint = Endpoint()
-    await endpoint.start()
-    recorder = CallRecorder(cast("Session", session), "a0", limits)
-    async with endpoint.serve(recorder) as key:
-        async with AsyncAnthropic(base_url=endpoint.base_url.removesuffix("/v1"), api_key=key) as client:
+    async with recorded_agent(session, limits) as (url, key, recorder):
+        async with AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key) as client:
             yield client, recorder
-    await endpoint.stop()
 
 
 async def test_a_chat_goes_on_token_by_token(tokenizer: Tokenizer) -> None:

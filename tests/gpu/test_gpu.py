@@ -6,7 +6,6 @@ Not tried: no machine with a GPU was at hand.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from fixture_types import Models
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.launcher import visible_gpus
-from stretto.rl.batch import Batch
 from stretto.training.engine import HFTraining
 from stretto_torch import TorchTrainingConfig
+from training_engines import push_up, random_batch
 
 GPUS = torch.cuda.device_count()
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and this machine has {GPUS}")
@@ -41,19 +40,9 @@ def engine_of(model: Path, **options: Any) -> HFTraining:
     return engine
 
 
-def some_batch() -> Batch:
-    tokens = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(0))
-    return Batch([30, 30], {"tokens": tokens, "loss_mask": torch.ones(60, dtype=torch.bool)}, {})
-
-
-def push_up(logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    del batch
-    return -logprobs, {}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trainer_on_the_gpu_computes_what_one_on_the_cpu_does(tiny_models: Models, dtype: str) -> None:
-    batch = some_batch()
+    batch = random_batch(0)
     cpu = engine_of(tiny_models("qwen2"), device="cpu")
     gpu = engine_of(tiny_models("qwen2"), device="cuda", gpus=1, dtype=dtype)
     for _ in range(3):
@@ -65,7 +54,7 @@ def test_a_trainer_on_the_gpu_computes_what_one_on_the_cpu_does(tiny_models: Mod
 
 def test_a_checkpoint_moves_between_gpu_and_cpu(tiny_models: Models, tmp_path: Path) -> None:
     gpu = engine_of(tiny_models("qwen2"), device="cuda", gpus=1)
-    gpu.train(some_batch(), Loss(push_up, "token"), temperature=1.0)
+    gpu.train(random_batch(0), Loss(push_up, "token"), temperature=1.0)
     gpu.save(tmp_path)
     cpu = engine_of(tiny_models("qwen2"), device="cpu")
     cpu.load(tmp_path)

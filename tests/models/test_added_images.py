@@ -18,9 +18,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from agent_session import recorded_agent
 from fixture_types import Models
 from stretto import Context
-from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallRecorder
 from stretto.array import Array
 from stretto.bus.messages.subjects import Subjects
@@ -266,13 +266,9 @@ def test_an_environments_images_that_cannot_be_used_fail_its_ticket(images: Any,
 
 @asynccontextmanager
 async def agent_of(session: FakeSession) -> AsyncGenerator[tuple[AsyncOpenAI, CallRecorder]]:
-    endpoint = Endpoint()
-    await endpoint.start()
-    recorder = CallRecorder(cast("Any", session), "a0")
-    async with endpoint.serve(recorder) as key:
-        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0) as client:
+    async with recorded_agent(session) as (url, key, recorder):
+        async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
             yield client, recorder
-    await endpoint.stop()
 
 
 def data_url(file: bytes) -> str:

@@ -14,38 +14,27 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fixture_types import Models, Start
-from stretto import Context
 from stretto.algorithm import Loss
 from stretto.errors import WeightsError
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.lora_files import merge_adapter_files
 from stretto.models.version_files import FolderPublisher, FolderUpdate, open_version
-from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
-from stretto_torch import TorchTrainingConfig
+from training_engines import loaded_engine, push_up, random_batch
 
 Send = Literal["adapter", "merged"]
 
 
-def push_up(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    return -logprobs, {}
-
-
 def engine_of(model: Path, send: Send, *targets: str, **options: Any) -> HFTraining:
     lora = LoraConfig(rank=4, alpha=8, targets=targets or ("q_proj", "down_proj"), send=send)
-    config = TorchTrainingConfig(lr=1e-2, warmup_steps=0, lora=lora, **options)
-    engine = HFTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
-    engine.load(None)
-    return engine
+    return loaded_engine(model, lr=1e-2, lora=lora, **options)
 
 
 def trained(engine: HFTraining) -> dict[str, Tensor]:
     """What an engine publishes after two steps."""
-    tokens = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(1))
-    batch = Batch([30, 30], {"tokens": tokens, "loss_mask": torch.ones(60, dtype=torch.bool)}, {})
     for _ in range(2):
-        engine.train(batch, Loss(push_up, "token"), temperature=1.0)
+        engine.train(random_batch(1), Loss(push_up, "token"), temperature=1.0)
     return {name: tensor.clone() for name, tensor in engine.weights()}
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ from stretto.training.engine import HFTraining
 from stretto.training.model import names_in_files
 from stretto_hf import HFConfig, HFDataset
 from stretto_torch import TorchTrainingConfig
+from training_engines import NEARLY_LINEAR, loaded_engine
 from vision_models import ARCHITECTURES, PLACE, TEXTS, picture
 
 TOWER = {"llava": "vision_tower.", "qwen2_5_vl": "visual."}
@@ -70,12 +72,7 @@ def batch_of(vision: Vision) -> Batch:
     return Batch.concat([sequence_of(vision, seed, *each) for seed, each in enumerate(sizes)])
 
 
-def engine_of(model: Path, **options: Any) -> HFTraining:
-    """AdamW made nearly linear in the gradient, so that updates tell it."""
-    config = TorchTrainingConfig(use="torch", lr=0.1, eps=1.0, clip_norm=None, warmup_steps=0, **options)
-    engine = HFTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
-    engine.load(None)
-    return engine
+engine_of = partial(loaded_engine, **NEARLY_LINEAR)
 
 
 def plain_loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:

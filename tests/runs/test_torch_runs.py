@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from stretto_file import FileSubscriber
 from stretto_grpo import GRPO, GRPOConfig
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig
 from stretto_torch.inference import TorchInferenceEngine
+from training_engines import push_up, random_batch
 
 
 class Collected:
@@ -54,15 +54,6 @@ class Collected:
         with anyio.fail_after(60):
             while self.finished < finished:
                 await anyio.sleep(0.002)
-
-
-def push_up(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    return -logprobs, {}
-
-
-def random_batch(seed: int) -> Batch:
-    tokens = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(seed))
-    return Batch([30, 30], {"tokens": tokens, "loss_mask": torch.ones(60, dtype=torch.bool)}, {})
 
 
 def context(model: Path, folder: Path) -> Context:

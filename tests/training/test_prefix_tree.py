@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from fixture_types import Models
-from stretto import Context
 from stretto.algorithm import Loss
 from stretto.component import Head
 from stretto.rl.batch import Batch
@@ -23,7 +22,7 @@ from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto.training.packing import PackedRows, PaddedRows, PrefixRows
 from stretto.training.prefix_tree import PrefixTree, split_batch
-from stretto_torch import TorchTrainingConfig
+from training_engines import loaded_engine
 
 # Few different tokens, so that sequences often begin with the same ones.
 SEQUENCES = st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=10)
@@ -129,12 +128,7 @@ def test_micro_batches_hold_a_budget_of_nodes(
 # ------------------------------------------------------------------------------------- the numbers
 
 
-def engine_of(model: Path, *, head: Head = "policy", **options: Any) -> HFTraining:
-    options = {"lr": 1e-6, "optimizer": "sgd", "clip_norm": None, "warmup_steps": 0, **options}
-    context = Context(run="r", name="n", seed=1, model=str(model), head=head)
-    engine = HFTraining(TorchTrainingConfig(**options), context)
-    engine.load(None)
-    return engine
+engine_of = partial(loaded_engine, lr=1e-6, optimizer="sgd", clip_norm=None)
 
 
 def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:

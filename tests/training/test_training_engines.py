@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from fixture_types import Models
-from stretto import Context
 from stretto.algorithm import Loss, Reduction
 from stretto.component import Head
 from stretto.errors import EngineError
@@ -25,16 +25,9 @@ from stretto.training.checkpoint import write_tensors
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto.training.packing import PaddedRows, PrefixRows
-from stretto_torch import TorchTrainingConfig
+from training_engines import NEARLY_LINEAR, loaded_engine
 
-
-def engine_of(model: Path, *, head: Head = "policy", trainable: bool = True, **options: Any) -> HFTraining:
-    """The engine with its model loaded; AdamW made nearly linear in the gradient, so that updates tell it."""
-    options = {"lr": 0.1, "eps": 1.0, "clip_norm": None, "warmup_steps": 0, **options}
-    context = Context(run="r", name="n", seed=1, model=str(model), head=head, trainable=trainable)
-    engine = HFTraining(TorchTrainingConfig(**options), context)
-    engine.load(None)
-    return engine
+engine_of = partial(loaded_engine, **NEARLY_LINEAR)
 
 
 def batch_of(lengths: list[int], seed: int = 0) -> Batch:
