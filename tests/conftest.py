@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import textwrap
 import time
 from collections import Counter
@@ -17,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from commands import STRETTO
+from fixture_types import OpenBus
 from processes import arguments_of
 from run_files import TestedRun
 from stretto.assembly.assembly import Assembly
@@ -132,9 +133,6 @@ async def server(tmp_path: Path, bus_config: BusConfig) -> AsyncIterator[NatsSer
     lock.close()
 
 
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
-
-
 @pytest.fixture
 def open_bus(server: NatsServer, tmp_path: Path) -> OpenBus:
     """`async with open_bus("rollout") as bus`: a bus with the credentials of a role."""
@@ -220,7 +218,7 @@ class Run(TestedRun):
         self.output = folder.with_suffix(".txt")
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "stretto", *arguments],
+                [*STRETTO, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else output,
                 stderr=subprocess.STDOUT,

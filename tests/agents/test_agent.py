@@ -19,7 +19,7 @@ import pytest
 from anyio.abc import SocketStream
 from openai import AsyncOpenAI
 
-from agent_session import CALL, TEMPLATE, FakeSession, check_exact, tokenizer_with
+from agent_session import CALL, TEMPLATE, FakeSession, check_exact, recorded_agent, tokenizer_with
 from stretto import Context
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
@@ -46,13 +46,9 @@ async def agent_of(
     session: FakeSession, limits: CallLimits | None = None
 ) -> AsyncGenerator[tuple[AsyncOpenAI, CallRecorder]]:
     """OpenAI's client, with the key of an agent run."""
-    endpoint = Endpoint()
-    await endpoint.start()
-    recorder = CallRecorder(cast("Session", session), "a0", limits)
-    async with endpoint.serve(recorder) as key:
-        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=key) as client:
+    async with recorded_agent(session, limits) as (url, key, recorder):
+        async with AsyncOpenAI(base_url=url, api_key=key) as client:
             yield client, recorder
-    await endpoint.stop()
 
 
 USER: Any = {"role": "user", "content": "abc ok?"}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anthropic
 import anyio.to_thread
@@ -17,12 +15,12 @@ from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI
 from structlog.testing import capture_logs
 
-from agent_session import CALL, TEMPLATE, FakeSession, check_exact, tokenizer_with
-from stretto.agents.endpoint import Endpoint
+from agent_session import CALL, TEMPLATE, FakeSession, check_exact, recorded_agent, tokenizer_with
+from commands import output_of
 from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.models.tokenizer import Tokenizer
 from stretto.user_code.sandbox import sandbox_problem
-from stretto.workflow import Score, Session
+from stretto.workflow import Score
 
 ADD: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 USER: Any = {"role": "user", "content": "abc ok?"}
@@ -39,13 +37,9 @@ async def agent_of(
     session: FakeSession, limits: CallLimits | None = None
 ) -> AsyncGenerator[tuple[AsyncAnthropic, CallRecorder]]:
     """Anthropic's client, with the key of an agent run."""
-    endpoint = Endpoint()
-    await endpoint.start()
-    recorder = CallRecorder(cast("Session", session), "a0", limits)
-    async with endpoint.serve(recorder) as key:
-        async with AsyncAnthropic(base_url=endpoint.base_url.removesuffix("/v1"), api_key=key) as client:
+    async with recorded_agent(session, limits) as (url, key, recorder):
+        async with AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key) as client:
             yield client, recorder
-    await endpoint.stop()
 
 
 async def test_a_chat_goes_on_token_by_token(tokenizer: Tokenizer) -> None:
@@ -326,9 +320,7 @@ def test_the_example_calls_its_tool(tmp_path: Path) -> None:
     """The policy of the example copies what its tool returned, so only a tool that was called is rewarded."""
     example, out = Path(__file__).parents[2] / "examples" / "agent" / "tools.yaml", tmp_path / "out"
     sandbox = "unsafe" if sandbox_problem() else "bubblewrap"
-    command = [sys.executable, "-m", "stretto", "run", str(example), f"out={out}", f"sandbox={sandbox}"]
-    done = subprocess.run(command, cwd=example.parents[2], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of("run", example, f"out={out}", f"sandbox={sandbox}", cwd=example.parents[2])
     assert json.loads((out / "summary.json").read_text())["ledger"]["failed"] == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["reward"] for line in lines) > 0

@@ -51,7 +51,7 @@ def post(url: str, key: str, body: Any = None, *, raw: bytes = b"") -> tuple[int
     return status, json.loads(text) if text else None
 
 
-class Desk:
+class Client:
     """An outside program, which knows the file of a worker."""
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +102,7 @@ class Ticket:
 @asynccontextmanager
 async def registry_of(
     folder: Path, *sessions: FakeSession, **options: Any
-) -> AsyncGenerator[tuple[Desk, list[Ticket], TaskGroup]]:
+) -> AsyncGenerator[tuple[Client, list[Ticket], TaskGroup]]:
     """A worker with a ticket for each session."""
     context = Context(run="r", name="r", seed=1, folder=str(folder), worker="rollout-0")
     workflow = OnlineWorkflow(OnlineConfig(use="online", **options), context)
@@ -112,7 +112,7 @@ async def registry_of(
         async with anyio.create_task_group() as tasks:
             for ticket in tickets:
                 tasks.start_soon(ticket.run)
-            yield Desk(folder), tickets, tasks
+            yield Client(folder), tickets, tasks
             tasks.cancel_scope.cancel()
     await workflow.registry.endpoint.stop()
 

@@ -17,7 +17,7 @@ from stretto.assembly.variants import BASE, runs_of
 from stretto.cli.make.schema import json_schema
 from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, PluginError
-from stretto.kernel.durable.changes import compose_changes, write_values
+from stretto.kernel.durable.changes import assemble_in_force, compose_changes, write_values
 
 RUN = """\
 name: test
@@ -150,8 +150,8 @@ def test_a_resumed_run_keeps_names_and_weights(run_file: Path, tmp_path: Path) -
     folder.mkdir()
     write_values(folder, compose(run_file))
     with pytest.raises(ConfigError, match=r"variants: cannot change from .* in a resumed run"):
-        compose_changes(folder, ["variants.short.weight=2"])
-    changed = compose_changes(folder, ["variants.short.sampling.max_tokens=9"])
+        compose_changes(assemble_in_force(folder), ["variants.short.weight=2"])
+    changed = compose_changes(assemble_in_force(folder), ["variants.short.sampling.max_tokens=9"])
     assert runs_of(changed.composed)["short"].config.sampling.max_tokens == 9
 
 

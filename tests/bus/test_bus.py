@@ -9,8 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -25,9 +24,9 @@ from hypothesis import strategies as st
 from nats.aio.msg import Msg
 
 from bus_testing import bundle, raw_client, server_pid, until
+from fixture_types import OpenBus
 from stretto.array import Array
 from stretto.bus import messages
-from stretto.bus.client import Bus
 from stretto.bus.messages.base import Message, Refusal
 from stretto.bus.messages.inference import Confirm, Generate
 from stretto.bus.messages.membership import Heartbeat, Join, Leaving, RunStatus, Welcome
@@ -38,9 +37,6 @@ from stretto.bus.server import NatsServer, foreign_bootstrap, lock_run
 from stretto.config import BusConfig
 from stretto.errors import ConfigError
 from stretto.launcher import ROLES
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
-
 
 # ------------------------------------------------------------------------------ what travels
 

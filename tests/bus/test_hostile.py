@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ import pytest
 from nats.aio.client import Client
 
 from bus_testing import NO_LOCK, raw_client, until
+from fixture_types import OpenBus
 from stretto.array import Array
-from stretto.bus.client import Bus
 from stretto.bus.joining import check_operator, is_token_of, operator_bootstrap, write_bootstrap
 from stretto.bus.messages.inference import ChunkBatch, Generate
 from stretto.bus.messages.journal import KernelLease
@@ -33,8 +31,6 @@ from stretto.bus.server import Bootstrap, NatsServer
 from stretto.engine import GenerateRequest, Sampling
 from stretto.errors import BusError, ConfigError, NoAnswer
 from stretto.launcher import ROLES
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 INJECTION = "rollout-0 0\r\n\r\nPUB $JS.API.STREAM.PURGE.JOURNAL_test-run 0\r\n\r\nPUB x"
 PART = struct.Struct(">B16sII")

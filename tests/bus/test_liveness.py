@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from bus_testing import server_pid, until, welcome
+from fixture_types import OpenBus
 from stretto.assembly.assembly import Worker
 from stretto.bus import connection, store
 from stretto.bus import server as server_module
-from stretto.bus.client import Bus, connect
+from stretto.bus.client import connect
 from stretto.bus.joining import write_bootstrap
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.base import Message, Refusal
@@ -46,8 +47,6 @@ from stretto.workers.kernel_watch import KernelWatch
 from stretto.workers.process import HostProcess
 from stretto_local import LocalLauncher
 from worker_jobs import job
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
 @contextmanager

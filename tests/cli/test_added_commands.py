@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from commands import stretto
+
 COMMAND = """
 from pathlib import Path
 from typing import Annotated
@@ -36,15 +38,10 @@ def with_command(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "200"}
 
 
-def stretto(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stretto", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-
-
 def test_an_installed_package_adds_a_command(with_command: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("1\n2\n3\n")
-    assert stretto(with_command, "tail", str(tmp_path), "--last", "2").stdout == "2\n3\n"
-    listed = stretto(with_command, "--help").stdout
+    assert stretto("tail", str(tmp_path), "--last", "2", env=with_command).stdout == "2\n3\n"
+    listed = stretto("--help", env=with_command).stdout
     assert "Print the newest lines of a run's metrics." in listed
     assert "Train: read the run file" in listed, "stretto's own command goes before"
 
@@ -65,8 +62,8 @@ def test_a_command_that_does_not_load_says_why_and_spares_the_others(with_comman
     reason = (
         "the command 'broken' of acme-tail does not load: ModuleNotFoundError: No module named 'acme_absent'"
     )
-    done = stretto(with_command, "broken")
+    done = stretto("broken", env=with_command)
     assert (done.returncode, done.stderr) == (2, f"error: {reason}\n")
-    listed = stretto(with_command, "--help")
+    listed = stretto("--help", env=with_command)
     assert listed.returncode == 0
     assert reason in listed.stdout

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -20,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from commands import stretto
 from stretto.array import Array
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages.journal import (
@@ -207,18 +206,17 @@ def test_the_command_prints_a_table_or_one_object(tmp_path: Path) -> None:
     books.summary["ledger"]["issued"] += 1
     books.purge_below = 1000  # all groups
     folder = books.write(tmp_path / "run")
-    command = [sys.executable, "-m", "stretto", "audit", str(folder)]
-    table = subprocess.run(command, capture_output=True, text=True)
+    table = stretto("audit", folder)
     assert table.returncode == 1, table.stderr
     assert "no ticket lost: summary.json: issued 11 tickets, and accounts for 10" in table.stdout
     assert re.search(r"rows in the log +nothing to check", table.stdout)
     assert re.search(r"metrics.jsonl +ok", table.stdout)
     assert f"violations: 1 tickets lost, 0 trained twice, in {folder}" in table.stdout
-    found = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    found = stretto("audit", folder, "--json")
     assert found.returncode == 1
     assert msgspec.json.decode(found.stdout, type=AuditReport) == audit_run(folder)
     (folder / "config.yaml").unlink()
-    refused = subprocess.run(command, capture_output=True, text=True)
+    refused = stretto("audit", folder)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == f"error: {folder} holds no run: it has no config.yaml\n"
 

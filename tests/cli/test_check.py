@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from commands import stretto
+from fixture_types import Start
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.assembly.contracts import expect_contract
@@ -27,8 +27,6 @@ from stretto.errors import BusError, ConfigError, ContractError, PluginError, Re
 from stretto.tracker import Tracker
 from stretto.user_code.scoring import score_group
 from stretto.workflow import Workflow
-
-Start = Callable[..., Any]
 
 RUN = """\
 name: test
@@ -608,10 +606,7 @@ def test_a_bus_that_cannot_be_reached_is_one_line(run_file: Path) -> None:
     port = closed_port()
     url = f"bus.url=nats://user:secret@127.0.0.1:{port}"
     for command, status, severity in (("check", 0, "warning"), ("run", 2, "error")):
-        arguments = [command, str(run_file), f"out={run_file.parent}/out", url]
-        done = subprocess.run(
-            [sys.executable, "-m", "stretto", *arguments], capture_output=True, text=True, check=False
-        )
+        done = stretto(command, run_file, f"out={run_file.parent}/out", url)
         assert done.returncode == status
         said = [line for line in done.stderr.splitlines() if "threads" not in line]
         assert len(said) == 1

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import typer
 
+from commands import stretto
 from stretto.cli import main
 
 QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart" / "run.yaml")
-
-
-def stretto(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stretto", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
 
 
 def test_it_says_its_version() -> None:

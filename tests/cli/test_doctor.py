@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from commands import output_of
 from stretto.assembly.plugins import Plugins
 from stretto.base.api import API_VERSION
 from stretto.cli.make.doctor import Observation, examine_machine, examine_plugins
@@ -94,10 +93,8 @@ def test_the_machine_has_what_a_run_needs() -> None:
 def test_the_exit_status_is_for_ci(tmp_path: Path) -> None:
     file = tmp_path / "acme.py"
     file.write_text(GOOD.replace("make(config, context)", "make(config)"))
-    command = [sys.executable, "-m", "stretto", "doctor", "acme", "--path", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 1, done.stdout
-    assert "factory cannot be called" in done.stdout
-    assert "nats-server" not in done.stdout
+    text = output_of("doctor", "acme", "--path", file, status=1)
+    assert "factory cannot be called" in text
+    assert "nats-server" not in text
     file.write_text(GOOD)
-    assert subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
+    output_of("doctor", "acme", "--path", file)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import msgspec
 import pytest
 import yaml
 
+from commands import stretto
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.make.evaluate import EvaluationOptions, compose_evaluation, pass_at_k, result_of
@@ -195,7 +194,7 @@ def test_a_run_says_how_its_checkpoints_are_evaluated(run_folder: Path) -> None:
     assert "at temperature 0 the 2 answers to a row are identical" in composed.notices
 
 
-def test_wishes_go_before_the_run(run_folder: Path, tmp_path: Path) -> None:
+def test_options_replace_the_values_of_the_run(run_folder: Path, tmp_path: Path) -> None:
     rows = tmp_path / "own.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
     options = EvaluationOptions(
@@ -221,12 +220,6 @@ def test_a_run_without_a_step_needs_an_evaluation() -> None:
 
 
 # ------------------------------------------------------------------------------------- whole runs
-
-
-def stretto(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command that has ended."""
-    command = [sys.executable, "-m", "stretto", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from commands import stretto
 from stretto.assembly.plugins import KINDS, Plugins
 from stretto.cli.make.new import new_model, new_package, next_steps
 from stretto.errors import ConfigError, PluginError
@@ -30,8 +29,7 @@ def test_a_package_has_its_name_everywhere_and_no_placeholder(kind: str, tmp_pat
 
 
 def test_it_prints_what_to_do_next(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stretto", "new", "tracker", "status_page"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = stretto("new", "tracker", "status_page", cwd=tmp_path)
     assert [line.strip() for line in done.stderr.splitlines()[1:]] == [
         "cd stretto-status-page",
         "pip install -e '.[dev]'",

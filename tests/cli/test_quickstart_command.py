@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import stretto
 from stretto.assembly.compose import compose
 from stretto.cli.start.quickstart import copy_quickstart
 
@@ -19,8 +19,7 @@ MOCK = ("inference=mock", "training=mock", "samples.keep=none")
 
 
 def quickstart(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stretto", "quickstart", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=where)
+    return stretto("quickstart", *arguments, cwd=where)
 
 
 def summary_of(where: Path) -> dict[str, object]:

@@ -7,17 +7,15 @@ import io
 import json
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import yaml
 from rich.console import Console
 
+from commands import STRETTO, output_of
 from statuses import make_status
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -31,8 +29,6 @@ from stretto.run_folder import RunFolder
 from stretto_views.compare import comparison_tables
 from stretto_views.report import report_html
 from stretto_views.runs import runs_below, runs_table
-
-Start = Callable[..., Any]
 
 RUN = """\
 name: test
@@ -114,14 +110,12 @@ def test_a_machine_carries_runs_until_something_is_short() -> None:
 
 
 def command(file: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "stretto", "sweep", str(file), *arguments, "--out", f"{file.parent}/sweep"]
+    return ["sweep", str(file), *arguments, "--out", f"{file.parent}/sweep"]
 
 
 def swept(file: Path, *arguments: str) -> str:
     """What the command prints, once all its runs are complete."""
-    done = subprocess.run(command(file, *arguments), capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return output_of(*command(file, *arguments))
 
 
 @pytest.mark.slow
@@ -130,7 +124,7 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     folder, values = run_file.parent / "sweep", "queue.max_staleness=0,1"
     with (run_file.parent / "first.txt").open("w") as output:
         first = subprocess.Popen(
-            command(run_file, values, "steps=100", "--jobs", "1"), stdout=output, stderr=output
+            [*STRETTO, *command(run_file, values, "steps=100", "--jobs", "1")], stdout=output, stderr=output
         )
     metrics = folder / "max_staleness-0" / "metrics.jsonl"
     deadline = time.monotonic() + 120

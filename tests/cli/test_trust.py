@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from commands import stretto
 from stretto.cli.start.trust import require_trust
 from stretto.errors import ConfigError
 
@@ -35,12 +34,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     former = {**values, "plugins": ["${oc.env:TOK}/former.py"]}
     (folder / "config-1.yaml").write_text(yaml.safe_dump(former))
     return folder
-
-
-def stretto(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stretto", *arguments], capture_output=True, text=True, check=False
-    )
 
 
 def test_ones_own_run_needs_no_trust(folder: Path) -> None:

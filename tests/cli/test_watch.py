@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import anyio
 import msgspec
 import pytest
 
+from fixture_types import OpenBus
 from kept_samples import Kept
 from made_run import make_run
 from sample_messages import failed, record
 from statuses import make_status
-from stretto.bus.client import Bus
 from stretto.bus.messages.membership import RunStatus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
@@ -30,8 +29,6 @@ from stretto.records.status import STATUS
 from stretto.samples.join import Joiner
 from stretto.samples.segments import SegmentWriter
 from terminals import Terminal, watching
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
 @pytest.fixture

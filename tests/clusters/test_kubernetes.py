@@ -16,6 +16,7 @@ import pytest
 from tests.conftest import write_run_file
 
 from cluster_page import Section, filled
+from commands import STRETTO
 from fake_kubernetes import NODES, ROOT, FakeKubernetes
 from stretto.bus.server import free_port
 from stretto.cli.audit.audit import audit_run
@@ -24,8 +25,6 @@ from terminals import Terminal
 from waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-
-STRETTO = [sys.executable, "-m", "stretto"]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import write_run_file
 
 from cluster_page import Section, filled
+from commands import STRETTO
 from stretto.cli.audit.audit import audit_run
 from waiting import until
 
@@ -22,7 +23,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-STRETTO = [sys.executable, "-m", "stretto"]
 SETTINGS = {
     "SLURM_NODES": "2",
     "SLURM_CPUS_PER_NODE": "8",

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from commands import stretto as run_stretto
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,9 +40,7 @@ def with_package(site: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def stretto(env: dict[str, str], *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "stretto", *arguments], env=env, capture_output=True, text=True, check=False
-    )
+    done = run_stretto(*arguments, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

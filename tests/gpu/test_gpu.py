@@ -6,7 +6,6 @@ Not tried: no machine with a GPU was at hand.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ import pytest
 import torch
 from tests.conftest import Run, Start
 
+from fixture_types import Models
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.launcher import visible_gpus
-from stretto.rl.batch import Batch
 from stretto.training.engine import HFTraining
 from stretto_torch import TorchTrainingConfig
+from training_engines import push_up, random_batch
 
 GPUS = torch.cuda.device_count()
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and this machine has {GPUS}")
@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.skipif(not GPUS, reason="torch finds no GPU with CUDA"),
 ]
 
-TinyModels = Callable[[str], Path]
 CLOSE = {"float32": 1e-4, "bfloat16": 0.1}
 """Largest difference of a logprob between GPU and CPU, or between engine and trainer."""
 
@@ -41,19 +40,9 @@ def engine_of(model: Path, **options: Any) -> HFTraining:
     return engine
 
 
-def some_batch() -> Batch:
-    tokens = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(0))
-    return Batch([30, 30], {"tokens": tokens, "loss_mask": torch.ones(60, dtype=torch.bool)}, {})
-
-
-def push_up(logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    del batch
-    return -logprobs, {}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_trainer_on_the_gpu_computes_what_one_on_the_cpu_does(tiny_models: TinyModels, dtype: str) -> None:
-    batch = some_batch()
+def test_a_trainer_on_the_gpu_computes_what_one_on_the_cpu_does(tiny_models: Models, dtype: str) -> None:
+    batch = random_batch(0)
     cpu = engine_of(tiny_models("qwen2"), device="cpu")
     gpu = engine_of(tiny_models("qwen2"), device="cuda", gpus=1, dtype=dtype)
     for _ in range(3):
@@ -63,9 +52,9 @@ def test_a_trainer_on_the_gpu_computes_what_one_on_the_cpu_does(tiny_models: Tin
             engine.train(batch, Loss(push_up, "token"), temperature=1.0)
 
 
-def test_a_checkpoint_moves_between_gpu_and_cpu(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_a_checkpoint_moves_between_gpu_and_cpu(tiny_models: Models, tmp_path: Path) -> None:
     gpu = engine_of(tiny_models("qwen2"), device="cuda", gpus=1)
-    gpu.train(some_batch(), Loss(push_up, "token"), temperature=1.0)
+    gpu.train(random_batch(0), Loss(push_up, "token"), temperature=1.0)
     gpu.save(tmp_path)
     cpu = engine_of(tiny_models("qwen2"), device="cpu")
     cpu.load(tmp_path)
@@ -73,7 +62,7 @@ def test_a_checkpoint_moves_between_gpu_and_cpu(tiny_models: TinyModels, tmp_pat
     assert all(torch.equal(tensor, saved[name]) for name, tensor in cpu.weights())
 
 
-def test_an_engine_keeps_to_its_share_of_the_gpu(tiny_models: TinyModels) -> None:
+def test_an_engine_keeps_to_its_share_of_the_gpu(tiny_models: Models) -> None:
     try:
         engine_of(tiny_models("qwen2"), device="cuda", gpus=1, share=0.1)
         total = torch.cuda.get_device_properties(0).total_memory
@@ -104,7 +93,7 @@ def options(model: Path, dtype: str, share: float, training: str = "use: torch")
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trainer_and_engine_share_a_gpu(
-    start: Start, tiny_models: TinyModels, dtype: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, tiny_models: Models, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`auto` takes gloo there, because NCCL refuses two processes on one GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_gpus(os.environ)[0])
@@ -113,13 +102,13 @@ def test_trainer_and_engine_share_a_gpu(
 
 
 @TWO_GPUS
-def test_weights_travel_by_nccl(start: Start, tiny_models: TinyModels) -> None:
+def test_weights_travel_by_nccl(start: Start, tiny_models: Models) -> None:
     """`nccl` refuses two processes on one GPU, so this also shows that each got its own."""
     chosen = options(tiny_models("qwen2"), "float32", 1.0)
     assert_trained(start(*chosen, "weights={use: collective, backend: nccl}"), "float32")
 
 
 @TWO_GPUS
-def test_two_ranks_train_over_nccl(start: Start, tiny_models: TinyModels) -> None:
+def test_two_ranks_train_over_nccl(start: Start, tiny_models: Models) -> None:
     chosen = options(tiny_models("llama"), "float32", 0.45, "use: fsdp2, processes: 2")
     assert_trained(start(*chosen), "float32")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stretto.agents.recorder import CallRecorder
+from stretto.agents.endpoint import Endpoint
+from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.engine import Sampling
 from stretto.errors import EngineError
 from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
@@ -48,6 +50,19 @@ def tokenizer_with(template: str | None, folder: Path) -> PolicyTokenizer:
     fast.chat_template = template
     fast.save_pretrained(folder)
     return load_tokenizer(str(folder))
+
+
+@asynccontextmanager
+async def recorded_agent(
+    session: Any, limits: CallLimits | None = None
+) -> AsyncGenerator[tuple[str, str, CallRecorder]]:
+    """The address and the key of an agent's run, and what records its calls."""
+    endpoint = Endpoint()
+    await endpoint.start()
+    recorder = CallRecorder(session, "a0", limits)
+    async with endpoint.serve(recorder) as key:
+        yield endpoint.base_url, key, recorder
+    await endpoint.stop()
 
 
 class FakeSession:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import ActionChains, Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+
+from commands import STRETTO
 
 T = TypeVar("T")
 
@@ -82,8 +83,7 @@ class Page:
 @contextmanager
 def served(folder: Path) -> Generator[str]:
     """Serve a folder; yield the address with its token."""
-    command = [sys.executable, "-m", "stretto", "ui", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*STRETTO, "ui", folder], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         try:
             yield process.stdout.readline().strip()

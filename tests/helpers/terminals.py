@@ -7,19 +7,18 @@ import os
 import pty
 import re
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
+from commands import STRETTO
+
 
 class Terminal:
     """A `stretto` process, or another program, in a terminal of its own."""
 
-    def __init__(
-        self, *arguments: str, columns: int = 120, program: Sequence[str] = (sys.executable, "-m", "stretto")
-    ) -> None:
+    def __init__(self, *arguments: str, columns: int = 120, program: Sequence[str] = STRETTO) -> None:
         self._here, self._there = pty.openpty()
         termios.tcsetwinsize(self._here, (50, columns))
         os.set_blocking(self._here, False)

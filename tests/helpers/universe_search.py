@@ -1,6 +1,6 @@
 """Search the universes of `universes.py` for failures: `python universe_search.py SIZE FIRST NUMBER`.
 
-Each failing seed is shrunk, written to `build/universes`, and told as a story. The search continues after it.
+Each failing seed is shrunk, written to `build/universes`, and described. The search continues after it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.testing.simulation import search, shrink, story
+from stretto.testing.simulation import describe, search, shrink
 from universes import large, small
 
 FOLDER = Path(__file__).parents[2] / "build" / "universes"
@@ -39,7 +39,7 @@ def main() -> int:
             fewest, outcome = shrink(tape)
             kept = FOLDER / f"{chosen.size}-{tape.seed}.json"
             kept.write_bytes(msgspec.json.format(msgspec.json.encode(fewest), indent=2))
-            print(*story(fewest, outcome, last=60), f"to repeat it: {kept}", sep="\n", flush=True)
+            print(*describe(fewest, outcome, last=60), f"to repeat it: {kept}", sep="\n", flush=True)
     print(
         f"{number} {chosen.size} universes from seed {chosen.first} on: {failures} failed, "
         f"{events:,} events, {cpu_s / max(1, number):.2f} processor seconds each"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from commands import output_of
 from stretto.records.kept.answers import read_answers
 from stretto.records.kept.samples import SampleStore
 from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
@@ -72,9 +73,7 @@ def test_the_quickstart_trains_with_only_the_engines_name_changed(
     steps = 40
     out = tmp_path / "run"
     changed = [f"inference.use={use}", f"inference.python={python}", f"steps={steps}", f"out={out}"]
-    command = [sys.executable, "-m", "stretto", "run", "examples/quickstart/run.yaml", *changed]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    output_of("run", "examples/quickstart/run.yaml", *changed, cwd=ROOT)
 
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -96,8 +95,8 @@ def test_the_vision_example_trains_with_only_the_engines_name_changed(
     subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
     changed = [f"inference.use={use}", f"inference.python={python}", "steps=20", f"out={out}"]
     changed += [f"dataset.path={rows}/train.jsonl", f"evaluation.dataset.path={rows}/heldout.jsonl"]
-    _stretto("run", "examples/vision/run.yaml", *changed)
-    _stretto("audit", str(out))
+    output_of("run", "examples/vision/run.yaml", *changed, cwd=ROOT)
+    output_of("audit", str(out), cwd=ROOT)
 
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     first, *_, last = (line["accuracy"] for line in summary["evaluation"])
@@ -116,21 +115,15 @@ def test_evaluations_beside_training_are_of_the_version_they_name(
     server, run = [f"inference.use={use}", f"inference.python={python}"], tmp_path / "run"
     trained = [*server, "steps=12", "evaluation.every=4", "evaluation.rows=200", "checkpoint.every=4"]
     trained += ["checkpoint.keep=9", "evaluation.keep_answers=true", "queue.max_staleness=2", f"out={run}"]
-    _stretto("run", "examples/quickstart/run.yaml", *trained)
+    output_of("run", "examples/quickstart/run.yaml", *trained, cwd=ROOT)
     for version in (4, 8):
         again = tmp_path / str(version)
-        _stretto("evaluate", str(run), "--version", str(version), "--out", str(again))
+        output_of("evaluate", str(run), "--version", str(version), "--out", str(again), cwd=ROOT)
         reported, repeated = _completions(run, version), _completions(again, 0)
         assert len(reported) == 200
         assert reported.keys() == repeated.keys()
         # The order of floating-point sums depends on what else a server computes.
         assert sum(reported[row] != repeated[row] for row in reported) <= 2
-
-
-def _stretto(*arguments: str) -> None:
-    command = [sys.executable, "-m", "stretto", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _completions(folder: Path, version: int) -> dict[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import yaml
 
+from fixture_types import Start
 from stretto.kernel.observe.advice import RULES, Advice, Adviser, causes
 from stretto.kernel.observe.bottleneck import bottleneck
 from worlds import in_both_worlds
 
-Start = Callable[..., Any]
 Line = dict[str, Any]
 
 RUN: dict[str, Any] = {

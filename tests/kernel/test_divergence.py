@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fixture_types import Models, Start
 from stretto import Context
 from stretto.array import Array
 from stretto.bus.messages.inference import ScoredRow, SwapDone
@@ -20,9 +21,6 @@ from stretto.rl.batch import Batch
 from stretto.training.engine import HFTraining
 from stretto.workers.shared_rows import choose_rows, engine_kl, score_rows
 from stretto_torch import TorchTrainingConfig
-
-TinyModels = Callable[[str], Path]
-Start = Callable[..., Any]
 
 # ------------------------------------------------------------------------------------ the shared rows
 
@@ -47,7 +45,7 @@ def test_the_engines_error_is_k3_over_the_trained_tokens() -> None:
         engine_kl(rows, [np.array([np.nan, np.nan], np.float32), found[1]])
 
 
-def test_the_trainer_scores_the_beginnings_of_rows(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_the_trainer_scores_the_beginnings_of_rows(tiny_models: Models, tmp_path: Path) -> None:
     """Up to the 64th trained token; what comes later changes nothing before it."""
     where = Context(run="r", name="test", seed=1, model=str(tiny_models("qwen2")), folder=str(tmp_path))
     trainer = HFTraining(TorchTrainingConfig(), where)
@@ -193,7 +191,7 @@ def test_rows_that_are_read_have_no_gate(refusals: Callable[..., list[str]]) -> 
 
 @pytest.mark.slow
 def test_the_policy_at_the_start_of_the_step_is_measured_in_every_minibatch(
-    start: Start, tiny_models: TinyModels, tmp_path: Path
+    start: Start, tiny_models: Models, tmp_path: Path
 ) -> None:
     """Without staleness the batch is on-policy, however far its own optimizer steps go."""
     (tmp_path / "length.py").write_text("def score(prompt, completion):\n    return len(completion) / 10\n")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
@@ -13,15 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.bus.client import Bus
+from fixture_types import OpenBus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Purpose, TrajectoryBundle
 from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
 from stretto.kernel.schedule.outcomes import Outcome, admit, follow_outcomes
 from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.kernel.schedule.tickets import TicketQueue
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 GOOD = Member("5/1/0", 3, 0, length=9, sampled=5, oldest=0, newest=0, reward=1.0, metrics={}, finish="stop")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import anyio
 import msgspec
 import pytest
 
+from fixture_types import OpenBus
 from kernel_setup import make_setup
 from stretto.bus.client import Bus
 from stretto.bus.messages.journal import (
@@ -45,7 +46,6 @@ from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatc
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
 
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 Checkpoint = tuple[Path | None, KernelState]
 
 SETTINGS = SchedulerSettings(steps=20, batch_size=2, max_staleness=1, rows=100)

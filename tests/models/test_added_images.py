@@ -6,7 +6,7 @@ import base64
 import hashlib
 import io
 import re
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from agent_session import recorded_agent
+from fixture_types import Models
 from stretto import Context
-from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallRecorder
 from stretto.array import Array
 from stretto.bus.messages.subjects import Subjects
@@ -39,7 +40,6 @@ from stretto_multi_turn import MultiTurn, MultiTurnConfig
 from stretto_tool_use import ToolUse, ToolUseConfig
 from vision_models import ARCHITECTURES, PLACE, picture
 
-Models = Callable[[str], Path]
 CONTEXT = Context(run="r", name="n", seed=1)
 
 
@@ -158,7 +158,9 @@ async def test_what_cannot_be_added_is_one_clear_error(
         text.add("y", images=[file_of(0)])
 
 
-async def test_a_trajectory_with_other_image_tokens_than_its_images_is_refused(vision_models: Models) -> None:
+async def test_a_trajectory_with_other_image_tokens_than_its_images_is_refused(
+    vision_models: Models,
+) -> None:
     with ticket(vision_models("qwen2_5_vl")) as (vision, images):
         prompt = [{"role": "user", "content": "<image>x"}]
         ids = await images.encode_row(row_of(prompt, file_of(0)))
@@ -264,13 +266,9 @@ def test_an_environments_images_that_cannot_be_used_fail_its_ticket(images: Any,
 
 @asynccontextmanager
 async def agent_of(session: FakeSession) -> AsyncGenerator[tuple[AsyncOpenAI, CallRecorder]]:
-    endpoint = Endpoint()
-    await endpoint.start()
-    recorder = CallRecorder(cast("Any", session), "a0")
-    async with endpoint.serve(recorder) as key:
-        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0) as client:
+    async with recorded_agent(session) as (url, key, recorder):
+        async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
             yield client, recorder
-    await endpoint.stop()
 
 
 def data_url(file: bytes) -> str:

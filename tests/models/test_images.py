@@ -6,7 +6,6 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ import psutil
 import pytest
 from PIL import Image
 
+from fixture_types import Models, Start
 from stretto.errors import ConfigError
 from stretto.models.images import MAX_FILE_BYTES, ImageError, decode, images_of, names_in, with_names
 from vision_models import picture
-
-Models = Callable[[str], Path]
-Start = Callable[..., Any]
 
 
 def saved(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:

@@ -13,40 +13,28 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stretto import Context
+from fixture_types import Models, Start
 from stretto.algorithm import Loss
 from stretto.errors import WeightsError
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.lora_files import merge_adapter_files
 from stretto.models.version_files import FolderPublisher, FolderUpdate, open_version
-from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
-from stretto_torch import TorchTrainingConfig
+from training_engines import loaded_engine, push_up, random_batch
 
-TinyModels = Callable[[str], Path]
-Start = Callable[..., Any]
 Send = Literal["adapter", "merged"]
-
-
-def push_up(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    return -logprobs, {}
 
 
 def engine_of(model: Path, send: Send, *targets: str, **options: Any) -> HFTraining:
     lora = LoraConfig(rank=4, alpha=8, targets=targets or ("q_proj", "down_proj"), send=send)
-    config = TorchTrainingConfig(lr=1e-2, warmup_steps=0, lora=lora, **options)
-    engine = HFTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
-    engine.load(None)
-    return engine
+    return loaded_engine(model, lr=1e-2, lora=lora, **options)
 
 
 def trained(engine: HFTraining) -> dict[str, Tensor]:
     """What an engine publishes after two steps."""
-    tokens = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(1))
-    batch = Batch([30, 30], {"tokens": tokens, "loss_mask": torch.ones(60, dtype=torch.bool)}, {})
     for _ in range(2):
-        engine.train(batch, Loss(push_up, "token"), temperature=1.0)
+        engine.train(random_batch(1), Loss(push_up, "token"), temperature=1.0)
     return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
@@ -58,7 +46,7 @@ def received(folder: Path, tensors: Mapping[str, Tensor]) -> FolderUpdate:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("architecture", "targets"), [("llama", ()), ("gpt2", ("c_attn", "c_proj"))])
 def test_the_whole_is_what_the_trainer_merges(
-    tiny_models: TinyModels, tmp_path: Path, architecture: str, targets: tuple[str, ...], dtype: str
+    tiny_models: Models, tmp_path: Path, architecture: str, targets: tuple[str, ...], dtype: str
 ) -> None:
     model = tiny_models(architecture)
     alone = trained(engine_of(model, "adapter", *targets, dtype=dtype))
@@ -87,7 +75,7 @@ def test_the_whole_is_what_the_trainer_merges(
     assert not (tmp_path / "whole").exists()
 
 
-def test_a_model_in_several_files_is_put_together_from_all(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_put_together_from_all(tiny_models: Models, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_models("llama"), dtype=torch.float32)
     model.save_pretrained(tmp_path / "split", max_shard_size="40KB")
     save_file({"not.of": torch.ones(1)}, tmp_path / "split" / "consolidated.safetensors")  # as Mistral's have
@@ -113,7 +101,7 @@ def test_a_model_in_several_files_is_put_together_from_all(tiny_models: TinyMode
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
-    tiny_models: TinyModels, tmp_path: Path, name: str, tensor: Tensor, error: str
+    tiny_models: Models, tmp_path: Path, name: str, tensor: Tensor, error: str
 ) -> None:
     alone = trained(engine_of(tiny_models("llama"), "adapter"))
     update = received(tmp_path / "versions", {**alone, name: tensor})
@@ -122,7 +110,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
     assert not (tmp_path / "whole").exists()
 
 
-def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: Models, tmp_path: Path) -> None:
     """As gpt2's on the hub do, and those of most models that read images."""
     shutil.copytree(tiny_models("gpt2"), tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
@@ -141,7 +129,7 @@ def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: TinyModel
 
 @pytest.mark.parametrize("weights", ["file", pytest.param("bus", marks=pytest.mark.slow)])
 def test_a_run_sends_the_adapter_alone(
-    start: Start, tiny_models: TinyModels, tmp_path: Path, weights: str
+    start: Start, tiny_models: Models, tmp_path: Path, weights: str
 ) -> None:
     run = start(
         f"model={tiny_models('qwen2')}",
@@ -153,7 +141,7 @@ def test_a_run_sends_the_adapter_alone(
 
 
 def test_an_adapter_of_another_model_than_the_engines_is_refused(
-    refusals: Callable[..., list[str]], tiny_models: TinyModels, tmp_path: Path
+    refusals: Callable[..., list[str]], tiny_models: Models, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny_models("qwen2"), other)

@@ -8,7 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import vision_models as vision_models_module
+from commands import output_of
+from fixture_types import Models, Start
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.assembly.assembly import Assembly
@@ -37,11 +40,10 @@ from stretto.training.engine import HFTraining
 from stretto.training.model import names_in_files
 from stretto_hf import HFConfig, HFDataset
 from stretto_torch import TorchTrainingConfig
+from training_engines import NEARLY_LINEAR, loaded_engine
 from vision_models import ARCHITECTURES, PLACE, TEXTS, picture
 
-Models = Callable[[str], Path]
 TOWER = {"llava": "vision_tower.", "qwen2_5_vl": "visual."}
-Start = Callable[..., Any]
 
 
 def sequence_of(vision: Vision, seed: int, *sizes: tuple[int, int]) -> Batch:
@@ -70,12 +72,7 @@ def batch_of(vision: Vision) -> Batch:
     return Batch.concat([sequence_of(vision, seed, *each) for seed, each in enumerate(sizes)])
 
 
-def engine_of(model: Path, **options: Any) -> HFTraining:
-    """AdamW made nearly linear in the gradient, so that updates tell it."""
-    config = TorchTrainingConfig(use="torch", lr=0.1, eps=1.0, clip_norm=None, warmup_steps=0, **options)
-    engine = HFTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
-    engine.load(None)
-    return engine
+engine_of = partial(loaded_engine, **NEARLY_LINEAR)
 
 
 def plain_loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -502,10 +499,7 @@ def test_a_run_of_several_turns_adds_images(
 
 def replay(run: Path, out: Path, status: int = 0) -> str:
     """What `stretto replay` says."""
-    command = [sys.executable, "-m", "stretto", "replay", str(run), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return output_of("replay", run, "--out", out, status=status)
 
 
 @pytest.mark.slow

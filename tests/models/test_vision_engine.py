@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from fixture_types import Models
 from stretto.array import Array
 from stretto.engine import GenerateRequest, Sampling
 from stretto.models.images import OpenImage, decode
@@ -22,8 +23,6 @@ from stretto.models.vision import Vision
 from stretto.testing.served_engine import EngineUnderTest, Sample, ServedEngine
 from stretto.training.model import names_in_files
 from vision_models import ARCHITECTURES, picture
-
-Models = Callable[[str], Path]
 
 TOLERANCE = 1e-4
 

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 from tests.conftest import write_run_file
 
+from fixture_types import Start
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
@@ -18,7 +19,6 @@ from stretto.cli.make.schema import json_schema
 from stretto.errors import StrettoError
 from stretto.user_code.scoring import score_group
 
-Start = Callable[..., Any]
 ROW = {"prompt": "?", "answer": "42"}
 
 

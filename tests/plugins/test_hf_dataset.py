@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
+from commands import output_of
 from stretto import Context
 from stretto.errors import ConfigError
 from stretto_hf import HFConfig, HFDataset
@@ -93,7 +94,5 @@ def test_a_run_reads_it(saved: Path, tmp_path: Path) -> None:
         "out": str(tmp_path / "out"),
     }
     (tmp_path / "run.yaml").write_text(json.dumps(run))
-    command = [sys.executable, "-m", "stretto", "run", str(tmp_path / "run.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output_of("run", tmp_path / "run.yaml")
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["ledger"]["trained"] == 4

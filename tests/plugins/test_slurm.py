@@ -15,7 +15,7 @@ from stretto.assembly.compose import compose
 from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.cli.start.submit import submitted_resume
 from stretto.errors import LaunchError
-from stretto.kernel.durable.changes import write_values
+from stretto.kernel.durable.changes import assemble_in_force, write_values
 from stretto.launcher import Job, Submission
 from stretto.nodes import Node
 from stretto_slurm import SlurmConfig, SlurmPart
@@ -174,7 +174,7 @@ def test_a_resumed_run_gets_room_for_its_new_values(
     write_values(folder, composed)
 
     def script(*overrides: str) -> str:
-        assert submitted_resume(folder, overrides, ["--accept-dataset"], dry_run=True)
+        assert submitted_resume(assemble_in_force(folder), overrides, ["--accept-dataset"], dry_run=True)
         return capsys.readouterr().out
 
     assert "--cpus-per-task=5\n" in script()

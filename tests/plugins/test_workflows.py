@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fixture_types import Start
 from stretto import Context
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -27,7 +28,6 @@ from stretto_tool_use import ToolUse, ToolUseConfig
 
 CONTEXT = Context(run="r", name="n", seed=1)
 ENGINE = Path(__file__).with_name("scripted_engine.py")
-Start = Callable[..., Any]
 
 
 class Forgetful(ByteTokenizer):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 
+from fixture_types import Start
 from stretto.bus.messages.journal import JournalDraws, JournalEntry
 from stretto.cli.audit.audit import audit_run
 from stretto.cli.audit.audit_store import open_store
-
-Start = Callable[..., Any]
 
 REWARD = """
 def score(prompt, completion, n, **columns):

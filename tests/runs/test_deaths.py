@@ -6,20 +6,17 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from commands import stretto
+from fixture_types import Start
 from worlds import in_both_worlds
-
-Start = Callable[..., Any]
 
 
 def files_of(run: Any) -> dict[str, str]:
@@ -150,8 +147,7 @@ def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_noth
 
 
 def status(run: Any) -> str:
-    command = [sys.executable, "-m", "stretto", "status", str(run.folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return stretto("status", run.folder).stdout
 
 
 @pytest.mark.slow

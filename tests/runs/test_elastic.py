@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +15,8 @@ import anyio
 import msgspec
 import pytest
 
+from commands import STRETTO, output_of
+from fixture_types import Start
 from stretto.bus.client import connect
 from stretto.bus.joining import write_bootstrap
 from stretto.bus.messages.membership import Join, Welcome
@@ -25,16 +26,6 @@ from stretto.cli.make.operate import numbers_of
 from stretto.errors import ConfigError, Refused
 from stretto.records.status import read_status
 from stretto.records.timeline import TicketDone, WorkerChanged, read_timeline
-
-Start = Callable[..., Any]
-
-
-def stretto(*arguments: object, status: int = 0) -> str:
-    """What a command of stretto prints."""
-    command = [sys.executable, "-m", "stretto", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def changes(folder: Path) -> list[tuple[str, str]]:
@@ -59,9 +50,11 @@ def assert_nothing_went_wrong(run: Any) -> None:
 def test_a_run_gets_more_workers_and_fewer(start: Start) -> None:
     run = start("steps=2000", "checkpoint.every=0")
     run.until_step(1)
-    assert "trainers are scaled by their worker group" in stretto("scale", run.folder, "trainer=2", status=2)
-    assert "expected one of rollout, inference" in stretto("scale", run.folder, "engine=2", status=2)
-    done = stretto("scale", run.folder, "rollout=3", "inference=2", "verifier=2")
+    assert "trainers are scaled by their worker group" in output_of(
+        "scale", run.folder, "trainer=2", status=2
+    )
+    assert "expected one of rollout, inference" in output_of("scale", run.folder, "engine=2", status=2)
+    done = output_of("scale", run.folder, "rollout=3", "inference=2", "verifier=2")
     assert done.splitlines() == [
         "rollout: 1 -> 3; starting rollout-1, rollout-2",
         "inference: 1 -> 2; starting inference-1",
@@ -69,19 +62,19 @@ def test_a_run_gets_more_workers_and_fewer(start: Start) -> None:
     ]
     added = {"rollout-1", "rollout-2", "inference-1", "verifier-1"}
     run.until(lambda: added <= of(run.folder, "ready"))
-    assert "rollout: 3 already" in stretto("scale", run.folder, "rollout=3")
-    done = stretto("scale", run.folder, "rollout=1", "inference=1", "verifier=1")
+    assert "rollout: 3 already" in output_of("scale", run.folder, "rollout=3")
+    done = output_of("scale", run.folder, "rollout=1", "inference=1", "verifier=1")
     assert "rollout: 3 -> 1; rollout-1, rollout-2 will leave, with their work finished" in done
     run.until(lambda: added <= of(run.folder, "left"))
     run.until_step(len(run.metrics()) + 3)
-    stretto("scale", run.folder, "rollout=2")  # the number of a worker that left is free again
+    output_of("scale", run.folder, "rollout=2")  # the number of a worker that left is free again
     run.until(lambda: Counter(changes(run.folder))["rollout-1", "ready"] == 2)
     assert json.loads((run.folder / "workers.json").read_text())["rollout.processes"] == {"file": 1, "now": 2}
-    assert "writes a checkpoint" in stretto("stop", run.folder)
+    assert "writes a checkpoint" in output_of("stop", run.folder)
     assert run.end() == 130
     assert run.summary()["reason"] == "stretto stop"
     assert_nothing_went_wrong(run)
-    no_kernel = stretto("scale", run.folder, "rollout=2", status=2)
+    no_kernel = output_of("scale", run.folder, "rollout=2", status=2)
     assert "no kernel owns the run" in no_kernel
 
 
@@ -108,7 +101,7 @@ def by_hand() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     workers: list[subprocess.Popen[str]] = []
 
     def join(*arguments: object, folder: Path | None = None) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "stretto", "worker", *map(str, arguments)]
+        command = [*STRETTO, "worker", *map(str, arguments)]
         workers.append(
             subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
@@ -125,7 +118,7 @@ def test_workers_by_hand_join_and_leave(start: Start, by_hand: Any, tmp_path: Pa
     run = start("steps=2000", "checkpoint.every=0", "rollout.concurrency=2")
     run.until_step(1)
     guests = [by_hand("--run", run.folder, "--role", role) for role in ("rollout", "verifier")]
-    invitation = Path(stretto("invite", run.folder, "inference").split()[-1])
+    invitation = Path(output_of("invite", run.folder, "inference").split()[-1])
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     bootstrap = Bootstrap.read(invitation)
@@ -136,7 +129,7 @@ def test_workers_by_hand_join_and_leave(start: Start, by_hand: Any, tmp_path: Pa
     run.until(lambda: ids <= of(run.folder, "ready"))
     taken = '"taken"'
     run.until(lambda: any(taken in line and "rollout-h0" in line for line in timeline(run)))
-    done = stretto("scale", run.folder, "rollout=2")
+    done = output_of("scale", run.folder, "rollout=2")
     assert "rollout: 1 -> 2; starting rollout-1" in done  # the run's own workers count
     for guest in guests:
         guest.send_signal(signal.SIGINT)
@@ -146,7 +139,7 @@ def test_workers_by_hand_join_and_leave(start: Start, by_hand: Any, tmp_path: Pa
         assert "leaving" in text
     run.until(lambda: ids <= of(run.folder, "left"))
     assert not (run.folder / "bus" / "rollout-h0.json").exists()
-    stretto("stop", run.folder)
+    output_of("stop", run.folder)
     assert run.end() == 130
     assert_nothing_went_wrong(run)
 
@@ -166,7 +159,7 @@ def test_a_worker_that_cannot_work_here_says_why_and_the_run_goes_on(
     run.until(lambda: remark in run.text())
     anyio.run(_join_with_another_version, Path(run.folder))
     run.until_step(len(run.metrics()) + 3)
-    stretto("stop", run.folder)
+    output_of("stop", run.folder)
     assert run.end() == 130
     assert run.summary()["restarts"] == 0
 
@@ -197,7 +190,7 @@ def timeline(run: Any) -> list[str]:
     ],
 )
 def test_a_worker_by_hand_needs_a_run_and_a_role_or_an_invitation(arguments: tuple[str, ...]) -> None:
-    assert "error: " in stretto("worker", *arguments, status=2)
+    assert "error: " in output_of("worker", *arguments, status=2)
 
 
 # ---------------------------------------------------------------------------- rollout as the bottleneck
@@ -231,13 +224,13 @@ def test_the_speed_follows_when_half_of_the_rollout_workers_are_killed_and_six_j
     with_four = speed_over(run, 12)
     for worker in ("rollout-1", "rollout-3"):
         run.worker(worker).kill()
-    stretto("scale", run.folder, "rollout=10")
+    output_of("scale", run.folder, "rollout=10")
     run.until(lambda: {f"rollout-{number}" for number in range(4, 10)} <= of(run.folder, "ready"))
     run.until(lambda: Counter(changes(run.folder))["rollout-3", "ready"] == 2)
     joined = max(each.time for each in read_timeline(run.folder) if isinstance(each, WorkerChanged))
     run.until(lambda: time.time() > joined + 22, 90)
     assert groups_between(run, joined + 10, joined + 20) >= 0.75 * 10 / 4 * with_four
-    stretto("stop", run.folder)
+    output_of("stop", run.folder)
     assert run.end() == 130
     summary = run.assert_balanced()
     assert summary["restarts"] == 2
@@ -258,9 +251,9 @@ def test_elastic_finds_the_best_number_of_rollout_workers(start: Start) -> None:
     run.until(lambda: {f"rollout-{number}" for number in range(8)} <= of(run.folder, "ready"))
     speed_over(run, 5)
     found = speed_over(run, 15)
-    refused = stretto("scale", run.folder, "rollout=13", status=1)
+    refused = output_of("scale", run.folder, "rollout=13", status=1)
     assert refused == "error: kernel refused: rollout=13 is outside elastic.rollout=[2, 12]\n"
-    stretto("stop", run.folder)
+    output_of("stop", run.folder)
     assert run.end() == 130
     assert_nothing_went_wrong(run)
     static = start(
@@ -270,7 +263,7 @@ def test_elastic_finds_the_best_number_of_rollout_workers(start: Start) -> None:
     )
     static.until_step(4)
     assert found >= 0.8 * speed_over(static, 15)
-    stretto("stop", static.folder, "--now")
+    output_of("stop", static.folder, "--now")
     assert static.end() == 130
 
 
@@ -282,43 +275,41 @@ def test_a_detached_run_is_followed_and_stopped(start: Start, tmp_path: Path) ->
     first = start("steps=1")  # writes the run file
     first.assert_completed(1)
     file, out = tmp_path / "run.yaml", tmp_path / "detached"
-    started = stretto("run", "--detach", file, f"out={out}", "steps=5000", "checkpoint.every=0")
+    started = output_of("run", "--detach", file, f"out={out}", "steps=5000", "checkpoint.every=0")
     assert f"the run in {out} trains" in started
     assert read_status(out).started  # pyright: ignore[reportOptionalMemberAccess]
     try:
-        again = stretto("run", "--detach", file, f"out={out}", status=2)
+        again = output_of("run", "--detach", file, f"out={out}", status=2)
         assert "already holds a run" in again
-        invitation = stretto("invite", out, "viewer").split()[-1]
-        assert "rollout-0: ready" in stretto("status", invitation)
-        assert "worker ready worker=rollout-0" in stretto("logs", out)
-        assert len(stretto("logs", out, "-n", "2").splitlines()) == 2
-        assert "logs: inference-0, kernel, rollout-0" in stretto(
+        invitation = output_of("invite", out, "viewer").split()[-1]
+        assert "rollout-0: ready" in output_of("status", invitation)
+        assert "worker ready worker=rollout-0" in output_of("logs", out)
+        assert len(output_of("logs", out, "-n", "2").splitlines()) == 2
+        assert "logs: inference-0, kernel, rollout-0" in output_of(
             "logs", out, "--worker", "rollout-9", status=2
         )
-        followed = subprocess.Popen(
-            [sys.executable, "-m", "stretto", "logs", "-f", out], stdout=subprocess.PIPE, text=True
-        )
+        followed = subprocess.Popen([*STRETTO, "logs", "-f", out], stdout=subprocess.PIPE, text=True)
     finally:
-        stretto("stop", out)
+        output_of("stop", out)
     text, _ = followed.communicate(timeout=60)
     assert "asked to stop" in text
     assert "checkpoint" in text
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "stretto stop")
     assert "interrupted at step" in (out / "output.txt").read_text()
-    resumed = stretto("resume", out, "--detach", f"steps={summary['version'] + 2}")
+    resumed = output_of("resume", out, "--detach", f"steps={summary['version'] + 2}")
     assert "trains" in resumed
-    stretto("logs", "-f", out)  # until it ends
+    output_of("logs", "-f", out)  # until it ends
     assert json.loads((out / "summary.json").read_text())["status"] == "completed"
 
 
 def test_a_detached_run_that_cannot_start_says_why(start: Start, tmp_path: Path) -> None:
     del start  # its fixture writes the run file
     out = tmp_path / "detached"
-    failed = stretto("run", "--detach", tmp_path / "run.yaml", f"out={out}", "trackers=[nope]", status=2)
+    failed = output_of("run", "--detach", tmp_path / "run.yaml", f"out={out}", "trackers=[nope]", status=2)
     assert "no tracker 'nope'" in failed
     assert not out.exists()
     file = tmp_path / "file"
     file.touch()
-    unwritable = stretto("run", "--detach", tmp_path / "run.yaml", f"out={file}/run", status=2)
+    unwritable = output_of("run", "--detach", tmp_path / "run.yaml", f"out={file}/run", status=2)
     assert "cannot write to" in unwritable

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from fixture_types import Start
 from stretto.cli.audit.ticket_history import ticket_history
 from stretto.records.kept.samples import SampleFilter, SampleStore
-
-Start = Callable[..., Any]
 
 
 def test_every_trajectory_is_kept_once_although_writer_and_kernel_are_killed(

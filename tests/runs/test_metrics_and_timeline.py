@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-import subprocess
-import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +19,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TracePacket
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
+from commands import stretto
 from stretto.records.timeline import CAUSES, StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
 from stretto_trace.history import RunHistory
 
@@ -294,10 +293,6 @@ def test_every_step_says_what_training_waited_for(watched: Watched) -> None:
 
 
 # ------------------------------------------------------------------------------------------ Perfetto
-
-
-def stretto(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "stretto", *arguments], capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")

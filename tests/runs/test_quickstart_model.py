@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from commands import output_of
 from stretto.user_code.importable import load_module
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -129,11 +128,7 @@ def test_the_quickstart_teaches_the_model_to_carry(tmp_path: Path) -> None:
     assert set(document["training"]) == {"use", "lr", "threads"}  # the engine's own settings are enough
     assert document["evaluation"]["sampling"]["temperature"] == 0
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "stretto", "run", str(FOLDER / "run.yaml"), f"out={out}"]
-    run = subprocess.run(
-        command, cwd=FOLDER.parent.parent, capture_output=True, text=True, timeout=380, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    output_of("run", FOLDER / "run.yaml", f"out={out}", cwd=FOLDER.parent.parent)
     first, *_, last = json.loads((out / "summary.json").read_text())["evaluation"]
     assert first["accuracy"] <= 0.1
     assert last["accuracy"] >= 0.85  # 0.917 in five runs; a deviation is 0.015

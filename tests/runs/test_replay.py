@@ -6,22 +6,19 @@ import hashlib
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import output_of
+from fixture_types import Start
 from stretto.cli.audit.recording import groups_in_samples, read_recording
 from stretto.cli.audit.replay import ReplayOptions, replay_run
 from stretto.errors import ConfigError
 from stretto.kernel.durable.replay import rows_of
 from stretto.kernel.life import owned
-
-Start = Callable[..., Any]
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 MODEL = QUICKSTART / "model"
@@ -35,11 +32,9 @@ REAL = (
 def replay(run: Path, *arguments: str, status: int = 0) -> tuple[dict[str, Any], str]:
     """The comparison in `replay.json` of `stretto replay RUN`, and what the command printed."""
     out = run.with_name(f"{run.name}-replayed-{len(list(run.parent.iterdir()))}")
-    command = [sys.executable, "-m", "stretto", "replay", str(run), "--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
+    text = output_of("replay", run, "--out", out, *arguments, status=status)
     file = out / "replay.json"
-    return json.loads(file.read_bytes()) if file.exists() else {}, done.stdout + done.stderr
+    return json.loads(file.read_bytes()) if file.exists() else {}, text
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -124,14 +119,7 @@ def test_a_replay_has_the_number_of_trainers_that_each_step_had(start: Start) ->
     fsdp2 = ("training={use: fsdp2, shard: false}", "training.dtype=float32", "queue.batch_size=16")
     run = start(*REAL, *fsdp2, "steps=5000")
     run.until_step(3, deadline_s=120)
-    scaled = subprocess.run(
-        [sys.executable, "-m", "stretto", "scale", str(run.folder), "training=2"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert "training: 1 -> 2" in scaled.stdout, scaled.stderr
+    assert "training: 1 -> 2" in output_of("scale", run.folder, "training=2")
     run.until(lambda: any(line.get("worker") == "trainer-1" for line in events(run.folder)))
     run.until_step(len(run.metrics()) + 5)
     run.process.send_signal(signal.SIGINT)

@@ -6,13 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Start = Callable[..., Any]
+from fixture_types import Start
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -142,6 +141,46 @@ def test_a_completed_run_is_extended_by_steps_and_what_refers_to_them(start: Sta
     assert "max_failures: 6" in config  # a reference follows
     assert "name: run-3" in config  # a text that only contains one is a value
     assert "max_failures: 3" in (run.folder / "config-1.yaml").read_text()
+
+
+COUNTED = """
+import os
+from pathlib import Path
+from stretto import Component, hookimpl
+from stretto_grpo import GRPO, GRPOConfig
+
+def count(what):
+    with Path(__file__).with_suffix(".txt").open("a") as file:
+        file.write(f"{os.getpid()} {what}\\n")
+
+class Counted(GRPO):
+    def calls(self):
+        count("graph")
+        return super().calls()
+
+@hookimpl
+def stretto_algorithm():
+    count("composed")
+    yield Component("counted", Counted, GRPOConfig, "counts what is made of it")
+"""
+
+
+def test_a_resumed_run_is_composed_and_assembled_once(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text(COUNTED)
+    run = start("steps=1", f"plugins=[{tmp_path}/counted.py]", "algorithm.use=counted")
+    run.assert_completed(1)
+
+    def counted(*overrides: str) -> tuple[int, int]:
+        (tmp_path / "counted.txt").unlink()
+        resumed = start(*overrides, resume=run)
+        resumed.end()
+        lines = (tmp_path / "counted.txt").read_text().splitlines()
+        pid = resumed.process.pid
+        return lines.count(f"{pid} composed"), lines.count(f"{pid} graph")
+
+    assert counted() == (1, 0)  # the run is complete
+    # The previous values are compared with the new ones, and are composed again to repeat what they trained.
+    assert counted("steps=2") == (3, 3)
 
 
 @pytest.mark.slow

@@ -12,17 +12,16 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import output_of, stretto
+from fixture_types import Start
 from processes import arguments_of
 from worlds import in_both_worlds, module_in_both_worlds
-
-Start = Callable[..., Any]
-
 
 # ------------------------------------------------------------------------------------- it works
 
@@ -148,12 +147,7 @@ def test_a_run_goes_on_after_its_server_was_killed(start: Start) -> None:
 def test_a_worker_started_by_hand_joins_and_works(start: Start) -> None:
     run = start("steps=1000", "rollout.concurrency=2")
     run.until_step(2)
-    invitation = subprocess.run(
-        [sys.executable, "-m", "stretto", "invite", str(run.folder), "rollout-extra"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    invitation = stretto("invite", run.folder, "rollout-extra")
     extra = subprocess.Popen(
         shlex.split(invitation.stdout.splitlines()[-1]),
         stdout=subprocess.DEVNULL,
@@ -209,10 +203,9 @@ def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
     assert summary["problems"] == [
         "tracker 'notes': it ended with status 1: OSError: no network; it was started again"
     ]
-    command = [sys.executable, "-m", "stretto", "track", str(run.folder)]
     # The first one sends the summary again if the tracker's failure came into it after the run's end.
-    sent = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
-    assert "there is nothing new to send" in sent[1].stderr
+    sent = [output_of("track", run.folder) for _ in range(2)]
+    assert "there is nothing new to send" in sent[1]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fixture_types import Models, Start
 from stretto import Context, Sampling
 from stretto.algorithm import Loss
 from stretto.array import Array
@@ -31,9 +31,7 @@ from stretto_file import FileSubscriber
 from stretto_grpo import GRPO, GRPOConfig
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig
 from stretto_torch.inference import TorchInferenceEngine
-
-TinyModels = Callable[[str], Path]
-Start = Callable[..., Any]
+from training_engines import push_up, random_batch
 
 
 class Collected:
@@ -58,22 +56,13 @@ class Collected:
                 await anyio.sleep(0.002)
 
 
-def push_up(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    return -logprobs, {}
-
-
-def random_batch(seed: int) -> Batch:
-    tokens = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(seed))
-    return Batch([30, 30], {"tokens": tokens, "loss_mask": torch.ones(60, dtype=torch.bool)}, {})
-
-
 def context(model: Path, folder: Path) -> Context:
     return Context(run=folder.name, name="test", seed=1, model=str(model), folder=str(folder))
 
 
 @pytest.mark.parametrize("on_swap", ["recompute", "keep_cache"])
 async def test_logprobs_are_those_of_each_tokens_own_version(
-    tiny_models: TinyModels, tmp_path: Path, on_swap: str
+    tiny_models: Models, tmp_path: Path, on_swap: str
 ) -> None:
     """A full batch of 32 x 8 samples, with three swaps in flight, against the training engine's forward."""
     model = tiny_models("qwen2")
@@ -144,7 +133,7 @@ GROUP, BATCH, STEPS = 4, 4, 3
 
 @pytest.fixture(scope="module")
 def deterministic(
-    tiny_models: TinyModels, module_start: Start, tmp_path_factory: pytest.TempPathFactory
+    tiny_models: Models, module_start: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> Start:
     """A synchronous, deterministic run of the torch engines on a model that has something to learn."""
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
@@ -247,7 +236,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.slow
 async def test_two_runs_and_a_plain_loop_reach_the_same_weights_bit_for_bit(
-    deterministic: Start, undisturbed: Any, tiny_models: TinyModels, tmp_path: Path
+    deterministic: Start, undisturbed: Any, tiny_models: Models, tmp_path: Path
 ) -> None:
     one = undisturbed
     two = deterministic("two", "inference.slots=8", "inference.replicas=2", "rollout.concurrency=3")
@@ -336,7 +325,7 @@ def test_a_repetition_across_a_change_uses_the_values_of_each_part(
 
 
 def test_weights_that_are_not_finite_are_not_published(
-    start: Start, tiny_models: TinyModels, tmp_path: Path
+    start: Start, tiny_models: Models, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_models("qwen2"), tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"

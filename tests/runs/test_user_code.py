@@ -7,16 +7,13 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fixture_types import Start
 from worlds import in_both_worlds, module_in_both_worlds
-
-Start = Callable[..., Any]
-
 
 # ------------------------------------------------------------------------------- what users write
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 
+from fixture_types import Start
 from stretto.kernel.schedule.variants import variant_of
-
-Start = Callable[..., Any]
 
 REWARDS = """
 def long(prompt, completion): return 0.25

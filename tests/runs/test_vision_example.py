@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from commands import output_of
 from stretto.models.vision import Vision
 from stretto.user_code.importable import load_module
 
@@ -132,19 +133,11 @@ def test_the_model_overlooks_small_shapes_as_its_teacher_did(script: ModuleType,
 def test_the_run_teaches_the_model_to_see_small_shapes(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     rows = [f"dataset.path={made / 'train.jsonl'}", f"evaluation.dataset.path={made / 'heldout.jsonl'}"]
-    _stretto("run", str(FOLDER / "run.yaml"), f"out={out}", "steps=20", *rows)
+    output_of("run", FOLDER / "run.yaml", f"out={out}", "steps=20", *rows, cwd=FOLDER.parent.parent)
     first, *_, last = json.loads((out / "summary.json").read_text())["evaluation"]
     assert first["accuracy"] <= 0.5
     assert last["accuracy"] >= 0.8  # 0.97 in three seeds
 
     figures = tmp_path / "figures.json"
-    _stretto("evaluate", str(out), "--out", str(tmp_path / "evaluated"), "--json", str(figures))
+    output_of("evaluate", out, "--out", tmp_path / "evaluated", "--json", figures, cwd=FOLDER.parent.parent)
     assert json.loads(figures.read_text())["avg"]["mean"] == pytest.approx(last["accuracy"], abs=0.01)
-
-
-def _stretto(*arguments: str) -> None:
-    command = [sys.executable, "-m", "stretto", *arguments]
-    done = subprocess.run(
-        command, cwd=FOLDER.parent.parent, capture_output=True, text=True, timeout=580, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

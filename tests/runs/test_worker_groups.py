@@ -6,16 +6,12 @@ import json
 import os
 import signal
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from fixture_types import Start
 from processes import arguments_of
-
-Start = Callable[..., Any]
-
 
 # --------------------------------------------------------------------------- many models, many groups
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -14,14 +14,13 @@ import nats.errors
 import pytest
 
 from bus_testing import raw_client, until
+from fixture_types import OpenBus
 from sample_messages import done, record, retired, trained, trajectories
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import Follow, Following, Kept, StoredImage
 from stretto.models.images import MAX_FILE_BYTES, ImageFile
 from stretto.records.kept.samples import SampleFilter, SampleStore
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
 class Log:

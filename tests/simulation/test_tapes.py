@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from mutations import MUTATIONS, Mutation, plant
-from stretto.testing.simulation import Tape, run_tape, search, shrink, story
+from stretto.testing.simulation import Tape, describe, run_tape, search, shrink
 from universes import large
 
 TAPES = Path(__file__).with_name("tapes")
@@ -48,7 +48,7 @@ def find() -> Tape | None:
 def test_a_kept_tape_passes(file: Path) -> None:
     outcome = run_tape(tape := read(file))
 
-    assert not outcome.failed, "\n".join(story(tape, outcome, last=60))
+    assert not outcome.failed, "\n".join(describe(tape, outcome, last=60))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.testing.simulation import Fault, Tape, run_tape, search, shrink, story, tapes_of
+from stretto.testing.simulation import Fault, Tape, describe, run_tape, search, shrink, tapes_of
 from universes import large, small
 
 RUN = """\
@@ -98,7 +98,7 @@ def test_a_fault_of_each_kind_changes_what_happens_and_no_result(fault: Fault) -
 
 
 def test_runs_complete_whatever_goes_wrong() -> None:
-    failed = ["\n".join(story(*found)) for found in search(map(small, range(8))) if found[1].failed]
+    failed = ["\n".join(describe(*found)) for found in search(map(small, range(8))) if found[1].failed]
 
     assert failed == []
 
@@ -134,7 +134,7 @@ def test_a_run_continues_after_a_fault_of_a_file(fault: Fault, reason: str) -> N
 
     outcome = run_tape(msgspec.structs.replace(calm, run=run, faults=(fault,)))
 
-    assert not outcome.failed, "\n".join(story(calm, outcome))
+    assert not outcome.failed, "\n".join(describe(calm, outcome))
     [resumed] = [line for line in outcome.log if " RESUME " in line]
     assert reason in resumed
 
@@ -155,7 +155,7 @@ def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) ->
     fewest, outcome = shrink(tape)
 
     assert fewest.faults == (cause,)
-    assert "planted" in "\n".join(story(fewest, outcome))
+    assert "planted" in "\n".join(describe(fewest, outcome))
 
 
 def test_a_run_file_runs_with_simulated_parts(run_file: Path) -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fixture_types import Models
 from stretto.algorithm import AlgorithmConfig
 from stretto.bus.server import free_port
 from stretto.config import RunConfig
@@ -29,8 +30,6 @@ from stretto.dataset import DatasetConfig
 from stretto.errors import EngineError
 from stretto.user_code.importable import load_module
 from stretto_fsdp2.tensor_parallel import check_splits
-
-TinyModels = Callable[[str], Path]
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the processes of all layouts
 
@@ -179,7 +178,7 @@ POWER_SGD = {**ADAM, "power_sgd": {"rank": 2, "after_steps": 2}}
 
 
 @pytest.fixture(scope="session")
-def models(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random models of three architectures, tied and not, with a tokenizer each."""
     folders: dict[str, Path] = {}
     for architecture, tied in TIED.items():
@@ -490,7 +489,7 @@ def test_layouts_that_a_model_does_not_divide_into_are_refused(models: dict[str,
     ids=["lora", "tied", "pipeline", "compile"],
 )
 def test_models_that_an_engine_cannot_train_are_refused(
-    options: dict[str, Any], architecture: str, message: str, tiny_models: TinyModels, tmp_path: Path
+    options: dict[str, Any], architecture: str, message: str, tiny_models: Models, tmp_path: Path
 ) -> None:
     if architecture == "mamba":
         config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=20)
@@ -505,9 +504,7 @@ def test_models_that_an_engine_cannot_train_are_refused(
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-def test_a_model_that_cannot_be_split_by_tensor_is_refused(
-    architecture: str, tiny_models: TinyModels
-) -> None:
+def test_a_model_that_cannot_be_split_by_tensor_is_refused(architecture: str, tiny_models: Models) -> None:
     config = AutoConfig.for_model(architecture, **(SIZES if architecture == "qwen3" else {"n_layer": 1}))
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(EngineError, match="does not know how to split"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from stretto import Context
+from fixture_types import Models
 from stretto.algorithm import Loss
 from stretto.component import Head
 from stretto.rl.batch import Batch
@@ -22,9 +22,7 @@ from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto.training.packing import PackedRows, PaddedRows, PrefixRows
 from stretto.training.prefix_tree import PrefixTree, split_batch
-from stretto_torch import TorchTrainingConfig
-
-TinyModels = Callable[[str], Path]
+from training_engines import loaded_engine
 
 # Few different tokens, so that sequences often begin with the same ones.
 SEQUENCES = st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=10)
@@ -130,12 +128,7 @@ def test_micro_batches_hold_a_budget_of_nodes(
 # ------------------------------------------------------------------------------------- the numbers
 
 
-def engine_of(model: Path, *, head: Head = "policy", **options: Any) -> HFTraining:
-    options = {"lr": 1e-6, "optimizer": "sgd", "clip_norm": None, "warmup_steps": 0, **options}
-    context = Context(run="r", name="n", seed=1, model=str(model), head=head)
-    engine = HFTraining(TorchTrainingConfig(**options), context)
-    engine.load(None)
-    return engine
+engine_of = partial(loaded_engine, lr=1e-6, optimizer="sgd", clip_norm=None)
 
 
 def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -169,7 +162,7 @@ def assert_equal_steps(one: HFTraining, other: HFTraining, batch: Batch) -> None
 
 
 @pytest.fixture(scope="module")
-def sides(tiny_models: TinyModels) -> Callable[[str, int], tuple[HFTraining, HFTraining]]:
+def sides(tiny_models: Models) -> Callable[[str, int], tuple[HFTraining, HFTraining]]:
     """Engines with and without shared prefixes; several examples train the same two."""
     made: dict[tuple[str, int], tuple[HFTraining, HFTraining]] = {}
 
@@ -217,9 +210,7 @@ GROUPS = [[*range(5, 25), end, *range(end, end + 9)] for end in (30, 31, 31, 40)
         ("reward", {}),
     ],
 )
-def test_other_options_share_prefixes_too(
-    tiny_models: TinyModels, head: Head, options: dict[str, Any]
-) -> None:
+def test_other_options_share_prefixes_too(tiny_models: Models, head: Head, options: dict[str, Any]) -> None:
     sides = [
         engine_of(tiny_models("llama"), head=head, shared_prefixes=shared, **options)
         for shared in (True, False)
@@ -243,7 +234,7 @@ def _count_nodes(engine: HFTraining, batch: Batch) -> int:
     return sum(counts)
 
 
-def test_models_that_cannot_share_say_so(tiny_models: TinyModels) -> None:
+def test_models_that_cannot_share_say_so(tiny_models: Models) -> None:
     with capture_logs() as logs:
         engine = engine_of(tiny_models("gemma2"))
     assert isinstance(engine._packing, PaddedRows)  # pyright: ignore[reportPrivateUsage]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stretto import Context
 from stretto.algorithm import Loss
 from stretto.rl.batch import Batch
 from stretto.training import token_head
 from stretto.training.config import LoraConfig
-from stretto.training.engine import HFTraining
-from stretto_torch import TorchTrainingConfig
-
-TinyModels = Callable[[str], Path]
+from training_engines import loaded_engine
 
 VOCABULARY = 97
 SIZES = {
@@ -71,11 +68,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(token_head, "_KEPT_BYTES", 0)
 
 
-def engine_of(model: Path, **options: Any) -> HFTraining:
-    options = {"lr": 1.0, "optimizer": "sgd", "clip_norm": None, "warmup_steps": 0, **options}
-    engine = HFTraining(TorchTrainingConfig(**options), Context(run="r", name="n", seed=1, model=str(model)))
-    engine.load(None)
-    return engine
+engine_of = partial(loaded_engine, lr=1.0, optimizer="sgd", clip_norm=None)
 
 
 def batch() -> Batch:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from stretto import Context
+from fixture_types import Models
 from stretto.algorithm import Loss, Reduction
 from stretto.component import Head
 from stretto.errors import EngineError
@@ -24,18 +25,9 @@ from stretto.training.checkpoint import write_tensors
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto.training.packing import PaddedRows, PrefixRows
-from stretto_torch import TorchTrainingConfig
+from training_engines import NEARLY_LINEAR, loaded_engine
 
-TinyModels = Callable[[str], Path]
-
-
-def engine_of(model: Path, *, head: Head = "policy", trainable: bool = True, **options: Any) -> HFTraining:
-    """The engine with its model loaded; AdamW made nearly linear in the gradient, so that updates tell it."""
-    options = {"lr": 0.1, "eps": 1.0, "clip_norm": None, "warmup_steps": 0, **options}
-    context = Context(run="r", name="n", seed=1, model=str(model), head=head, trainable=trainable)
-    engine = HFTraining(TorchTrainingConfig(**options), context)
-    engine.load(None)
-    return engine
+engine_of = partial(loaded_engine, **NEARLY_LINEAR)
 
 
 def batch_of(lengths: list[int], seed: int = 0) -> Batch:
@@ -79,7 +71,7 @@ def reference_logprobs(model: Any, batch: Batch, temperature: float) -> Tensor:
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_forward_equals_the_model_on_each_sequence_alone(
-    tiny_models: TinyModels, architecture: str, temperature: float
+    tiny_models: Models, architecture: str, temperature: float
 ) -> None:
     engine = engine_of(tiny_models(architecture), micro_batch_tokens=24)
     batch = batch_of([5, 1, 17, 9, 30])
@@ -91,7 +83,7 @@ def test_forward_equals_the_model_on_each_sequence_alone(
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_a_model_that_cannot_be_packed_is_padded_or_refused(tiny_models: TinyModels) -> None:
+def test_a_model_that_cannot_be_packed_is_padded_or_refused(tiny_models: Models) -> None:
     for architecture, rows in (("gemma2", PaddedRows), ("qwen2", PrefixRows), ("gpt2", PrefixRows)):
         assert isinstance(engine_of(tiny_models(architecture))._packing, rows)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(EngineError, match="does not allow it"):
@@ -99,9 +91,7 @@ def test_a_model_that_cannot_be_packed_is_padded_or_refused(tiny_models: TinyMod
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence", "sequence_sum"])
-def test_one_step_equals_the_gradient_of_the_plain_loop(
-    tiny_models: TinyModels, reduction: Reduction
-) -> None:
+def test_one_step_equals_the_gradient_of_the_plain_loop(tiny_models: Models, reduction: Reduction) -> None:
     engine = engine_of(tiny_models("qwen2"), micro_batch_tokens=20)
     batch = batch_of([6, 13, 4, 9])
     before = parameters(engine)
@@ -130,7 +120,7 @@ def test_one_step_equals_the_gradient_of_the_plain_loop(
         torch.testing.assert_close(update[name], expected, atol=2e-6, rtol=1e-4)
 
 
-def test_an_entropy_bonus_adds_the_gradient_of_the_mean_entropy(tiny_models: TinyModels) -> None:
+def test_an_entropy_bonus_adds_the_gradient_of_the_mean_entropy(tiny_models: Models) -> None:
     engine = engine_of(tiny_models("qwen2"), micro_batch_tokens=20, optimizer="sgd", clip_norm=None)
     batch, before = batch_of([6, 13, 4, 9]), parameters(engine)
 
@@ -161,7 +151,7 @@ def test_an_entropy_bonus_adds_the_gradient_of_the_mean_entropy(tiny_models: Tin
 
 
 def test_a_loss_scales_the_learning_rate_by_the_statistics_of_the_whole_batch(
-    tiny_models: TinyModels,
+    tiny_models: Models,
 ) -> None:
     engine = engine_of(tiny_models("qwen2"), lr=1.0, micro_batch_tokens=10)
     batch, seen = batch_of([6, 13, 4]), list[float]()
@@ -180,7 +170,7 @@ def test_a_loss_scales_the_learning_rate_by_the_statistics_of_the_whole_batch(
         assert not torch.equal(value, before[name])
 
 
-def test_statistics_are_means_over_trained_tokens(tiny_models: TinyModels) -> None:
+def test_statistics_are_means_over_trained_tokens(tiny_models: Models) -> None:
     engine = engine_of(tiny_models("qwen2"), micro_batch_tokens=10)
     batch = batch_of([6, 13, 4])
     statistics = engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
@@ -190,7 +180,7 @@ def test_statistics_are_means_over_trained_tokens(tiny_models: TinyModels) -> No
     assert 0 < statistics["entropy"] < math.log(97)
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_bit_for_bit(tiny_models: Models, tmp_path: Path) -> None:
     loss = Loss(plain_loss, "token", lr_scale=lambda _, former: former / 2)
     options: dict[str, Any] = {
         "eps": 1e-8,
@@ -219,7 +209,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(tiny_models: TinyModels, tmp_path: Pat
     assert not list(tmp_path.rglob("*.bin")) + list(tmp_path.rglob("*.pt"))  # nothing pickled
 
 
-def test_schedules_warm_up_and_come_down(tiny_models: TinyModels) -> None:
+def test_schedules_warm_up_and_come_down(tiny_models: Models) -> None:
     engine = engine_of(
         tiny_models("qwen2"), lr=1.0, schedule="linear", warmup_steps=1, decay_steps=3, final_lr_ratio=0.2
     )
@@ -227,7 +217,7 @@ def test_schedules_warm_up_and_come_down(tiny_models: TinyModels) -> None:
     assert rates == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
 
 
-def test_clipping_bounds_the_update(tiny_models: TinyModels) -> None:
+def test_clipping_bounds_the_update(tiny_models: Models) -> None:
     engine = engine_of(tiny_models("qwen2"), clip_norm=1e-3)
     before = parameters(engine)
     statistics = engine.train(batch_of([9, 9]), Loss(plain_loss, "token"), temperature=1.0)
@@ -236,7 +226,7 @@ def test_clipping_bounds_the_update(tiny_models: TinyModels) -> None:
     assert float(moved.norm()) <= 0.1 * 1e-3 * 1.01
 
 
-def test_a_loss_that_was_reduced_already_is_refused(tiny_models: TinyModels) -> None:
+def test_a_loss_that_was_reduced_already_is_refused(tiny_models: Models) -> None:
     def reduced(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         return -logprobs.mean(), {}
 
@@ -244,7 +234,7 @@ def test_a_loss_that_was_reduced_already_is_refused(tiny_models: TinyModels) -> 
         engine_of(tiny_models("qwen2")).train(batch_of([9]), Loss(reduced, "token"), temperature=1.0)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(tiny_models: TinyModels) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny_models: Models) -> None:
     def broken(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         return logprobs * math.inf, {}
 
@@ -255,7 +245,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny_models: TinyModels) 
     assert engine.train(batch_of([9]), Loss(plain_loss, "token"), temperature=1.0)["skipped"] == 0
 
 
-def test_bfloat16_computes_in_it_and_keeps_float32_parameters(tiny_models: TinyModels) -> None:
+def test_bfloat16_computes_in_it_and_keeps_float32_parameters(tiny_models: Models) -> None:
     engine = engine_of(tiny_models("qwen2"), dtype="bfloat16", lr=1e-4, eps=1e-8)
     exact = engine_of(tiny_models("qwen2"))
     batch = batch_of([12, 20])
@@ -267,7 +257,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32_parameters(tiny_models: TinyM
     assert kept == {torch.float32}
 
 
-def test_tied_weights_are_published_once(tiny_models: TinyModels) -> None:
+def test_tied_weights_are_published_once(tiny_models: Models) -> None:
     names = [name for name, _ in engine_of(tiny_models("qwen2")).weights()]
     assert "lm_head.weight" not in names
     assert len(names) == len(set(names))
@@ -285,7 +275,7 @@ def test_a_missing_model_is_one_clear_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2"])  # packed, packed, padded
 @pytest.mark.parametrize("head", ["value", "reward"])
 def test_heads_say_one_number_of_every_token(
-    tiny_models: TinyModels, architecture: str, head: Head, tmp_path: Path
+    tiny_models: Models, architecture: str, head: Head, tmp_path: Path
 ) -> None:
     engine = engine_of(tiny_models(architecture), head=head, micro_batch_tokens=24)
     batch = batch_of([5, 1, 17, 9, 30])
@@ -308,7 +298,7 @@ def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
     return (said - batch["advantages"]) ** 2, {"said": said, "said_max": said}
 
 
-def test_figures_of_a_head(tiny_models: TinyModels) -> None:
+def test_figures_of_a_head(tiny_models: Models) -> None:
     batch = batch_of([6, 13, 4])
     rewards = engine_of(tiny_models("qwen2"), head="reward", micro_batch_tokens=10)
     rewards.train(batch, Loss(squared, "token"), temperature=1.0)
@@ -318,7 +308,7 @@ def test_figures_of_a_head(tiny_models: TinyModels) -> None:
     assert "entropy" not in statistics
 
 
-def test_a_model_that_is_only_asked_has_no_gradients(tiny_models: TinyModels) -> None:
+def test_a_model_that_is_only_asked_has_no_gradients(tiny_models: Models) -> None:
     engine, trained = engine_of(tiny_models("qwen2"), trainable=False), engine_of(tiny_models("qwen2"))
     batch = batch_of([6, 13])
     assert torch.equal(engine.forward(batch, temperature=1.0), trained.forward(batch, temperature=1.0))
@@ -327,7 +317,7 @@ def test_a_model_that_is_only_asked_has_no_gradients(tiny_models: TinyModels) ->
         engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
 
 
-def test_a_loss_of_groups_sees_them_whole(tiny_models: TinyModels) -> None:
+def test_a_loss_of_groups_sees_them_whole(tiny_models: Models) -> None:
     seen: list[list[int]] = []
 
     def watching(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -346,7 +336,7 @@ def test_a_loss_of_groups_sees_them_whole(tiny_models: TinyModels) -> None:
     ("architecture", "targets"), [("llama", ["q_proj", "down_proj"]), ("gpt2", ["c_attn", "c_proj"])]
 )
 def test_adapters_are_published_merged_and_resume(
-    tiny_models: TinyModels, architecture: str, targets: list[str], tmp_path: Path
+    tiny_models: Models, architecture: str, targets: list[str], tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {
         "eps": 1e-8,
@@ -394,13 +384,13 @@ def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path, ranks:
         assert torch.equal(load_file(tmp_path / "m" / file)[name], tensors[name])
 
 
-def test_a_folder_that_cannot_be_written_is_an_os_error(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_os_error(tiny_models: Models, tmp_path: Path) -> None:
     (tmp_path / "model").write_text("in the way")
     with pytest.raises(OSError, match="cannot be written"):
         engine_of(tiny_models("qwen2")).save(tmp_path)
 
 
-def test_a_model_without_the_head_that_is_wanted_is_refused(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_a_model_without_the_head_that_is_wanted_is_refused(tiny_models: Models, tmp_path: Path) -> None:
     """Its logprobs would be those of a head drawn at random."""
     scorer = engine_of(tiny_models("llama"), head="reward")  # its embeddings are not tied
     scorer.save(tmp_path)
@@ -408,7 +398,7 @@ def test_a_model_without_the_head_that_is_wanted_is_refused(tiny_models: TinyMod
         engine_of(tmp_path / "model")
 
 
-def test_weights_that_would_be_unpickled_are_refused(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_weights_that_would_be_unpickled_are_refused(tiny_models: Models, tmp_path: Path) -> None:
     for file in tiny_models("qwen2").glob("*.json"):
         shutil.copy(file, tmp_path)
     torch.save(load_file(tiny_models("qwen2") / "model.safetensors"), tmp_path / "pytorch_model.bin")
@@ -417,7 +407,7 @@ def test_weights_that_would_be_unpickled_are_refused(tiny_models: TinyModels, tm
 
 
 def test_a_checkpoint_is_written_whatever_the_generation_config_says(
-    tiny_models: TinyModels, tmp_path: Path
+    tiny_models: Models, tmp_path: Path
 ) -> None:
     """Many models of the hub come with one that transformers refuses to save."""
     source = tmp_path / "source"

@@ -19,6 +19,7 @@ from aiohttp import ClientResponse, CookieJar, web
 from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
+from commands import STRETTO, output_of
 from made_run import make_run
 from stretto.cli.make.certs import write_certificates
 from stretto_ui.access import Access
@@ -159,8 +160,7 @@ async def test_long_answers_are_compressed(client: Client, access: Access) -> No
 
 
 def test_the_command_listens_on_loopback_alone_and_ends_with_an_interrupt(runs: Path) -> None:
-    command = [sys.executable, "-m", "stretto", "ui", str(runs)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*STRETTO, "ui", runs], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         address = process.stdout.readline().strip()
         listening = [
@@ -202,12 +202,7 @@ def test_the_server_ends_while_a_reader_waits_for_ever(runs: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stretto", "ui", str(tmp_path / "none")]
-
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-    assert ended.returncode == 2
-    assert f"no folder '{tmp_path / 'none'}'" in ended.stderr
+    assert f"no folder '{tmp_path / 'none'}'" in output_of("ui", tmp_path / "none", status=2)
 
 
 def _cookies(client: Client) -> str:
@@ -219,12 +214,10 @@ async def _text(response: ClientResponse) -> str:
 
 
 def test_other_machines_reach_the_page_with_tls_only(runs: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stretto", "ui", str(runs), "--host", "0.0.0.0"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "would read the page and its token" in refused.stderr
+    arguments = ["ui", str(runs), "--host", "0.0.0.0"]
+    assert "would read the page and its token" in output_of(*arguments, status=2)
     write_certificates(tmp_path / "certs", ["127.0.0.1"], [], 1)
-    command += ["--certificate", str(tmp_path / "certs" / "server.pem")]
+    command = [*STRETTO, *arguments, "--certificate", str(tmp_path / "certs" / "server.pem")]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout

@@ -4,8 +4,8 @@ engine at work on it dies, gives it up, or says nothing any more.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bus_testing import until
+from fixture_types import OpenBus
 from stretto.array import Array
 from stretto.bus.client import Bus
 from stretto.bus.messages.inference import Abort, ChunkBatch, ChunkHead, Confirm, Generate
@@ -25,8 +26,6 @@ from stretto.engine import Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError
 from stretto.workers.sampling.generation import GeneratedSample, Generations, VersionFloor
 from stretto.workers.sampling.routing import Router
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
 class Engine:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import anyio
 import pytest
 
 from bus_testing import welcome
+from fixture_types import OpenBus
 from stretto.bus.client import Bus
 from stretto.bus.messages.inference import AskImage, ImagePart
 from stretto.bus.messages.membership import WorkerProcess
@@ -22,8 +23,6 @@ from stretto.workers.images import ImageFetcher, RolloutImages
 from stretto.workers.process import HostProcess
 
 ROLLOUT = WorkerProcess("rollout-0", "n")
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
 def image_of(size: int) -> OpenImage:

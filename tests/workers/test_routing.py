@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from fixture_types import Start
 from stretto.bus.client import connect
 from stretto.bus.messages.membership import EngineFigures, Peer, Routes
 from stretto.bus.messages.subjects import Subjects
@@ -25,8 +25,6 @@ from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
 from stretto.bus.server import Bootstrap
 from stretto.workers.sampling.routing import Router
 from stretto.workers.sampling.session import sample_seed
-
-Start = Callable[..., Any]
 
 
 class Kernel:

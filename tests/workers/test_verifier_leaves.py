@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +10,7 @@ import pytest
 from anyio.abc import TaskGroup
 
 from bus_testing import until, welcome
+from fixture_types import OpenBus
 from stretto.bus.client import Bus
 from stretto.bus.messages.scoring import Scored, ScoreSamples
 from stretto.bus.messages.subjects import Subjects
@@ -20,8 +19,6 @@ from stretto.workers.context import WorkerContext
 from stretto.workers.process import HostProcess
 from stretto.workers.scoring import verifier
 from stretto.workers.scoring.verifier import VerifierWorker
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
 class Children:

@@ -8,7 +8,7 @@ import os
 import re
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from bus_testing import welcome
+from fixture_types import Models, OpenBus, Start
 from stretto import Context
 from stretto.array import Array
 from stretto.bus.client import Bus, connect
@@ -50,10 +51,6 @@ from stretto_bus import BusTransport, BusTransportConfig
 from stretto_collective import CollectiveConfig, CollectiveTransport
 from stretto_collective.meeting import choose_backend, gpu_for
 from stretto_file import FileSubscriber, FileTransport, FileTransportConfig
-
-OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
-Start = Callable[..., Any]
-TinyModels = Callable[[str], Path]
 
 
 def tensors(value: float) -> list[tuple[str, torch.Tensor]]:
@@ -925,7 +922,7 @@ async def newest_in_the_log(run: Any) -> int:
     ids=["altered", "skipped", "drift"],
 )
 async def test_weights_that_are_not_the_announced_ones_end_the_run_before_they_are_trained_on(
-    start: Start, tiny_models: TinyModels, tmp_path: Path, overrides: list[str], reason: str
+    start: Start, tiny_models: Models, tmp_path: Path, overrides: list[str], reason: str
 ) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     model = [f"model={tiny_models('qwen2')}"] if "inference=drifting" in overrides else []

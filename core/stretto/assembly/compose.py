@@ -514,7 +514,7 @@ class _Composer:
             if value == "auto" and path.endswith((".threads", ".processes")):
                 raise self.source.error(
                     path,
-                    "'auto' is gone; write a number, such as 1 (docs/cores.md says when more is faster)",
+                    "'auto' is gone; write a number, such as 1 (docs/choosing.md says when more is faster)",
                     value,
                 ) from error
             shown = _LOGIN.sub("://<login>@", repr(value))

@@ -101,7 +101,7 @@ def owned(folder: Path) -> Generator[None]:
         yield
 
 
-def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
+def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False) -> int:
     """Continue a run, which this process owns, from its newest intact checkpoint and its journal, and return
     the exit status.
 
@@ -109,13 +109,14 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
     records with them. Later values follow in the same way, and the newest values come last.
 
     Args:
+        assembly: the run with its newest values.
         accept_dataset: continue with the current rows if a dataset has changed since the run's start.
 
     Raises:
         ConfigError: if the run is complete, if a dataset has changed, or if too much of the run is lost.
     """
-    composed = compose(folder / "config.yaml")
-    if is_complete(folder, composed.config.steps):
+    folder = assembly.folder
+    if is_complete(folder, assembly.config.steps):
         raise ConfigError(
             f"the run in {folder} is complete; to train it for more steps: stretto resume {folder} steps=…"
         )
@@ -130,7 +131,6 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
             if summary["status"] != "repeated":
                 return _print_end(summary, folder)
             number, checkpoint = next_values or newest, newest_checkpoint(folder)
-        assembly = assemble_existing(composed, folder)
         with fork_server(assembly) as forks:
             summary = _live_to_the_end(
                 assembly,

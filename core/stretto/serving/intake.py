@@ -1,6 +1,6 @@
 """The intake of an inference engine: which requests it accepts, and in which order their samples start.
 
-Every engine has the same duties before it samples a token. It checks a request, ignores one that it already
+Every engine has the same duties before generation. It checks a request, ignores one that it already
 has, keeps waiting samples in order of arrival, holds back those that need newer weights, and ends samples
 that are aborted or late. `Intake` does this part; the engine samples tokens and emits the chunks.
 

@@ -94,9 +94,9 @@ def _search(tapes: Sequence[Tape], jobs: int, record: Path | None) -> Tape | Non
 
 
 def _show(tape: Tape, outcome: Outcome) -> None:
-    from stretto.testing.simulation import story
+    from stretto.testing.simulation import describe
 
-    typer.echo("\n".join(story(tape, outcome, _LAST_LINES)))
+    typer.echo("\n".join(describe(tape, outcome, _LAST_LINES)))
 
 
 def _read(file: Path) -> Tape:

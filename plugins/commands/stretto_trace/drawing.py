@@ -47,7 +47,7 @@ def write_trace(folder: Path, file: Path) -> None:
 
 
 class _Drawing:
-    """Draws a story."""
+    """Draws a run's history as tracks of a trace."""
 
     def __init__(self, trace: PerfettoFile, history: RunHistory, record: RunFolder) -> None:
         self._trace = trace

@@ -1,4 +1,4 @@
-"""The story in a timeline's events: attempts of tickets with their outcome, lives of workers, spans."""
+"""The history of a run, read from its timeline: attempts of tickets, lives of workers, spans."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Life:
 
 @dataclass
 class RunHistory:
-    """The story in the events of a run."""
+    """What happened in a run, read from its events."""
 
     start: float
     end: float
@@ -103,7 +103,7 @@ class RunHistory:
 
 
 class _Reader:
-    """Reads events in their order into a story."""
+    """Reads events in their order into a `RunHistory`."""
 
     def __init__(self, history: RunHistory) -> None:
         self.history = history

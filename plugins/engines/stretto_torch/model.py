@@ -203,7 +203,7 @@ def _device(config: TorchInferenceConfig) -> torch.device:
 
 
 def _context(config: Any, length: int | None) -> int:
-    """Return the number of tokens a sample may have."""
+    """Return the largest number of tokens in a sample, with its prompt."""
     max_positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is not None and max_positions is not None and length > max_positions:
         raise EngineError(f"inference.context_length is {length}; the model has {max_positions} positions")

@@ -33,7 +33,7 @@ def audit(
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
     ticket: Annotated[
-        int | None, typer.Option(min=0, help="Show the story of this training ticket instead.")
+        int | None, typer.Option(min=0, help="Show the history of this training ticket instead.")
     ] = None,
 ) -> None:
     """Check that a run that has ended lost no ticket, trained none twice and kept its bounds.

@@ -9,7 +9,6 @@ from typing import TypeVar
 import anyio
 
 from stretto.assembly.assembly import Assembly
-from stretto.assembly.compose import compose
 from stretto.assembly.placement import sections
 from stretto.assembly.worker_numbers import NUMBER_KEYS
 from stretto.bus.client import connect
@@ -89,13 +88,13 @@ def _require_kernel(folder: Path) -> None:
 def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
     """Check other numbers of trainers as a resume with them would be: the kernel cannot take them back."""
     from stretto.cli.start.acceptance import accepted
-    from stretto.kernel.durable.changes import assemble_existing, compose_changes
+    from stretto.kernel.durable.changes import assemble_in_force, compose_changes
 
     groups = {name: number for name, number in numbers.items() if name not in NUMBER_KEYS}
     if not groups:
         return
     elsewhere = (folder / MIRROR).exists()
-    former = assemble_existing(compose(folder / "config.yaml", elsewhere=elsewhere), folder)
+    former = assemble_in_force(folder, elsewhere=elsewhere)
     known = sections(former.config)
     for name in groups:
         if name not in known:
@@ -103,7 +102,7 @@ def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
             hint = "; trainers are scaled by their worker group" if name == "trainer" else ""
             raise ConfigError(f"no {name!r} to scale: expected one of {names}{hint}")
     overrides = [f"{name}.processes={number}" for name, number in groups.items()]
-    changed = compose_changes(folder, overrides)
+    changed = compose_changes(former, overrides)
     if elsewhere:
         _refuse_new_faults(former, changed)
     else:

@@ -87,27 +87,33 @@ def resume(
     """
     from stretto.cli.start.submit import submitted_resume
     from stretto.cli.start.trust import require_trust
+    from stretto.kernel.durable.changes import (
+        assemble_in_force,
+        compose_changes,
+        newest_values,
+        put_into_force,
+    )
 
     folder = folder.absolute()
     require_trust(folder, trusted=trust_plugins)
     options = {"--trust-plugins": trust_plugins, "--accept-dataset": accept_dataset}
     chosen = [option for option, is_chosen in options.items() if is_chosen]
-    if submitted_resume(folder, overrides or (), chosen, dry_run=dry_run):
+    values, assembly = newest_values(folder), assemble_in_force(folder)
+    if submitted_resume(assembly, overrides or (), chosen, dry_run=dry_run):
         return
     if detach:
-        if not (folder / "config.yaml").exists():
-            raise ConfigError(f"{folder} holds no run: it has no config.yaml")
         _detach(["resume", str(folder), *(overrides or ()), *chosen], folder)
         return
     from stretto.cli.start.acceptance import accepted
-    from stretto.kernel.durable.changes import compose_changes, put_into_force
     from stretto.kernel.life import owned, resume_to_end
 
     with owned(folder):
+        if newest_values(folder) != values:  # another process changed them before this one owned the run
+            assembly = assemble_in_force(folder)
         if overrides:
-            changed = accepted(compose_changes(folder, overrides), starting=True, resumed=True)
-            put_into_force(folder, changed.composed)
-        status = resume_to_end(folder, accept_dataset=accept_dataset)
+            assembly = accepted(compose_changes(assembly, overrides), starting=True, resumed=True)
+            put_into_force(folder, assembly.composed)
+        status = resume_to_end(assembly, accept_dataset=accept_dataset)
     raise typer.Exit(status)
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import msgspec
 
 from stretto.assembly.assembly import Assembly
-from stretto.assembly.compose import compose
 from stretto.cli.start.acceptance import accepted
 from stretto.errors import ConfigError
-from stretto.kernel.durable.changes import assemble_existing, compose_changes
+from stretto.kernel.durable.changes import compose_changes
 from stretto.launcher import Launcher, RemoteLauncher, Submission, SubmittingLauncher
 
 _STRETTO = (sys.executable, "-m", "stretto")
@@ -30,19 +29,18 @@ def submitted_run(assembly: Assembly, file: Path, overrides: Sequence[str], *, d
 
 
 def submitted_resume(
-    folder: Path, overrides: Sequence[str], options: Sequence[str], *, dry_run: bool
+    assembly: Assembly, overrides: Sequence[str], options: Sequence[str], *, dry_run: bool
 ) -> bool:
     """Submit a run that continues if its launcher submits runs, and return whether it does. See `_submitted`.
 
     Args:
+        assembly: the run with the values in force.
         options: options of `stretto resume`, for the command that the cluster runs.
     """
-    if not (folder / "config.yaml").exists():
-        return False  # `stretto resume` says what is wrong
+    folder = assembly.folder
     resume = (*_STRETTO, "resume", str(folder), *overrides, *options)
-    assembly = assemble_existing(compose(folder / "config.yaml"), folder)
     if overrides and isinstance(assembly.make("launcher"), SubmittingLauncher):
-        assembly = compose_changes(folder, overrides)  # a run that starts here refuses values itself
+        assembly = compose_changes(assembly, overrides)  # a run that starts here refuses values itself
     submission = Submission(begin=resume, resume=resume, folder=str(folder), jobs=())
     return _submitted(assembly, submission, dry_run=dry_run, resumed=True)
 

@@ -68,6 +68,22 @@ def assemble_existing(composed: Composed, folder: Path) -> Assembly:
     return Assembly(composed, folder=folder, run=run_id(folder / "bus") or new_run_id(folder))
 
 
+def assemble_in_force(folder: Path, *, elsewhere: bool = False) -> Assembly:
+    """Assemble the run in a folder, with the values in force.
+
+    Args:
+        elsewhere: as for `compose`.
+
+    Raises:
+        ConfigError: if the folder holds no run, or if a value is wrong.
+        PluginError: if a component is not available.
+    """
+    file = folder / "config.yaml"
+    if not file.exists():
+        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
+    return assemble_existing(compose(file, elsewhere=elsewhere), folder)
+
+
 def is_complete(folder: Path, steps: int) -> bool:
     """Return whether a run has completed at least this number of steps."""
     file = folder / "summary.json"
@@ -120,21 +136,21 @@ def forget_fingerprint(folder: Path, path: str) -> None:
         _write_fingerprints(folder, recorded)
 
 
-def compose_changes(folder: Path, overrides: Sequence[str]) -> Assembly:
+def compose_changes(former: Assembly, overrides: Sequence[str]) -> Assembly:
     """Assemble a run with some of its values changed. In a copy of a run that is elsewhere, the paths of
     the run may be missing.
 
+    Args:
+        former: the run with the values in force.
+
     Raises:
-        ConfigError: if the folder holds no run, or if the run cannot continue with these values.
+        ConfigError: if the run cannot continue with these values.
         PluginError: if a component is not available.
     """
-    file = folder / "config.yaml"
-    if not file.exists():
-        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
-    elsewhere = (folder / MIRROR).exists()
+    folder = former.folder
     document = document_of(folder, newest_values(folder))
-    former = assemble_existing(compose(file, elsewhere=elsewhere), folder)
-    composed = compose(file, overrides, document=document, elsewhere=elsewhere)
+    elsewhere = (folder / MIRROR).exists()
+    composed = compose(folder / "config.yaml", overrides, document=document, elsewhere=elsewhere)
     changed = assemble_existing(composed, folder)
     if faults := list(_faults(former, changed)):
         raise ConfigError("\n".join(f"{composed.place(fault.path)}: {fault.message}" for fault in faults))

@@ -8,7 +8,7 @@ production; engines are `mock`.
 for tape, outcome in search(tapes_of(Path("run.yaml"), range(1000)), jobs=2):
     if outcome.failed:
         fewest, outcome = shrink(tape)
-        print("\\n".join(story(fewest, outcome)))
+        print("\\n".join(describe(fewest, outcome)))
 ```
 
 `stretto simulate` does that. Files:
@@ -33,7 +33,7 @@ plugin.py     the launcher `simulated`
 from __future__ import annotations
 
 from stretto.testing.simulation.faults import KINDS, POINTS, Fault, Tape
-from stretto.testing.simulation.search import run_tape, search, shrink, story, tapes_of
+from stretto.testing.simulation.search import describe, run_tape, search, shrink, tapes_of
 from stretto.testing.simulation.universe import Outcome
 
 __all__ = [
@@ -42,9 +42,9 @@ __all__ = [
     "Fault",
     "Outcome",
     "Tape",
+    "describe",
     "run_tape",
     "search",
     "shrink",
-    "story",
     "tapes_of",
 ]

@@ -56,7 +56,7 @@ def tapes_of(
     simulated(composed.document, Path())  # raises here, and not in a fork
     outcome = run_tape(calm)
     if outcome.failed:
-        raise RunError("without any fault, the simulated run fails:\n" + "\n".join(story(calm, outcome)))
+        raise RunError("without any fault, the simulated run fails:\n" + "\n".join(describe(calm, outcome)))
     tape = msgspec.structs.replace(
         calm,
         patience_s=calm.patience_s + outcome.longest_wait_s,
@@ -153,7 +153,7 @@ def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape,
     return msgspec.structs.replace(tape, faults=faults), outcome
 
 
-def story(tape: Tape, outcome: Outcome, last: int = 0) -> Iterator[str]:
+def describe(tape: Tape, outcome: Outcome, last: int = 0) -> Iterator[str]:
     """Yield lines that say what happened in a universe.
 
     Args:

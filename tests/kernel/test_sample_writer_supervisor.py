@@ -26,15 +26,15 @@ class Connected:
 
 
 @asynccontextmanager
-async def running(keeper: SampleWriterSupervisor) -> AsyncGenerator[None]:
+async def running(supervisor: SampleWriterSupervisor) -> AsyncGenerator[None]:
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(keeper.run)
+        tasks.start_soon(supervisor.run)
         yield
         tasks.cancel_scope.cancel()
 
 
-def make_keeper(folder: Path) -> tuple[SampleWriterSupervisor, list[str]]:
-    """A keeper and the problems of its run."""
+def make_supervisor(folder: Path) -> tuple[SampleWriterSupervisor, list[str]]:
+    """A supervisor and the problems of its run."""
     setup, bus = make_setup(folder, steps=1), Connected()
     return SampleWriterSupervisor(setup, cast("Any", bus), 1), setup.report.problems
 
@@ -53,14 +53,14 @@ async def test_a_writer_that_hangs_is_killed_started_again_and_reported(
         started[-1].send_signal(signal.SIGSTOP)
         return started[-1]
 
-    keeper, problems = make_keeper(tmp_path)
-    monkeypatch.setattr(keeper, "_start", start)
-    async with running(keeper):
+    supervisor, problems = make_supervisor(tmp_path)
+    monkeypatch.setattr(supervisor, "_start", start)
+    async with running(supervisor):
         await until(lambda: len(started) == 3)
         # A signal that comes before the stop would end the process.
         await until(lambda: psutil.Process(started[2].pid).status() == psutil.STATUS_STOPPED)
         assert [process.poll() for process in started[:2]] == [-9, -9]
-        await keeper.stop(at_once=False)
+        await supervisor.stop(at_once=False)
         assert started[2].poll() is not None
     hung, missing = problems
     assert hung.startswith("the sample writer hung")
@@ -70,11 +70,11 @@ async def test_a_writer_that_hangs_is_killed_started_again_and_reported(
 async def test_a_writer_that_cannot_be_started_is_tried_again_and_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    keeper, problems = make_keeper(tmp_path)
+    supervisor, problems = make_supervisor(tmp_path)
     output = tmp_path / "logs" / "samples.out"
     output.mkdir()  # cannot be opened as a file
-    async with running(keeper):
+    async with running(supervisor):
         await until(lambda: "is started again" in capfd.readouterr().out)
-        await keeper.stop(at_once=False)
+        await supervisor.stop(at_once=False)
     [problem] = problems
     assert "it cannot be started: [Errno 21] Is a directory" in problem
