@@ -439,7 +439,10 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         ((*TORCH, "workflow.timeout_s=0.01"), "warning workflow.timeout_s: "),
         ((*TORCH, "training.warmup_steps=1000"), "warning training.warmup_steps: is 1000, but the run has 5"),
         ((*TORCH, "training.decay_steps=3"), "warning training.decay_steps: is 3, and has no effect"),
-        ((*TORCH, "training.final_lr_ratio=0.2"), "warning training.final_lr_ratio: is 0.2, and has no effect"),
+        (
+            (*TORCH, "training.final_lr_ratio=0.2"),
+            "warning training.final_lr_ratio: is 0.2, and has no effect",
+        ),
         ((*TORCH, "training.betas=[0.999, 0.9]"), "warning training.betas: is [0.999, 0.9]: the first is"),
         (
             (*TORCH, "training={schedule: linear, decay_steps: 15, warmup_steps: 20}"),
@@ -517,7 +520,13 @@ def test_a_slip_is_found_before_the_run_starts(
         ("workflow.timeout_s=1", "rollout.concurrency=1", "sampling.temperature=1.3"),
         # The rows that are trained have no answer to score; the held-out ones have.
         (
-            *(*TORCH, HELD, f"dataset.path={MODEL.parent}/pairs.jsonl", "algorithm=dpo", "queue.batch_size=8"),
+            *(
+                *TORCH,
+                HELD,
+                f"dataset.path={MODEL.parent}/pairs.jsonl",
+                "algorithm=dpo",
+                "queue.batch_size=8",
+            ),
             "reward={use: regex, pattern: '([0-9]+)'}",
         ),
         (*TORCH, "training={use: fsdp2, shard: false, power_sgd: {after_steps: 5}}"),

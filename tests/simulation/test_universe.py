@@ -93,7 +93,7 @@ def test_a_fault_of_each_kind_changes_what_happens_and_no_result(fault: Fault) -
 
     outcome = run_tape(msgspec.structs.replace(calm, faults=(fault,)))
 
-    assert not outcome.failed, "\n".join(story(calm, outcome))
+    assert not outcome.failed, "\n".join(describe(calm, outcome))
     assert outcome.digest != run_tape(calm).digest
 
 

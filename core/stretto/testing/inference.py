@@ -353,8 +353,8 @@ class InferenceConformance(SwapTests, ComponentConformance):
         assert served.answer(request([10] * 900, max_tokens=10)).finish == "length"
 
     def test_abort_frees_every_slot_within_a_decode_step(self, served: ServedEngine) -> None:
-        """Twice or more, for running and waiting samples; the next request starts immediately. One try must be
-        fast enough: other programs may delay a message."""
+        """For running and waiting samples, twice or more; the next request starts immediately. One try must
+        be fast enough: other programs may delay a message."""
         slots, late_s = served.load().slots, list[float]()
         while len(late_s) < 2 or (min(late_s) > 0 and len(late_s) < 4):
             long, following = request(n=slots + 2, max_tokens=900), request(max_tokens=5)

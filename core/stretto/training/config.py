@@ -170,7 +170,7 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
     if config.betas[0] > config.betas[1]:
         yield Problem(
             "training.betas",
-            f"is {list(config.betas)}: the first is the rate of the gradient, and is usually the smaller one, "
+            f"is {list(config.betas)}: the first is the rate of the gradient, and usually the smaller one, "
             "such as [0.9, 0.999]",
             "warning",
         )

@@ -62,9 +62,9 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
             )
         if self.cpu_offload and not self.shard:
             raise ValueError("cpu_offload needs shard: true")
-        if self.power_sgd is not None:
-            if self.shard or self.tensor_parallel > 1 or self.reduce_dtype != "float32":
-                raise ValueError("power_sgd needs shard: false, tensor_parallel: 1 and reduce_dtype: float32")
+        whole = not self.shard and self.tensor_parallel == 1 and self.reduce_dtype == "float32"
+        if self.power_sgd is not None and not whole:
+            raise ValueError("power_sgd needs shard: false, tensor_parallel: 1 and reduce_dtype: float32")
         if self.tensor_parallel > 1:
             for key in ("lora", "compile"):
                 if getattr(self, key):

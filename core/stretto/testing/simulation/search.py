@@ -85,8 +85,8 @@ def search(
 
     Args:
         jobs: number of universes at the same time.
-        record: file with the tapes that have not failed: seed, digest of the tape, digest of what happened. It
-            grows, and tapes that it names are left out: a search that was interrupted continues.
+        record: file with the tapes that have not failed: seed, digest of the tape, digest of what happened.
+            It grows, and tapes that it names are left out: a search that was interrupted continues.
     """
     done = set[str]()
     if record is not None and record.exists():
