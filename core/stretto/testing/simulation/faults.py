@@ -192,19 +192,19 @@ def _change_world(universe: Universe, fault: Fault) -> None:
         case "hang":
             server.answer_pings_only(seconds)
         case "late":
-            server.worsen("late", fault.share, _CALM_S)
-            server.worsen("late_s", min(seconds, 5.0), _CALM_S)
+            server.weather.worsen("late", fault.share, _CALM_S)
+            server.weather.worsen("late_s", min(seconds, 5.0), _CALM_S)
         case "lose":
-            server.worsen("lost", fault.share, _CALM_S)
-            server.worsen("untaken", fault.share, _CALM_S)
+            server.weather.worsen("lost", fault.share, _CALM_S)
+            server.weather.worsen("untaken", fault.share, _CALM_S)
         case "double":
-            server.worsen("doubled", fault.share, _CALM_S)
+            server.weather.worsen("doubled", fault.share, _CALM_S)
         case "unconfirmed":
-            server.worsen("unconfirmed", fault.share, _CALM_S)
+            server.weather.worsen("unconfirmed", fault.share, _CALM_S)
         case "busy store":
-            server.worsen("store_fails", fault.share, _CALM_S)
+            server.weather.worsen("store_fails", fault.share, _CALM_S)
         case "full store":
-            server.worsen("store_fails", 1.0, seconds)
+            server.weather.worsen("store_fails", 1.0, seconds)
         case "slow":
             machine.busy_until = max(machine.busy_until, now + seconds)
         case "scale":

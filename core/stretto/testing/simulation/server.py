@@ -11,7 +11,7 @@ import contextvars
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -29,6 +29,8 @@ _CREATED = "2026-01-01T00:00:00Z"
 class Weather:
     """What network and server do wrong at the moment. Shares are probabilities."""
 
+    loop: SimulatedLoop
+    context: contextvars.Context
     lost: float = 0.0
     """Share of core messages that get lost."""
     doubled: float = 0.0
@@ -43,6 +45,42 @@ class Weather:
     """Share of acknowledgements of a queue's message that get lost: it is delivered again."""
     store_fails: float = 0.0
     """Share of messages that the store refuses for now. With 1.0 its disk is full."""
+    down_until: float = 0.0
+    """Time until which nobody can connect."""
+    hangs_until: float = 0.0
+    """Time until which the server answers pings, and does nothing else."""
+    cut_until: dict[str, float] = field(default_factory=dict[str, float])
+    """Process -> time until which it reaches no server."""
+    _ends: dict[str, float] = field(default_factory=dict[str, float])
+
+    def worsen(self, name: str, value: float, seconds: float) -> None:
+        """Set a share for a while. What lasts longer ends later."""
+        setattr(self, name, value)
+        ends = self._ends[name] = max(self._ends.get(name, 0.0), self.loop.time() + seconds)
+        self.loop.call_at(ends, self._clear_up, name, context=self.context)
+
+    def _clear_up(self, name: str) -> None:
+        if self._ends[name] <= self.loop.time():
+            setattr(self, name, 0.0)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the server answers pings, and does nothing else."""
+        return self.loop.time() < self.hangs_until
+
+    @property
+    def works(self) -> bool:
+        """Whether the server is there, and does more than to answer pings."""
+        return self.loop.time() >= max(self.down_until, self.hangs_until)
+
+    @property
+    def full_until(self) -> float:
+        """Time until which the disk of the store is full."""
+        return self._ends["store_fails"] if self.store_fails == 1.0 else 0.0
+
+    def reaches(self, name: str) -> bool:
+        """Whether a process can connect."""
+        return self.loop.time() >= max(self.down_until, self.cut_until.get(name, 0.0))
 
 
 class SimulatedConnection:
@@ -88,7 +126,7 @@ class SimulatedConnection:
         server, verb = self._server, words[0]
         if verb == b"PING":
             self.to_client.send(b"PONG\r\n")
-        elif server.hangs:
+        elif server.weather.hangs:
             self._held.append((words, payload))
         elif verb == b"PUB":
             reply = words[2].decode() if len(words) == 4 else ""
@@ -121,11 +159,7 @@ class SimulatedServer:
         self.loop = loop
         self.context = contextvars.Context()
         """The context of the server's own callbacks, which belong to no process."""
-        self.weather = Weather()
-        self._weather_ends: dict[str, float] = {}
-        self._down_until = self._hangs_until = 0.0
-        self._cut_until: dict[str, float] = {}
-        """Process -> time until which it reaches no server."""
+        self.weather = Weather(loop, self.context)
         self.folder = b"/"
         """Folder of the universe. It has another name each time, so the trace does not show it."""
         self.observers: list[Callable[[str, str, bytes], None]] = []
@@ -161,26 +195,9 @@ class SimulatedServer:
             delay += self._rng.random() * self.weather.late_s
         return delay
 
-    def worsen(self, name: str, value: float, seconds: float) -> None:
-        """Set a field of the weather for a while. What lasts longer ends later."""
-        setattr(self.weather, name, value)
-        ends = self._weather_ends[name] = max(self._weather_ends.get(name, 0.0), self.loop.time() + seconds)
-        self.loop.call_at(ends, self._clear_up, name, context=self.context)
-
-    @property
-    def full_until(self) -> float:
-        """Time until which the disk of the store is full."""
-        return self._weather_ends.get("store_fails", 0.0) if self.weather.store_fails == 1.0 else 0.0
-
-    def _clear_up(self, name: str) -> None:
-        if self._weather_ends[name] <= self.loop.time():
-            setattr(self.weather, name, 0.0)
-
     def calm(self) -> None:
         """End the bad weather, and let everybody reach the server."""
-        self.weather = Weather()
-        self._down_until = self._hangs_until = 0.0
-        self._cut_until.clear()
+        self.weather = Weather(self.loop, self.context)
 
     # ------------------------------------------------------------------------------- connections
 
@@ -213,30 +230,17 @@ class SimulatedServer:
                 connection.drop()
                 connection.transport.break_off()
 
-    @property
-    def works(self) -> bool:
-        """Whether the server is there, and does more than to answer pings."""
-        return self.loop.time() >= max(self._down_until, self._hangs_until)
-
-    @property
-    def hangs(self) -> bool:
-        """Whether the server answers pings, and does nothing else."""
-        return self.loop.time() < self._hangs_until
-
-    def reaches(self, name: str) -> bool:
-        """Whether a process can connect."""
-        return self.loop.time() >= max(self._down_until, self._cut_until.get(name, 0.0))
-
     def cut_off(self, name: str, seconds: float) -> None:
         """Let one process reach no server for a while. The others hear each other."""
         self.loop.note("cut off", name, seconds)
-        self._cut_until[name] = max(self._cut_until.get(name, 0.0), self.loop.time() + seconds)
+        until = max(self.weather.cut_until.get(name, 0.0), self.loop.time() + seconds)
+        self.weather.cut_until[name] = until
         self.break_connections(name)
 
     def go_down(self, seconds: float) -> None:
         """Be away for a while. Streams are on disk; consumers of readers are not."""
         self.loop.note("server down", seconds)
-        self._down_until = max(self._down_until, self.loop.time() + seconds)
+        self.weather.down_until = max(self.weather.down_until, self.loop.time() + seconds)
         self.break_connections()
         for stream in self.streams.values():
             stream.restart()
@@ -244,11 +248,11 @@ class SimulatedServer:
     def answer_pings_only(self, seconds: float) -> None:
         """Do nothing but answer pings for a while."""
         self.loop.note("server hangs", seconds)
-        self._hangs_until = max(self._hangs_until, self.loop.time() + seconds)
+        self.weather.hangs_until = max(self.weather.hangs_until, self.loop.time() + seconds)
         self.loop.call_later(seconds, self._catch_up, context=self.context)
 
     def _catch_up(self) -> None:
-        if self.hangs:
+        if self.weather.hangs:
             return  # once more
         self.loop.note("server works")
         for connection in [*self._connections.values()]:

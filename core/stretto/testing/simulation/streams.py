@@ -259,7 +259,7 @@ class Consumer:
         self._end(asked, b"408 Request Timeout")
 
     def _beat(self, asked: Asked) -> None:
-        if not asked.over and self._server.works:
+        if not asked.over and self._server.weather.works:
             self._server.send("server", asked.reply, "", b"NATS/1.0 100 Idle Heartbeat\r\n\r\n", b"")
         if not asked.over:
             self._later(asked.heartbeat_s, self._beat, asked)

@@ -69,7 +69,7 @@ class SimulatedTransport(Transport):
         await asyncio.sleep(3 * self.server.delay_s())  # the handshake
         process = current_process()
         name = process.name if process else "world"
-        if not self.server.reaches(name):
+        if not self.server.weather.reaches(name):
             raise ConnectionRefusedError("connection refused")
         self._reader = asyncio.StreamReader(_READ_LIMIT, loop=self.server.loop)
         self._connection = self.server.accept(self, name)

@@ -228,7 +228,7 @@ class Universe:
                 return summary or {"status": "killed", "reason": "each kernel was killed"}
             self.report("RESUME", summary["reason"] if summary else "killed")
             if summary is None or summary["status"] != "repeated":
-                has_room = max(self.world.files.full_until, self.server.full_until)
+                has_room = max(self.world.files.full_until, self.server.weather.full_until)
                 await anyio.sleep(max(self._rng.choice(_PAUSES_S), has_room - self.loop.time()))
 
     def start_kernel(self) -> SimulatedProcess:
