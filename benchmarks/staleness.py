@@ -11,8 +11,9 @@ says so; and the advice at the right rate and at 3 times it. Without a stage, al
 
 Every finished run is a line of `benchmarks/staleness.jsonl`, and is not run again: delete the file to begin
 from nothing. Lines that begin with `former rule/` were measured before the factor of `target_kl` persisted
-and `warmup_steps` was 10, and those that begin with `no warm-up/` with `training.warmup_steps=0`. `--quick` takes a few short runs of each stage, to see that they work, and keeps
-nothing. Tables, `docs/staleness.svg`, and as the last line one JSON object.
+and `warmup_steps` was 10, and those that begin with `no warm-up/` with `training.warmup_steps=0`. `--quick`
+takes a few short runs of each stage, to see that they work, and keeps nothing. Tables, `docs/staleness.svg`,
+and as the last line one JSON object.
 """
 
 from __future__ import annotations
