@@ -44,6 +44,7 @@ def run_file(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").touch()
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
     return file

@@ -98,7 +98,6 @@ def test_it_goes_on_from_what_it_carried(group: dist.ProcessGroup) -> None:
         ({}, "needs shard: false"),
         ({"shard": False, "processes": 2, "tensor_parallel": 2}, "needs shard: false, tensor_parallel: 1"),
         ({"shard": False, "reduce_dtype": "bfloat16"}, "reduce_dtype: float32"),
-        ({"shard": False, "warmup_steps": 20}, "is less than warmup_steps"),
     ],
 )
 def test_sections_that_cannot_be_combined_are_refused(options: dict[str, object], words: str) -> None:
