@@ -136,23 +136,23 @@ def forget_fingerprint(folder: Path, path: str) -> None:
         _write_fingerprints(folder, recorded)
 
 
-def compose_changes(former: Assembly, overrides: Sequence[str]) -> Assembly:
+def compose_changes(current: Assembly, overrides: Sequence[str]) -> Assembly:
     """Assemble a run with some of its values changed. In a copy of a run that is elsewhere, the paths of
     the run may be missing.
 
     Args:
-        former: the run with the values in force.
+        current: the run with the values in force.
 
     Raises:
         ConfigError: if the run cannot continue with these values.
         PluginError: if a component is not available.
     """
-    folder = former.folder
+    folder = current.folder
     document = document_of(folder, newest_values(folder))
     elsewhere = (folder / MIRROR).exists()
     composed = compose(folder / "config.yaml", overrides, document=document, elsewhere=elsewhere)
     changed = assemble_existing(composed, folder)
-    if faults := list(_faults(former, changed)):
+    if faults := list(_faults(current, changed)):
         raise ConfigError("\n".join(f"{composed.place(fault.path)}: {fault.message}" for fault in faults))
     return changed
 
