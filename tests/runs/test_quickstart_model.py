@@ -131,4 +131,4 @@ def test_the_quickstart_teaches_the_model_to_carry(tmp_path: Path) -> None:
     output_of("run", FOLDER / "run.yaml", f"out={out}", cwd=FOLDER.parent.parent)
     first, *_, last = json.loads((out / "summary.json").read_text())["evaluation"]
     assert first["accuracy"] <= 0.1
-    assert last["accuracy"] >= 0.85  # 0.917 in five runs; a deviation is 0.015
+    assert last["accuracy"] >= 0.85  # 0.911 in six runs; a deviation is 0.019
