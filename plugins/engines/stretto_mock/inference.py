@@ -53,6 +53,8 @@ class MockInference:
         self._busy_s = 0.0
         self._pauses: list[float] = []
         self._paused = anyio.Lock()
+        self._work = anyio.Event()
+        """Set when samples come."""
         self._emit: Emit | None = None
 
     async def start(self, emit: Emit, tasks: TaskGroup) -> None:
@@ -73,6 +75,7 @@ class MockInference:
             return
         for sample in samples:
             self._draw(sample)
+        self._work.set()
 
     def abort(self, request: str) -> None:
         """End the unfinished samples of a request."""
@@ -135,6 +138,9 @@ class MockInference:
     async def _tick(self) -> None:
         last = time.monotonic()
         while True:
+            if not self._running and not self._intake.waiting:
+                self._work = anyio.Event()
+                await self._work.wait()
             await anyio.sleep(_TICK_S)
             async with self._paused:
                 now = time.monotonic()
