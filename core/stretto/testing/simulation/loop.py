@@ -74,6 +74,7 @@ class SimulatedProcess:
         self.pid = 1000 + len(loop.processes)
         self.place = f"simulated pid {self.pid}"
         """Where it runs, for people."""
+        self.began = loop.time()
         self.main = SimulatedThread(name, self)
         self.threads = [self.main]
         self.status: int | None = None

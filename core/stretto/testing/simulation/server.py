@@ -10,12 +10,13 @@ import base64
 import contextvars
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from stretto.testing.simulation.loop import SimulatedLoop
+from stretto.testing.simulation.loop import SimulatedLoop, SimulatedProcess
 from stretto.testing.simulation.streams import Asked, Stream, StreamRefusal, matches
 from stretto.testing.simulation.transport import Link, SimulatedTransport
 
@@ -87,9 +88,10 @@ class SimulatedConnection:
     """The server's end of a connection."""
 
     def __init__(
-        self, server: SimulatedServer, transport: SimulatedTransport, name: str, number: int
+        self, server: SimulatedServer, transport: SimulatedTransport, process: SimulatedProcess | None
     ) -> None:
-        self.name, self.number = name, number
+        self.number = server.new_number()
+        self.name, self.began = (process.name, process.began) if process else ("world", 0.0)
         self.transport = transport
         self.to_server = Link(server, self._take)
         self.to_client = Link(server, transport.receive)
@@ -170,6 +172,10 @@ class SimulatedServer:
         self.streams: dict[str, Stream] = {}
         self._rng = Random(f"network {seed}")
         self._connections: dict[int, SimulatedConnection] = {}
+        self._asked: dict[str, float] = {}
+        """Where a worker sends its answer to a request -> when it was asked first."""
+        self.strangers: list[str] = []
+        """Processes that have answered what somebody else was asked."""
         self._numbered = 0
         self._exact: dict[str, dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str]]] = {}
         self._patterns: dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str, list[str]]] = {}
@@ -201,10 +207,10 @@ class SimulatedServer:
 
     # ------------------------------------------------------------------------------- connections
 
-    def accept(self, transport: SimulatedTransport, name: str) -> SimulatedConnection:
+    def accept(self, transport: SimulatedTransport, process: SimulatedProcess | None) -> SimulatedConnection:
         """Return a new connection."""
-        number = self.new_number()
-        connection = self._connections[number] = SimulatedConnection(self, transport, name, number)
+        connection = SimulatedConnection(self, transport, process)
+        self._connections[connection.number] = connection
         info = {
             "server_id": "simulated",
             "version": "2.12.0",
@@ -212,7 +218,7 @@ class SimulatedServer:
             "headers": True,
             "max_payload": 2**20,
             "jetstream": True,
-            "client_id": number,
+            "client_id": connection.number,
         }
         connection.to_client.send(b"INFO " + json.dumps(info).encode() + _CRLF)
         return connection
@@ -312,12 +318,20 @@ class SimulatedServer:
                 self.send(sender.name, reply, "", b"", json.dumps(answer).encode())
         else:
             self._show(sender.name, subject, data)
+            self._match(sender, subject, reply)
             if self.happens(self.weather.lost):
                 self.loop.note("lost", sender.name, subject)
                 return
             for _ in range(1 + self.happens(self.weather.doubled)):
                 if not self.send(sender.name, subject, reply, head, data) and reply:
                     self.send("server", reply, "", _NO_RESPONDERS, b"")
+
+    def _match(self, sender: SimulatedConnection, subject: str, reply: str) -> None:
+        """Compare a worker's answer with its request, which is for one process and not for its successor."""
+        if reply and ".worker." in subject:
+            self._asked.setdefault(reply, self.loop.time())
+        elif sender.began > self._asked.get(subject, math.inf):
+            self.strangers.append(f"{sender.name} answers {subject}, which its predecessor was asked")
 
     def _show(self, sender: str, subject: str, data: bytes) -> None:
         for observe in self.observers:

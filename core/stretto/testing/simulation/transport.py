@@ -72,7 +72,7 @@ class SimulatedTransport(Transport):
         if not self.server.weather.reaches(name):
             raise ConnectionRefusedError("connection refused")
         self._reader = asyncio.StreamReader(_READ_LIMIT, loop=self.server.loop)
-        self._connection = self.server.accept(self, name)
+        self._connection = self.server.accept(self, process)
         if process is not None:
             process.on_end.append(self.close)
 

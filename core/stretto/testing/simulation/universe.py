@@ -169,6 +169,7 @@ class Universe:
     def judge(self, summary: dict[str, Any]) -> list[str]:
         """Return what the oracles and the audit find in a run that has ended."""
         self.oracle.end(summary, self._ledgers(), self.tape)
+        self.oracle.violations += self.server.strangers
         if summary["status"] == "completed":
             audited = self._live(self._audit())
             self.oracle.violations += audited.get("violations", [f"the audit: {audited.get('reason')}"])
