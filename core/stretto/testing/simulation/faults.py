@@ -70,6 +70,8 @@ class Tape(msgspec.Struct, frozen=True, kw_only=True):
     fault on."""
     model: str = ""
     """Digest of the version that the run ends with, whatever goes wrong; empty if that is not known."""
+    may_fail: bool = False
+    """Tickets may fail, as they do without faults."""
 
 
 KINDS = {
@@ -89,6 +91,7 @@ KINDS = {
     "full store": 1,
     "cut": 2,
     "slow": 1,
+    "fail": 1,
     "scale": 3,
     "clock": 1,
     "tear": 1,
@@ -205,6 +208,8 @@ def _change_world(universe: Universe, fault: Fault) -> None:
             server.weather.worsen("store_fails", fault.share, _CALM_S)
         case "full store":
             server.weather.worsen("store_fails", 1.0, seconds)
+        case "fail":
+            server.weather.worsen("failing", fault.share, _CALM_S)
         case "slow":
             machine.busy_until = max(machine.busy_until, now + seconds)
         case "scale":

@@ -13,6 +13,10 @@ from stretto.bus.payloads import is_split
 from stretto.testing.simulation.faults import Tape
 
 
+PLANTED = "planted by the simulation"
+"""Reason of what fails by a fault."""
+
+
 class Oracle:
     """Watches what is stored, and judges the end. `violations` names what must not be.
 
@@ -93,6 +97,9 @@ class Oracle:
         for ledger in [*ledgers, summary.get("ledger", {"issued": 0})]:
             if sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
                 self._violated(f"the ledger does not add up: {ledger}")
+        reasons = [each for each in summary.get("reasons", ()) if each.startswith(("failed", "not evaluated"))]
+        if not tape.may_fail and (without := [each for each in reasons if PLANTED not in each]):
+            self._violated(f"tickets have failed without a cause: {without}")
         if summary["status"] == "completed":
             self._judge_completed(tape)
 
@@ -100,7 +107,7 @@ class Oracle:
         steps = tape.run["steps"]
         if self.steps != steps:
             self._violated(f"completed at version {self.steps}, not {steps}")
-        elif tape.model not in ("", self.model):
+        elif tape.model not in ("", self.model) and all(fault.kind != "fail" for fault in tape.faults):
             self._violated(f"the last version is {self.model}, and without faults {tape.model}")
         if missing := {*range(1, steps + 1)} - self._digests.keys():
             self._violated(f"no digest of the versions {sorted(missing)} is in the journal")

@@ -29,16 +29,17 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
 from stretto.children import reward
 from stretto.cli.audit.audit import audit
-from stretto.errors import StrettoError
+from stretto.errors import RequestError, StrettoError
 from stretto.kernel import life
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.ending import Interruptions
 from stretto.kernel.setup import RunSetup
 from stretto.models.tokenizer import load_tokenizer
+from stretto.serving.intake import Intake
 from stretto.testing.simulation import processes
 from stretto.testing.simulation.faults import Tape, inject
 from stretto.testing.simulation.loop import Deadlock, Livelock, SimulatedLoop, SimulatedProcess
-from stretto.testing.simulation.oracles import Oracle
+from stretto.testing.simulation.oracles import PLANTED, Oracle
 from stretto.testing.simulation.patches import World, patched, replaced
 from stretto.testing.simulation.run_file import simulated
 from stretto.testing.simulation.server import SimulatedServer
@@ -155,7 +156,7 @@ class Universe:
         torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
         load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
         processes.SimulatedLauncher.machine = self.machine
-        with patched(self.world), _replaced(), _logged(self.report):
+        with patched(self.world), _replaced(self.server), _logged(self.report):
             self._composed = compose_mapping(self._document())
             out = self.folder / "run"
             self._run = new_run_id(out)
@@ -280,11 +281,11 @@ class Universe:
 
 def _resumable(summary: dict[str, Any]) -> bool:
     """Whether a run ended as it has to, so that somebody resumes it: by a signal, because a trainer is gone,
-    or because the disk is full."""
+    because the disk is full, or because too many tickets failed."""
     reason = summary["reason"]
     is_full = "No space left" in reason or "insufficient resources" in reason
-    lost = (reason.startswith("trainer-") and "was lost" in reason) or is_full
-    return summary["status"] in ("interrupted", "repeated") or (summary["status"] == "failed" and lost)
+    lost = (reason.startswith("trainer-") and "was lost" in reason) or is_full or PLANTED in reason
+    return summary["status"] in ("interrupted", "repeated") or (summary["status"] != "completed" and lost)
 
 
 def _interrupt(kernel: SimulatedProcess, interruptions: Interruptions, number: int) -> None:
@@ -295,7 +296,7 @@ def _interrupt(kernel: SimulatedProcess, interruptions: Interruptions, number: i
         interruptions.receive(number, None)
 
 
-def _replaced() -> AbstractContextManager[None]:
+def _replaced(server: SimulatedServer) -> AbstractContextManager[None]:
     """Replace what stretto uses of its machine."""
     engine = import_module("stretto_mock.inference")  # by its name, because core knows no plugin
     composed: dict[bytes, Composed] = {}
@@ -306,7 +307,19 @@ def _replaced() -> AbstractContextManager[None]:
             composed[key] = compose_mapping(mapping)
         return composed[key]
 
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that fails now and then."""
+
+        def call(*args: Any) -> Any:
+            if server.happens(server.weather.failing):
+                raise RequestError(PLANTED)
+            return function(*args)
+
+        return call
+
     places: list[tuple[Any, str, Any]] = [
+        (reward.Scorer, "answer", failing(reward.Scorer.answer)),
+        (Intake, "accept", failing(Intake.accept)),
         (stretto.kernel.observe.report, "CoreMeter", _NoMeter),
         (life, "View", _NoView),
         (context, "compose_mapping", compose_once),
