@@ -95,6 +95,7 @@ FAULTS = [
     *(Fault(kind=kind, at=2.0, seconds=3.0) for kind in ("slow", "full store", "outage", "hang")),
     *(Fault(kind=kind, at=2.0, share=0.2, seconds=3.0) for kind in ("late", "lose", "double", "busy store")),
     Fault(kind="fail", at=2.0, share=0.2),
+    Fault(kind="scale", at=2.0, who="training", pick=0.5),
 ]
 
 
