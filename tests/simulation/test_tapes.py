@@ -1,5 +1,6 @@
 """Kept tapes: universes that failed once. Each passes now, and that of a planted mistake fails with it. The
-names of tapes of real bugs begin with `bug-`."""
+names of tapes of real bugs begin with `bug-`; those of faults that a trial of real runs found begin with the
+number of the fault, such as `r3-`."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import pytest
 
 from stretto.errors import ConfigError
 from stretto.testing.simulation import Fault, Tape, describe, run_tape, search, shrink, tapes_of
+from stretto.testing.simulation.oracles import PLANTED
 from universes import large, small
 
 RUN = """\
@@ -25,6 +26,15 @@ sampling: {max_tokens: 16}
 reward: exact
 dataset: {use: jsonl, path: rows.jsonl}
 queue: {batch_size: 2}
+"""
+FAILING_REWARD = """\
+count = 0
+def score(prompt, completion):
+    global count
+    count += 1
+    if count % 7 == 0:
+        raise ValueError("no answer to " + prompt)
+    return 1.0
 """
 DIGEST = """\
 from universes import large
@@ -84,6 +94,8 @@ FAULTS = [
     *(Fault(kind=kind, at=2.0, who="inference", seconds=3.0) for kind in ("cut", "stop", "kill")),
     *(Fault(kind=kind, at=2.0, seconds=3.0) for kind in ("slow", "full store", "outage", "hang")),
     *(Fault(kind=kind, at=2.0, share=0.2, seconds=3.0) for kind in ("late", "lose", "double", "busy store")),
+    Fault(kind="fail", at=2.0, share=0.2),
+    Fault(kind="scale", at=2.0, who="training", pick=0.5),
 ]
 
 
@@ -108,6 +120,19 @@ def test_a_run_without_staleness_ends_with_one_model(run_file: Path) -> None:
     assert run_tape(tape).violations == []
     violations = run_tape(msgspec.structs.replace(tape, model="another")).violations
     assert violations == [f"the last version is {tape.model}, and without faults another"]
+
+
+def test_tickets_fail_only_for_a_cause(run_file: Path) -> None:
+    (run_file.parent / "rewards.py").write_text(FAILING_REWARD)
+    reward = "reward={use: function, function: rewards.py:score}"
+
+    [tape] = tapes_of(run_file, [0], overrides=[reward], kinds=["fail"])  # rows may fail: they do in calm
+
+    assert not run_tape(tape).failed
+    [violation] = run_tape(msgspec.structs.replace(tape, may_fail=False)).violations
+    assert "tickets have failed without a cause" in violation
+    assert "no answer to 1+1=" in violation
+    assert PLANTED not in violation
 
 
 def test_who_stands_still_is_named() -> None:

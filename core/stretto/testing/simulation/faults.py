@@ -57,6 +57,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     share: float = 0.0
     """How many messages it hits."""
 
+    @property
+    def changes_model(self) -> bool:
+        """Whether a run without staleness may end with another model: other tickets are trained, or several
+        trainers of `mock`, which then have no checksum."""
+        return self.kind == "fail" or self.who == "training"
+
 
 class Tape(msgspec.Struct, frozen=True, kw_only=True):
     """A universe: seed, run file and faults. With these, it repeats itself."""
@@ -70,6 +76,8 @@ class Tape(msgspec.Struct, frozen=True, kw_only=True):
     fault on."""
     model: str = ""
     """Digest of the version that the run ends with, whatever goes wrong; empty if that is not known."""
+    may_fail: bool = False
+    """Tickets may fail, as they do without faults."""
 
 
 KINDS = {
@@ -89,6 +97,7 @@ KINDS = {
     "full store": 1,
     "cut": 2,
     "slow": 1,
+    "fail": 1,
     "scale": 3,
     "clock": 1,
     "tear": 1,
@@ -117,7 +126,7 @@ def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
     seconds = round(rng.choice(_SECONDS) * rng.uniform(0.7, 1.3), 3)
     who = rng.choices([*_VICTIMS], [*_VICTIMS.values()])[0]
     if kind == "scale":
-        who = rng.choice(["inference", "rollout", "verifier"])
+        who = rng.choice(["inference", "rollout", "verifier", "training"])
     if kind == "tear":
         who = rng.choice(["kernel", "kernel", "trainer"])
     place: dict[str, Any] = {"at": round(rng.uniform(0.2, until_s), 3)}
@@ -171,6 +180,8 @@ def happen(universe: Universe, fault: Fault) -> None:
     """
     if fault.kind not in KINDS:
         raise ValueError(f"no such kind of fault: {fault.kind}")
+    if universe.over:
+        return
     hit = _HITS.get(fault.kind)
     living = universe.machine.alive(fault.who) if hit else []
     victim = living[min(int(fault.pick * len(living)), len(living) - 1)] if living else None
@@ -205,6 +216,8 @@ def _change_world(universe: Universe, fault: Fault) -> None:
             server.weather.worsen("store_fails", fault.share, _CALM_S)
         case "full store":
             server.weather.worsen("store_fails", 1.0, seconds)
+        case "fail":
+            server.weather.worsen("failing", fault.share, _CALM_S)
         case "slow":
             machine.busy_until = max(machine.busy_until, now + seconds)
         case "scale":

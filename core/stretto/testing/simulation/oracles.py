@@ -12,6 +12,9 @@ from stretto.bus.messages.tickets import GroupDone, GroupFailed
 from stretto.bus.payloads import is_split
 from stretto.testing.simulation.faults import Tape
 
+PLANTED = "planted by the simulation"
+"""Reason of what fails by a fault."""
+
 
 class Oracle:
     """Watches what is stored, and judges the end. `violations` names what must not be.
@@ -32,6 +35,8 @@ class Oracle:
         """Versions whose evaluation is in the journal."""
         self._incarnation = 0
         self.steps = 0
+        self.batches_left: int | None = None
+        """Number of batches that a kernel may still begin: one, in a race, after a signal."""
 
     def __call__(self, sender: str, subject: str, data: bytes) -> None:
         """Take a message that was published or stored."""
@@ -62,6 +67,10 @@ class Oracle:
                 pass  # says nothing of samples
 
     def _judge_batch(self, batch: JournalBatch) -> None:
+        if self.batches_left is not None:
+            self.batches_left -= 1
+            if self.batches_left < 0:
+                self._violated(f"batch {batch.version} begins after the kernel got a signal")
         for ticket in batch.tickets:
             if self._trained.setdefault(ticket, batch.version) != batch.version:
                 self._violated(
@@ -93,6 +102,9 @@ class Oracle:
         for ledger in [*ledgers, summary.get("ledger", {"issued": 0})]:
             if sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
                 self._violated(f"the ledger does not add up: {ledger}")
+        failed = (each for each in summary.get("reasons", ()) if each.startswith(("failed", "not evaluated")))
+        if not tape.may_fail and (without := [each for each in failed if PLANTED not in each]):
+            self._violated(f"tickets have failed without a cause: {without}")
         if summary["status"] == "completed":
             self._judge_completed(tape)
 
@@ -100,7 +112,7 @@ class Oracle:
         steps = tape.run["steps"]
         if self.steps != steps:
             self._violated(f"completed at version {self.steps}, not {steps}")
-        elif tape.model not in ("", self.model):
+        elif tape.model not in ("", self.model) and not any(each.changes_model for each in tape.faults):
             self._violated(f"the last version is {self.model}, and without faults {tape.model}")
         if missing := {*range(1, steps + 1)} - self._digests.keys():
             self._violated(f"no digest of the versions {sorted(missing)} is in the journal")

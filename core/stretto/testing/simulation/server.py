@@ -46,6 +46,8 @@ class Weather:
     """Share of acknowledgements of a queue's message that get lost: it is delivered again."""
     store_fails: float = 0.0
     """Share of messages that the store refuses for now. With 1.0 its disk is full."""
+    failing: float = 0.0
+    """Share of requests for samples, and of scorings, that fail."""
     down_until: float = 0.0
     """Time until which nobody can connect."""
     hangs_until: float = 0.0

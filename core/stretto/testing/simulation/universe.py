@@ -29,16 +29,17 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
 from stretto.children import reward
 from stretto.cli.audit.audit import audit
-from stretto.errors import StrettoError
+from stretto.errors import RequestError, StrettoError
 from stretto.kernel import life
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.ending import Interruptions
 from stretto.kernel.setup import RunSetup
 from stretto.models.tokenizer import load_tokenizer
+from stretto.serving.intake import Intake
 from stretto.testing.simulation import processes
 from stretto.testing.simulation.faults import Tape, inject
 from stretto.testing.simulation.loop import Deadlock, Livelock, SimulatedLoop, SimulatedProcess
-from stretto.testing.simulation.oracles import Oracle
+from stretto.testing.simulation.oracles import PLANTED, Oracle
 from stretto.testing.simulation.patches import World, patched, replaced
 from stretto.testing.simulation.run_file import simulated
 from stretto.testing.simulation.server import SimulatedServer
@@ -47,6 +48,7 @@ from stretto.workers import context
 _STANDS_STILL = ("stuck", "deadlock", "livelock")
 _MOST_KERNELS = 10
 _PAUSES_S = (0.2, 3.0, 15.0)
+_BETWEEN_KERNELS_S = 0.5
 _NUM_ROWS = 200
 
 
@@ -98,6 +100,8 @@ class Universe:
         self.log: list[str] = []
         self._rng = Random(f"pauses {seed}")
         self._kernels = 0
+        self.over = False
+        """Whether the run has ended: no fault happens any more."""
         self.summary: dict[str, Any] | None = None
         """Of the newest kernel, if it has ended by itself."""
         self._began = self._expects_from = self.loop.time()
@@ -155,7 +159,7 @@ class Universe:
         torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
         load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
         processes.SimulatedLauncher.machine = self.machine
-        with patched(self.world), _replaced(), _logged(self.report):
+        with patched(self.world), _replaced(self.server), _logged(self.report):
             self._composed = compose_mapping(self._document())
             out = self.folder / "run"
             self._run = new_run_id(out)
@@ -228,9 +232,8 @@ class Universe:
             if self._kernels == _MOST_KERNELS:
                 return summary or {"status": "killed", "reason": "each kernel was killed"}
             self.report("RESUME", summary["reason"] if summary else "killed")
-            if summary is None or summary["status"] != "repeated":
-                has_room = max(self.world.files.full_until, self.server.weather.full_until)
-                await anyio.sleep(max(self._rng.choice(_PAUSES_S), has_room - self.loop.time()))
+            has_room = max(self.world.files.full_until, self.server.weather.full_until)
+            await anyio.sleep(max(self._rng.choice(_PAUSES_S), has_room - self.loop.time()))
 
     def start_kernel(self) -> SimulatedProcess:
         """Do what `stretto run` or `stretto resume` does, as a process of the simulation. `summary` has the
@@ -243,13 +246,19 @@ class Universe:
         self._kernels += 1
         self.be_patient(0)
         interruptions = Interruptions()
-        kernel.on_signal.append(partial(_interrupt, kernel, interruptions))
+        kernel.on_signal.append(partial(self._interrupt, kernel, interruptions))
+        self.oracle.batches_left = None
 
         async def main() -> None:
+            assembly = Assembly(self._composed, folder=out, run=self._run)
             try:
                 resumed = None if first else life.newest_checkpoint(out)
-                setup = RunSetup(Assembly(self._composed, folder=out, run=self._run), resumed)
-                self.summary, _ = await life.live_and_sum_up(setup, interruptions)
+                summary, _ = await life.live_and_sum_up(RunSetup(assembly, resumed), interruptions)
+                while summary["status"] == "repeated":  # as `life` does, with a loop for each kernel
+                    await anyio.sleep(_BETWEEN_KERNELS_S)
+                    assembly, resumed = assembly.renewed(), life.newest_checkpoint(out)
+                    summary, _ = await life.live_and_sum_up(RunSetup(assembly, resumed), interruptions)
+                self.summary = summary
             except StrettoError as error:
                 self.summary = {"status": "refused", "reason": str(error)}
             except Exception as error:  # noqa: BLE001 - a fault of stretto, which the outcome shows
@@ -261,10 +270,19 @@ class Universe:
 
     async def _audit(self) -> dict[str, Any]:
         """Do what `stretto audit` does, in calm weather."""
+        self.over = True
         self.server.calm()
         report = await audit(self.folder / "run")
         broken = [f"audit, {check.name}: {each}" for check in report.checks for each in check.violations]
         return {"violations": broken}
+
+    def _interrupt(self, kernel: SimulatedProcess, interruptions: Interruptions, number: int) -> None:
+        """Send a signal to a kernel. The second one ends its process if no kernel is there to obey."""
+        self.oracle.batches_left = 1
+        if interruptions.received and not interruptions.obeyed:
+            kernel.end(-number)
+        else:
+            interruptions.receive(number, None)
 
     def scale(self, role: str, number: int) -> None:
         """Ask the kernel for another number of processes, as `stretto scale` does."""
@@ -281,22 +299,14 @@ class Universe:
 
 def _resumable(summary: dict[str, Any]) -> bool:
     """Whether a run ended as it has to, so that somebody resumes it: by a signal, because a trainer is gone,
-    or because the disk is full."""
+    because the disk is full, or because too many tickets failed."""
     reason = summary["reason"]
     is_full = "No space left" in reason or "insufficient resources" in reason
-    lost = (reason.startswith("trainer-") and "was lost" in reason) or is_full
-    return summary["status"] in ("interrupted", "repeated") or (summary["status"] == "failed" and lost)
+    lost = (reason.startswith("trainer-") and "was lost" in reason) or is_full or PLANTED in reason
+    return summary["status"] == "interrupted" or (summary["status"] != "completed" and lost)
 
 
-def _interrupt(kernel: SimulatedProcess, interruptions: Interruptions, number: int) -> None:
-    """Send a signal to a kernel. The second one ends its process if no kernel is there to obey."""
-    if interruptions.received and not interruptions.obeyed:
-        kernel.end(-number)
-    else:
-        interruptions.receive(number, None)
-
-
-def _replaced() -> AbstractContextManager[None]:
+def _replaced(server: SimulatedServer) -> AbstractContextManager[None]:
     """Replace what stretto uses of its machine."""
     engine = import_module("stretto_mock.inference")  # by its name, because core knows no plugin
     composed: dict[bytes, Composed] = {}
@@ -307,7 +317,19 @@ def _replaced() -> AbstractContextManager[None]:
             composed[key] = compose_mapping(mapping)
         return composed[key]
 
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that fails now and then."""
+
+        def call(*args: Any) -> Any:
+            if server.happens(server.weather.failing):
+                raise RequestError(PLANTED)
+            return function(*args)
+
+        return call
+
     places: list[tuple[Any, str, Any]] = [
+        (reward.Scorer, "answer", failing(reward.Scorer.answer)),
+        (Intake, "accept", failing(Intake.accept)),
         (stretto.kernel.observe.report, "CoreMeter", _NoMeter),
         (life, "View", _NoView),
         (context, "compose_mapping", compose_once),
