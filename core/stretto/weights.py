@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
 
 import msgspec
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Canary",
     "FreezingPublisher",
+    "KeptVersions",
     "Publisher",
     "Subscriber",
     "WeightUpdate",
@@ -32,6 +33,11 @@ __all__ = [
     "WeightsTransport",
     "Wire",
 ]
+
+
+KeptVersions = Annotated[int, msgspec.Meta(ge=2)]
+"""Number of newest versions that a weight transport keeps. A trainer publishes a version before the kernel
+announces it, so one version would not be enough: an engine that starts meanwhile reads the one before."""
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -74,6 +74,7 @@ def _run(rng: Random, *, steps: int, engines: int, rollouts: int, verifiers: int
         },
         "checkpoint": {"every": rng.choice([0, 3])},
         "launcher": {"max_restarts": 100},
+        "weights": {"keep": rng.choice([2, 3])},
     }
     if rng.random() < 0.6:
         run["evaluation"] = {"every": rng.choice([2, 3]), "rows": 4, "sampling": {"temperature": 0}}

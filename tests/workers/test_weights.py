@@ -91,6 +91,13 @@ async def test_frozen_tensors_are_written_and_hashed_once(tmp_path: Path) -> Non
         await subscriber.receive(notes[2])  # to this one it is another file now
 
 
+@pytest.mark.parametrize("section", [FileTransportConfig, BusTransportConfig, CollectiveConfig])
+def test_one_version_is_not_enough(section: type[msgspec.Struct]) -> None:
+    """An engine that starts after a publication and before the announcement reads the version before."""
+    with pytest.raises(msgspec.ValidationError, match=r"`int` >= 2 - at `\$.keep`"):
+        msgspec.convert({"keep": 1}, section)
+
+
 async def test_old_versions_go_and_say_so(tmp_path: Path) -> None:
     publisher, subscriber = ends(tmp_path, keep=2)
     notes = [publisher.publish(version, iter(tensors(version))) for version in range(4)]

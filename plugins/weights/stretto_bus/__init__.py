@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from stretto import Component, Context, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
 from stretto.models.version_files import RunFolders
-from stretto.weights import Wire
+from stretto.weights import KeptVersions, Wire
 from stretto_bus.fetching import BusSubscriber
 from stretto_bus.serving import BusPublisher
 
@@ -26,7 +26,7 @@ class BusTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknow
     folder: str | None = None
     """Folder for versions, local to each machine. Default: shared memory where available, else the folder for
     temporary files."""
-    keep: PositiveInt = 3
+    keep: KeptVersions = 3
     """Number of newest versions that the trainer keeps. A slower fetch starts again with the newest."""
     piece_kb: PositiveInt = 512
     """Size of the piece that one message carries, in KiB; limited by the bus's largest message."""

@@ -16,6 +16,7 @@ from stretto import Component, Context, Problem, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
 from stretto.models.version_files import RunFolders
 from stretto.nodes import interface_problems
+from stretto.weights import KeptVersions
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -36,7 +37,7 @@ class CollectiveConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknown_
     folder: str | None = None
     """Folder for versions, local to each machine. Default: shared memory where available, else the folder for
     temporary files."""
-    keep: PositiveInt = 3
+    keep: KeptVersions = 3
     """Number of newest versions that the trainer keeps. A slower transfer starts again with the newest."""
     bucket_mb: PositiveInt = 64
     """Size of the bucket that is sent at once, in MiB."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 
 from stretto import Component, Context, WeightsConfig, hookimpl
-from stretto.component import PositiveFloat, PositiveInt
+from stretto.component import PositiveFloat
 from stretto.models.version_files import (
     FolderPublisher,
     FolderUpdate,
@@ -21,6 +21,7 @@ from stretto.models.version_files import (
     RunFolders,
     open_shared_version,
 )
+from stretto.weights import KeptVersions
 
 if TYPE_CHECKING:
     from stretto.weights import WeightsNote, Wire
@@ -34,7 +35,7 @@ class FileTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unkno
     folder: str | None = None
     """Folder that trainer and engines see under the same path. Default: shared memory where available, else
     the run's folder."""
-    keep: PositiveInt = 3
+    keep: KeptVersions = 3
     """Number of newest versions to keep; a slower reader skips to the newest."""
     shard_gb: PositiveFloat = 0.5
     """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""

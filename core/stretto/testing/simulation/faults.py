@@ -18,6 +18,8 @@ _CALM_S = 4.0
 """How long bad weather lasts."""
 _LONGEST_S = 8.0
 """Longest time for which the server is away, which is less than what workers wait for it."""
+_REPLACED_S = 25.0
+"""After this time without a sign of life, a worker has been killed and another one takes its place."""
 _AFTER_S = 0.3
 """Longest time between a named point and its fault."""
 
@@ -106,7 +108,8 @@ KINDS = {
 """Kind -> how often it is drawn."""
 _VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 1, "kernel": 2}
 _OF_THE_SERVER = ("outage", "hang", "full store", "full disk")
-_SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0)
+_SILENCING = ("stop", "cut")
+_SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0, 100.0)
 
 
 def draw(rng: Random, number: int, until_s: float, kinds: Collection[str] = ()) -> tuple[Fault, ...]:
@@ -136,12 +139,16 @@ def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
         if place["point"].startswith("before"):
             place["at"] = 0.0
             who = "kernel"
+    if who == "kernel" or kind in _OF_THE_SERVER:
+        seconds = min(seconds, _LONGEST_S)
+    elif kind not in _SILENCING:
+        seconds = min(seconds, _REPLACED_S)
     return Fault(
         kind=kind,
         **place,
         who=who,
         pick=round(rng.random(), 3),
-        seconds=min(seconds, _LONGEST_S) if who == "kernel" or kind in _OF_THE_SERVER else seconds,
+        seconds=seconds,
         share=rng.choice([0.01, 0.05, 0.2]),
     )
 
@@ -186,7 +193,8 @@ def happen(universe: Universe, fault: Fault) -> None:
     living = universe.machine.alive(fault.who) if hit else []
     victim = living[min(int(fault.pick * len(living)), len(living) - 1)] if living else None
     universe.report("fault", fault.kind, victim.name if victim else "", f"{fault.seconds:g} s")
-    universe.be_patient(max(fault.seconds, _CALM_S))
+    lasts_s = min(fault.seconds, _REPLACED_S) if fault.kind in _SILENCING else fault.seconds
+    universe.be_patient(max(lasts_s, _CALM_S))
     if hit is None:
         _change_world(universe, fault)
     elif victim is not None:

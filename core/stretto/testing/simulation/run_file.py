@@ -44,10 +44,10 @@ def simulated(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "models": models,
         "out": str(folder / "run"),
         "plugins": [*sections.get("plugins", ()), str(Path(__file__).with_name("plugin.py"))],
-        "training": _mock(sections, "training") | {"processes": 1},
-        "inference": _mock(sections, "inference"),
+        "training": _with("mock", sections, "training") | {"processes": 1},
+        "inference": _with("mock", sections, "inference"),
         "launcher": _known(_section(sections, "launcher"), LauncherConfig) | {"use": "simulated"},
-        "weights": {"use": "file", "folder": str(folder / "weights")},
+        "weights": _with("file", sections, "weights") | {"folder": str(folder / "weights")},
         "samples": {"keep": "none"},
         "bus": {
             "url": "nats://simulated:4222",
@@ -61,8 +61,8 @@ def _section(sections: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {"use": section} if isinstance(section, str) else dict(section)
 
 
-def _mock(sections: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-    return _known(_section(sections, kind), Plugins().get(kind, "mock").config) | {"use": "mock"}
+def _with(name: str, sections: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    return _known(_section(sections, kind), Plugins().get(kind, name).config) | {"use": name}
 
 
 def _known(section: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:

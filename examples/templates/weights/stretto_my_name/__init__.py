@@ -7,14 +7,13 @@ from collections.abc import Iterator
 import anyio.to_thread
 
 from stretto import Component, Context, WeightsConfig, hookimpl
-from stretto.component import PositiveInt
 from stretto.models.version_files import (
     FolderPublisher,
     FolderUpdate,
     RunFolders,
     open_shared_version,
 )
-from stretto.weights import WeightsNote, Wire
+from stretto.weights import KeptVersions, WeightsNote, Wire
 
 
 class MyNameConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,7 +21,7 @@ class MyNameConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
     folder: str | None = None
     """Folder for versions, which all machines see under the same path. Default: the run's folder."""
-    keep: PositiveInt = 3
+    keep: KeptVersions = 3
     """Number of newest versions to keep. An engine that is slower skips to the newest."""
 
 
