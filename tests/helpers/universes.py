@@ -57,10 +57,10 @@ def _run(rng: Random, *, steps: int, engines: int, rollouts: int, verifiers: int
         "inference": {
             "replicas": engines,
             "slots": rng.choice([2, 16]),
-            "tokens_per_s": 4000.0,
+            "tokens_per_s": rng.choice([800.0, 4000.0]),
             "swap_s": rng.choice([0.02, 0.2, 0.5]),
             "mean_tokens": 24.0,
-            "sigma": 0.5,
+            "sigma": rng.choice([0.5, 1.0]),
         },
         "sampling": {"max_tokens": 64},
         "rollout": {"processes": rollouts, "concurrency": rng.choice([2, 256])},

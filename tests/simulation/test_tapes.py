@@ -1,6 +1,6 @@
 """Kept tapes: universes that failed once. Each passes now, and that of a planted mistake fails with it. The
 names of tapes of real bugs begin with `bug-`; those of faults that a trial of real runs found begin with the
-number of the fault, such as `r3-`."""
+number of the fault, such as `r3-`. Those of bugs that are not mended yet begin with `open-`: they fail."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from universes import large
 
 TAPES = Path(__file__).with_name("tapes")
 MOST_FAULTS = 4
+SEEDS = 12
 each_mutation = pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 
 
@@ -39,26 +40,35 @@ def with_mutation(mutation: Mutation, call: Callable[..., Any], *args: Any) -> A
         return pool.submit(call, *args).result()
 
 
+def some_seed_fails(tape: Tape) -> bool:
+    """Return whether the faults of a tape fail with its seed, or with one of the next ones."""
+    seeds = range(tape.seed, tape.seed + SEEDS)
+    return any(run_tape(msgspec.structs.replace(tape, seed=seed)).failed for seed in seeds)
+
+
 def find() -> Tape | None:
     """Return the first of 1000 large universes that fails, with as few faults as possible."""
     with_faults = (tape for tape, outcome in search(map(large, range(1000)), jobs=2) if outcome.failed)
     return shrink(tape)[0] if (tape := next(with_faults, None)) else None
 
 
-@pytest.mark.parametrize("file", sorted(TAPES.glob("*.json")), ids=lambda file: file.stem)
+def kept(file: Path) -> Any:
+    open_bug = [pytest.mark.xfail(strict=True)] if file.stem.startswith("open-") else []
+    return pytest.param(file, id=file.stem, marks=open_bug)
+
+
+@pytest.mark.parametrize("file", [*map(kept, sorted(TAPES.glob("*.json")))])
 def test_a_kept_tape_passes(file: Path) -> None:
     outcome = run_tape(tape := read(file))
 
     assert not outcome.failed, "\n".join(describe(tape, outcome, last=60))
 
 
-@pytest.mark.parametrize(
-    "mutation", [each for each in MUTATIONS if tape_of(each).exists()], ids=lambda mutation: mutation.name
-)
+@each_mutation
 def test_a_planted_mistake_fails_its_tape(mutation: Mutation) -> None:
     tape = read(tape_of(mutation))
 
-    assert with_mutation(mutation, run_tape, tape).failed
+    assert with_mutation(mutation, some_seed_fails, tape)
     assert 1 <= len(tape.faults) <= MOST_FAULTS
 
 
