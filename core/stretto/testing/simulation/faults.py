@@ -248,6 +248,6 @@ _HITS: dict[str, Callable[[Universe, SimulatedProcess, Fault], None]] = {
     "rival": lambda universe, victim, fault: universe.replace(victim, fault.seconds),
     "tear": lambda universe, victim, fault: universe.world.files.tear(victim),
     "break": lambda universe, victim, fault: universe.server.break_connections(victim.name),
-    "cut": lambda universe, victim, fault: universe.server.cut_off(victim.name, fault.seconds),
+    "cut": lambda universe, victim, fault: universe.server.cut_off(victim, fault.seconds),
 }
 """Kind -> what it does to the process that it hits."""

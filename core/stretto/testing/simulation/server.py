@@ -52,8 +52,8 @@ class Weather:
     """Time until which nobody can connect."""
     hangs_until: float = 0.0
     """Time until which the server answers pings, and does nothing else."""
-    cut_until: dict[str, float] = field(default_factory=dict[str, float])
-    """Process -> time until which it reaches no server."""
+    cut_until: dict[int, float] = field(default_factory=dict[int, float])
+    """Id of a process -> time until which it reaches no server."""
     _ends: dict[str, float] = field(default_factory=dict[str, float])
 
     def worsen(self, name: str, value: float, seconds: float) -> None:
@@ -81,9 +81,9 @@ class Weather:
         """Time until which the disk of the store is full."""
         return self._ends["store_fails"] if self.store_fails == 1.0 else 0.0
 
-    def reaches(self, name: str) -> bool:
+    def reaches(self, pid: int) -> bool:
         """Whether a process can connect."""
-        return self.loop.time() >= max(self.down_until, self.cut_until.get(name, 0.0))
+        return self.loop.time() >= max(self.down_until, self.cut_until.get(pid, 0.0))
 
 
 class SimulatedConnection:
@@ -238,12 +238,12 @@ class SimulatedServer:
                 connection.drop()
                 connection.transport.break_off()
 
-    def cut_off(self, name: str, seconds: float) -> None:
-        """Let one process reach no server for a while. The others hear each other."""
-        self.loop.note("cut off", name, seconds)
-        until = max(self.weather.cut_until.get(name, 0.0), self.loop.time() + seconds)
-        self.weather.cut_until[name] = until
-        self.break_connections(name)
+    def cut_off(self, process: SimulatedProcess, seconds: float) -> None:
+        """Let one process reach no server for a while. The others hear each other, and its successor, too."""
+        self.loop.note("cut off", process.name, seconds)
+        until = max(self.weather.cut_until.get(process.pid, 0.0), self.loop.time() + seconds)
+        self.weather.cut_until[process.pid] = until
+        self.break_connections(process.name)
 
     def go_down(self, seconds: float) -> None:
         """Be away for a while. Streams are on disk; consumers of readers are not."""

@@ -68,8 +68,7 @@ class SimulatedTransport(Transport):
         self.close()
         await asyncio.sleep(3 * self.server.delay_s())  # the handshake
         process = current_process()
-        name = process.name if process else "world"
-        if not self.server.weather.reaches(name):
+        if not self.server.weather.reaches(process.pid if process else 0):
             raise ConnectionRefusedError("connection refused")
         self._reader = asyncio.StreamReader(_READ_LIMIT, loop=self.server.loop)
         self._connection = self.server.accept(self, process)
