@@ -1,6 +1,6 @@
 """Kept tapes: universes that failed once. Each passes now, and that of a planted mistake fails with it. The
 names of tapes of real bugs begin with `bug-`; those of faults that a trial of real runs found begin with the
-number of the fault, such as `r3-`."""
+number of the fault, such as `r3-`. Those of bugs that are not mended yet begin with `open-`: they fail."""
 
 from __future__ import annotations
 
@@ -45,7 +45,12 @@ def find() -> Tape | None:
     return shrink(tape)[0] if (tape := next(with_faults, None)) else None
 
 
-@pytest.mark.parametrize("file", sorted(TAPES.glob("*.json")), ids=lambda file: file.stem)
+def kept(file: Path) -> Any:
+    open_bug = [pytest.mark.xfail(strict=True)] if file.stem.startswith("open-") else []
+    return pytest.param(file, id=file.stem, marks=open_bug)
+
+
+@pytest.mark.parametrize("file", [*map(kept, sorted(TAPES.glob("*.json")))])
 def test_a_kept_tape_passes(file: Path) -> None:
     outcome = run_tape(tape := read(file))
 

@@ -33,6 +33,8 @@ class Ending:
         """Number of signals that have been obeyed."""
         self.forced = False
         """Whether the kernel stops the workers without giving them time to leave."""
+        self.replaced = False
+        """Whether another kernel has taken the run over. This one changes no file of the run any more."""
         self.next_values: int | None = None
         """If the kernel only repeats the journal: number of the values with which the journal continues. None
         if the journal records no later change, or none that still applies."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -46,7 +47,7 @@ from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, Sto
 from stretto.bus.messages.tickets import GroupDone, Progress, TicketStarted
 from stretto.bus.messages.training import RowRef
 from stretto.config import MetricsConfig
-from stretto.errors import ConfigError, RunError, one_error
+from stretto.errors import BusError, ConfigError, RunError, one_error
 from stretto.kernel.bus_watch import watch_bus, watch_store
 from stretto.kernel.calls.canary import EngineErrors
 from stretto.kernel.calls.engines import Engines
@@ -101,6 +102,8 @@ _TURN_S = 30.0
 """Maximum length of an evaluation's first turn at a single engine, in seconds."""
 _TURNS_PER_WORKFLOW = 10
 """The first turn takes at most `workflow.timeout_s` divided by this number."""
+_LOOK_S = 5.0
+"""Deadline for the look whether another kernel owns the run."""
 _ATTEMPTS_PER_KERNEL = 1000
 """A resumed kernel numbers the attempts of its tickets from its lease epoch times this number."""
 
@@ -126,10 +129,16 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     await bus.store.make_log(names.journal_stream, [names.journal])
     records = RecordServer(setup.folder)
     await records.serve(bus, names)
-    async with anyio.create_task_group() as tasks:
-        await Kernel(setup, bus, lease_epoch, ending, tasks).run()
-        tasks.cancel_scope.cancel()
-    if ending.status != "repeated" and records.copied_lately:
+    try:
+        async with anyio.create_task_group() as tasks:
+            await Kernel(setup, bus, lease_epoch, ending, tasks).run()
+            tasks.cancel_scope.cancel()
+    finally:
+        if ending.status in ("running", "failed") and bus.connected:  # another may have taken the workers
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_LOOK_S), suppress(BusError):
+                newest = (await bus.store.extent(names.leases_stream)).last
+                ending.replaced = newest > lease_epoch
+    if ending.status != "repeated" and records.copied_lately and not ending.replaced:
         setup.report.finish(ending.status, ending.reason)
         setup.status_writer.write_end()
         await records.hand_over(ending)

@@ -206,6 +206,7 @@ async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tupl
     """Run one kernel with its server, and write the summary.
 
     Raises:
+        RunError: if another kernel has taken the run over, or if the run's folder is gone.
         StrettoError: if a resumed run failed before the kernel began to change the run's files.
     """
     ending = setup.status_writer.ending = Ending()
@@ -214,6 +215,9 @@ async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tupl
         if error is None and not setup.report.begun:  # there was nothing to repeat
             return {"status": "repeated"}, ending.next_values
         status, reason = ending.status, ending.reason
+        if ending.replaced:
+            await setup.trackers.finish(lambda: True)
+            raise RunError(f"another kernel owns the run in {setup.folder} now; this one ended: {reason}")
         if status == "failed":
             if not setup.folder.exists():
                 await setup.trackers.finish(lambda: True)
@@ -281,7 +285,7 @@ def _full_disk(folder: Path, reason: str) -> str:
 @asynccontextmanager
 async def served(setup: RunSetup) -> AsyncGenerator[None]:
     """Run the bundled server for the duration of the block, unless `bus.url` names another one. Remove
-    published weights before and after."""
+    published weights before and after, but not those of a kernel that has taken the run over."""
     folder, bus = setup.folder / "bus", setup.bus
     server = None
     try:
@@ -298,4 +302,5 @@ async def served(setup: RunSetup) -> AsyncGenerator[None]:
         with anyio.CancelScope(shield=True):
             if server is not None:
                 await server.stop()
-        setup.transport.clean()
+        if not setup.status_writer.ending.replaced:
+            setup.transport.clean()

@@ -99,11 +99,12 @@ KINDS = {
     "slow": 1,
     "fail": 1,
     "scale": 3,
+    "rival": 0,  # only if it is named: a replaced kernel may write one more entry into the journal
     "clock": 1,
     "tear": 1,
     "full disk": 1,
 }
-"""Kind -> how often it is drawn."""
+"""Kind -> how often it is drawn if no kinds are named."""
 _VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 1, "kernel": 2}
 _OF_THE_SERVER = ("outage", "hang", "full store", "full disk")
 _SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0)
@@ -117,7 +118,7 @@ def draw(rng: Random, number: int, until_s: float, kinds: Collection[str] = ()) 
         until_s: virtual seconds after which no fault begins, those at named points excepted.
         kinds: kinds to draw from; all if empty.
     """
-    weights = {kind: weight for kind, weight in KINDS.items() if not kinds or kind in kinds}
+    weights = {kind: max(1, KINDS[kind]) for kind in KINDS if kind in kinds} or KINDS
     return tuple(sorted((_draw(rng, until_s, weights) for _ in range(number)), key=lambda fault: fault.at))
 
 
@@ -127,6 +128,8 @@ def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
     who = rng.choices([*_VICTIMS], [*_VICTIMS.values()])[0]
     if kind == "scale":
         who = rng.choice(["inference", "rollout", "verifier", "training"])
+    if kind == "rival":  # stopped for so long that the other one has taken the run over
+        who, seconds = "kernel", max(1.0, seconds)
     if kind == "tear":
         who = rng.choice(["kernel", "kernel", "trainer"])
     place: dict[str, Any] = {"at": round(rng.uniform(0.2, until_s), 3)}
@@ -156,7 +159,7 @@ def inject(universe: Universe, faults: tuple[Fault, ...]) -> None:
             universe.later(fault.at, happen, universe, fault)
     seen = dict.fromkeys(waiting, 0)
 
-    def watch(sender: str, subject: str, data: bytes) -> None:
+    def watch(sender: str, subject: str, data: bytes, head: bytes) -> None:
         for point, due in waiting.items():
             if POINTS[point](subject, data):
                 seen[point] += 1
@@ -234,6 +237,7 @@ _HITS: dict[str, Callable[[Universe, SimulatedProcess, Fault], None]] = {
     "int": lambda universe, victim, fault: victim.signal(signal.SIGINT),
     "stop": lambda universe, victim, fault: victim.stop(fault.seconds),
     "block": lambda universe, victim, fault: victim.block(fault.seconds),
+    "rival": lambda universe, victim, fault: universe.replace(victim, fault.seconds),
     "tear": lambda universe, victim, fault: universe.world.files.tear(victim),
     "break": lambda universe, victim, fault: universe.server.break_connections(victim.name),
     "cut": lambda universe, victim, fault: universe.server.cut_off(victim.name, fault.seconds),

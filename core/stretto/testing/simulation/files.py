@@ -19,9 +19,8 @@ class SimulatedFiles:
     """The files of all processes of a universe."""
 
     def __init__(self) -> None:
-        self.observers: list[Callable[[str, str, bytes], None]] = []
-        """Called with the process, `file.rename.NAME` and nothing before a file or folder gets its final
-        name."""
+        self.observers: list[Callable[[str, str, bytes, bytes], None]] = []
+        """Called with the process and `file.rename.NAME` before a file or folder gets its final name."""
         self.full_until = 0.0
         """Virtual time until which the disk is full."""
         self._tearing: SimulatedProcess | None = None
@@ -44,7 +43,7 @@ class SimulatedFiles:
         def rename(source: Any, target: Any, **options: Any) -> None:
             if process := _living_process():
                 for observe in self.observers:
-                    observe(process.name, f"file.rename.{Path(target).name}", b"")
+                    observe(process.name, f"file.rename.{Path(target).name}", b"", b"")
                 _living_process()  # unless that has killed it
             function(source, target, **options)
 

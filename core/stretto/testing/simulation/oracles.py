@@ -11,6 +11,7 @@ from stretto.bus.messages.journal import JournalBatch, JournalEntry, JournalEval
 from stretto.bus.messages.tickets import GroupDone, GroupFailed
 from stretto.bus.payloads import is_split
 from stretto.testing.simulation.faults import Tape
+from stretto.testing.simulation.streams import header
 
 PLANTED = "planted by the simulation"
 """Reason of what fails by a fault."""
@@ -33,17 +34,22 @@ class Oracle:
         self._digests: dict[int, str] = {}
         self._evaluated = set[int]()
         """Versions whose evaluation is in the journal."""
-        self._incarnation = 0
+        self._incarnation = self._lease = 0
         self.steps = 0
         self.batches_left: int | None = None
         """Number of batches that a kernel may still begin: one, in a race, after a signal."""
 
-    def __call__(self, sender: str, subject: str, data: bytes) -> None:
+    def __call__(self, sender: str, subject: str, data: bytes, head: bytes) -> None:
         """Take a message that was published or stored."""
         if is_split(data):
             return
         if subject.endswith(".journal"):
             self._judge(msgspec.msgpack.decode(data, type=JournalEntry))
+            lease = (header(head, b"Nats-Msg-Id") or "").rpartition("/")[2]
+            if lease.isdecimal():  # else any kernel may write the entry
+                if int(lease) < self._lease:
+                    self._violated(f"the kernel of lease {lease} writes into the journal after {self._lease}")
+                self._lease = max(self._lease, int(lease))
         elif subject.endswith(".log.groups"):
             outcome = msgspec.msgpack.decode(data, type=GroupDone | GroupFailed)
             if isinstance(outcome, GroupDone) and outcome.purpose == "train":

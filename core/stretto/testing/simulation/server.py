@@ -164,9 +164,9 @@ class SimulatedServer:
         self.weather = Weather(loop, self.context)
         self.folder = b"/"
         """Folder of the universe. It has another name each time, so the trace does not show it."""
-        self.observers: list[Callable[[str, str, bytes], None]] = []
-        """Called with sender, subject and payload of each core message that is published, and of each message
-        that is stored."""
+        self.observers: list[Callable[[str, str, bytes, bytes], None]] = []
+        """Called with sender, subject, payload and headers of each core message that is published, and of
+        each message that is stored."""
         self.messages = 0
         """Number of messages that were published."""
         self.streams: dict[str, Stream] = {}
@@ -309,11 +309,11 @@ class SimulatedServer:
         elif stream := self._home(subject):
             answer = self._store(stream, subject, head, data)
             if "error" not in answer and "duplicate" not in answer:
-                self._show(sender.name, subject, data)
+                self._show(sender.name, subject, data, head)
             if reply and not self.happens(self.weather.unconfirmed):
                 self.send(sender.name, reply, "", b"", json.dumps(answer).encode())
         else:
-            self._show(sender.name, subject, data)
+            self._show(sender.name, subject, data, head)
             if self.happens(self.weather.lost):
                 self.loop.note("lost", sender.name, subject)
                 return
@@ -321,9 +321,9 @@ class SimulatedServer:
                 if not self.send(sender.name, subject, reply, head, data) and reply:
                     self.send("server", reply, "", _NO_RESPONDERS, b"")
 
-    def _show(self, sender: str, subject: str, data: bytes) -> None:
+    def _show(self, *message: Any) -> None:
         for observe in self.observers:
-            observe(sender, subject, data)
+            observe(*message)
 
     def send(self, sender: str, subject: str, reply: str, head: bytes, data: bytes, to: str = "") -> bool:
         """Send a message to all subscribers of its subject, or of `to`; whether there are any."""

@@ -47,7 +47,8 @@ def matches(form: list[str], words: list[str]) -> bool:
     return len(words) == len(form)
 
 
-def _header(head: bytes, name: bytes) -> str | None:
+def header(head: bytes, name: bytes) -> str | None:
+    """Return a header of a message; None if it has none of this name."""
     for line in head.split(b"\r\n"):
         if line.startswith(name + b":"):
             return line[len(name) + 1 :].strip().decode()
@@ -78,8 +79,8 @@ class Stream:
         Raises:
             StreamRefusal: if the newest message is not the one that the sender expects.
         """
-        now, id = self.server.loop.time(), _header(head, b"Nats-Msg-Id")
-        expected = _header(head, b"Nats-Expected-Last-Sequence")
+        now, id = self.server.loop.time(), header(head, b"Nats-Msg-Id")
+        expected = header(head, b"Nats-Expected-Last-Sequence")
         if expected is not None and int(expected) != self.last:
             raise StreamRefusal(400, 10071, f"wrong last sequence: {self.last}")
         if id in self._ids and now - self._ids[id][0] < _SAME_ID_S:
