@@ -113,7 +113,10 @@ def test_a_search_continues_with_the_universes_that_its_record_does_not_name(tmp
 FAULTS = [
     *(Fault(kind=kind, at=2.0, who="inference", seconds=3.0) for kind in ("cut", "stop", "kill")),
     *(Fault(kind=kind, at=2.0, seconds=3.0) for kind in ("slow", "full store", "outage", "hang")),
-    *(Fault(kind=kind, at=2.0, share=0.2, seconds=3.0) for kind in ("late", "lose", "double", "busy store")),
+    *(
+        Fault(kind=kind, at=2.0, share=0.2, seconds=3.0)
+        for kind in ("late", "lose", "double", "busy store", "late ack")
+    ),
     Fault(kind="fail", at=2.0, share=0.2),
     Fault(kind="scale", at=2.0, who="training", pick=0.5),
 ]
