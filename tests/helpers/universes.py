@@ -34,14 +34,15 @@ def _tape(size: Callable[..., Tape], seed: int, run: dict[str, Any], faults: tup
     tape = Tape(seed=seed, run=run, faults=faults, patience_s=_PATIENCE_S)
     if run["queue"]["max_staleness"] or not faults:
         return tape
-    return msgspec.structs.replace(tape, model=_model(size))
+    return msgspec.structs.replace(tape, model=_model(size, run["inference"]["sigma"]))
 
 
 @cache
-def _model(size: Callable[..., Tape]) -> str:
-    """Return the model with which all runs of a size end that have no staleness."""
-    calm = next(tape for seed in range(100) if not (tape := size(seed, 0)).run["queue"]["max_staleness"])
-    return run_tape(calm).model
+def _model(size: Callable[..., Tape], sigma: float) -> str:
+    """Return the model with which all runs of a size end that have no staleness and such answers."""
+    calm = (size(seed, 0) for seed in range(100))
+    same = (tape for tape in calm if tape.run["inference"]["sigma"] == sigma)
+    return run_tape(next(tape for tape in same if not tape.run["queue"]["max_staleness"])).model
 
 
 def _number(rng: Random, faults: int | None) -> int:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from stretto.bus.client import Bus, connect
-from stretto.bus.server import Bootstrap, NatsServer, lock_run
+from stretto.bus.server import Bootstrap, NatsServer, lock_run, restart_server
 from stretto.config import BusConfig
 from stretto.testing.simulation.loop import SimulatedLoop
 from stretto.testing.simulation.patches import World, patched
 from stretto.testing.simulation.server import SimulatedServer
+from stretto.testing.simulation.transport import SimulatedTransport
 
 RUN = "test-run"
 
@@ -38,3 +39,16 @@ async def open_bus(tmp_path: Path) -> AsyncIterator[Callable[[str], AbstractAsyn
         yield lambda role: connect(Bootstrap.read(tmp_path / "bus" / f"{role}.json"))
         await server.stop()
         lock.close()
+
+
+@pytest.fixture
+def kill_server(tmp_path: Path) -> Callable[[], None]:
+    """Kill the server that belongs to the loop. It starts again by itself, with what it has on disk."""
+
+    def kill() -> None:
+        if isinstance(asyncio.get_running_loop(), SimulatedLoop):
+            SimulatedTransport.server.go_down(1.0)
+        else:
+            restart_server(tmp_path / "bus")
+
+    return kill

@@ -254,6 +254,49 @@ async def test_every_lease_has_a_higher_number(open_bus: OpenBus, names: Subject
         assert second > first
 
 
+async def test_everything_goes_on_after_the_server_was_killed(
+    open_bus: OpenBus, names: Subjects, kill_server: Callable[[], None]
+) -> None:
+    heartbeat, queue = names.kernel("rollout", "heartbeat"), names.ticket("train")
+    heard: list[int] = []
+    outcomes: list[int] = []
+
+    def failure(ticket: int) -> GroupFailed:
+        return GroupFailed("train", ticket, 1, "w", "")
+
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
+        await kernel.store.make_queue(names.tickets_stream, [queue], redeliver_s=30)
+        await kernel.subscribe(heartbeat, Heartbeat, lambda beat: heard.append(beat.tickets))
+        for number in (1, 2):
+            await kernel.store.append(queue, Ticket(number, 1, "train", 0, 0, 8), id=f"ticket {number}")
+        tickets = rollout.store.take(names.tickets_stream, queue, Ticket, until=anyio.Event())
+        first = await anext(tickets)
+        async with anyio.create_task_group() as tasks:
+
+            async def follow() -> None:
+                async for _, message in kernel.store.follow(
+                    names.log_stream, names.groups, GroupDone | GroupFailed, start=1
+                ):
+                    outcomes.append(message.ticket)
+
+            tasks.start_soon(follow)
+            sequence = await rollout.store.append(names.groups, failure(1), id="1")
+            await until(lambda: outcomes == [1])
+            kill_server()
+            await until(lambda: not kernel.connected and not rollout.connected)
+            with anyio.fail_after(40):
+                assert await rollout.store.append(names.groups, failure(1), id="1") == sequence
+                assert await rollout.store.append(names.groups, failure(2), id="2") == sequence + 1
+                assert (await kernel.store.read(names.log_stream, sequence, GroupFailed)).ticket == 1
+                await first.acknowledge()
+                assert (await anext(tickets)).message.id == 2
+                await rollout.publish(heartbeat, Heartbeat("rollout-0", "n", ready=True, tickets=7))
+            await until(lambda: outcomes == [1, 2] and heard == [7], 40)
+            assert (await kernel.store.extent(names.tickets_stream)).first == 2
+            tasks.cancel_scope.cancel()
+
+
 def test_nats_py_still_has_the_private_names_that_are_used() -> None:
     """Below the upper bound of `nats-py` in pyproject.toml, `NatsClient` and the simulation rely on them."""
     methods = ("_process_info", "_send_ping", "_process_pong", "_send_command", "_flush_pending")

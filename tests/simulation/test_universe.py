@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, RunError
 from stretto.testing.simulation import Fault, Tape, describe, run_tape, search, shrink, tapes_of
 from stretto.testing.simulation.oracles import PLANTED
 from universes import large, small
@@ -35,6 +35,26 @@ def score(prompt, completion):
     if count % 7 == 0:
         raise ValueError("no answer to " + prompt)
     return 1.0
+"""
+RANDOM_REWARD = """\
+import datetime, os, random, secrets, time, uuid
+import numpy as np
+from random import Random, SystemRandom
+def score(prompt, completion):
+    drawn = [
+        os.urandom(4), uuid.uuid4(), uuid.uuid1(), secrets.choice(range(99)), secrets.token_hex(4),
+        Random().random(), SystemRandom().random(), random.random(), np.random.default_rng().random(),
+        np.random.rand(), np.random.RandomState().rand(), datetime.datetime.now(), datetime.date.today(),
+        datetime.datetime.now(datetime.UTC), time.time_ns(), time.monotonic_ns(), time.perf_counter_ns(),
+        time.gmtime(), time.localtime(),
+    ]
+    assert isinstance(datetime.datetime(2026, 1, 1), datetime.datetime)
+    return Random(repr(drawn)).random()
+"""
+FORKING_REWARD = """\
+import os
+def score(prompt, completion):
+    os.fork()
 """
 DIGEST = """\
 from universes import large
@@ -93,7 +113,10 @@ def test_a_search_continues_with_the_universes_that_its_record_does_not_name(tmp
 FAULTS = [
     *(Fault(kind=kind, at=2.0, who="inference", seconds=3.0) for kind in ("cut", "stop", "kill")),
     *(Fault(kind=kind, at=2.0, seconds=3.0) for kind in ("slow", "full store", "outage", "hang")),
-    *(Fault(kind=kind, at=2.0, share=0.2, seconds=3.0) for kind in ("late", "lose", "double", "busy store")),
+    *(
+        Fault(kind=kind, at=2.0, share=0.2, seconds=3.0)
+        for kind in ("late", "lose", "double", "busy store", "late ack")
+    ),
     Fault(kind="fail", at=2.0, share=0.2),
     Fault(kind="scale", at=2.0, who="training", pick=0.5),
 ]
@@ -120,6 +143,25 @@ def test_a_run_without_staleness_ends_with_one_model(run_file: Path) -> None:
     assert run_tape(tape).violations == []
     violations = run_tape(msgspec.structs.replace(tape, model="another")).violations
     assert violations == [f"the last version is {tape.model}, and without faults another"]
+
+
+def test_a_reward_that_draws_what_it_likes_repeats_itself(run_file: Path) -> None:
+    (run_file.parent / "rewards.py").write_text(RANDOM_REWARD)
+    reward = "reward={use: function, function: rewards.py:score}"
+    [tape] = tapes_of(run_file, [0], overrides=[reward], num_faults=0)
+
+    [(_, warm)] = search([tape])
+
+    assert warm.status == "completed"
+    assert run_tape(tape).digest == run_tape(tape).digest == warm.digest
+    assert run_tape(msgspec.structs.replace(tape, seed=1)).digest != warm.digest
+
+
+def test_a_reward_that_leaves_the_simulation_is_refused(run_file: Path) -> None:
+    (run_file.parent / "rewards.py").write_text(FORKING_REWARD)
+
+    with pytest.raises(RunError, match="processes are not there in the simulation"):
+        tapes_of(run_file, [0], overrides=["reward={use: function, function: rewards.py:score}"])
 
 
 def test_tickets_fail_only_for_a_cause(run_file: Path) -> None:

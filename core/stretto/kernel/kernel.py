@@ -136,7 +136,7 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     finally:
         if ending.status in ("running", "failed") and bus.connected:  # another may have taken the workers
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LOOK_S), suppress(BusError):
-                newest = await bus.store.last_sequence(names.leases_stream, names.leases)
+                newest = (await bus.store.extent(names.leases_stream)).last
                 ending.replaced = newest > lease_epoch
     if ending.status != "repeated" and records.copied_lately and not ending.replaced:
         setup.report.finish(ending.status, ending.reason)

@@ -94,6 +94,7 @@ KINDS = {
     "late": 2,
     "lose": 2,
     "double": 1,
+    "late ack": 1,
     "unconfirmed": 2,
     "busy store": 1,
     "full store": 1,
@@ -219,6 +220,8 @@ def _change_world(universe: Universe, fault: Fault) -> None:
         case "lose":
             server.weather.worsen("lost", fault.share, _CALM_S)
             server.weather.worsen("untaken", fault.share, _CALM_S)
+        case "late ack":
+            server.weather.worsen("taken_late", fault.share, _CALM_S)
         case "double":
             server.weather.worsen("doubled", fault.share, _CALM_S)
         case "unconfirmed":

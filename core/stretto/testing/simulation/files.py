@@ -3,6 +3,7 @@ the disk is full."""
 
 from __future__ import annotations
 
+import builtins
 import errno
 import io
 import os
@@ -37,7 +38,8 @@ class SimulatedFiles:
             yield os, name, self._renaming(getattr(os, name))
         yield os, "fsync", self._filling(os.fsync)
         yield os, "open", self._opening(os.open, lambda flags: bool(flags & _WRITING))
-        yield io, "open", self._opening(io.open, lambda mode: mode[0] != "r" or "+" in mode)
+        for module in (io, builtins):
+            yield module, "open", self._opening(io.open, lambda mode: mode[0] != "r" or "+" in mode)
 
     def _renaming(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def rename(source: Any, target: Any, **options: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import datetime
 import os
 import random
 import secrets
@@ -17,6 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from random import Random
 from typing import Any, TypeVar
@@ -26,6 +28,7 @@ import anyio
 import nats.aio.client
 import nats.js.client
 import nats.nuid
+import numpy.random.bit_generator
 from anyio._backends import _asyncio as backend
 
 from stretto.testing.simulation.files import SimulatedFiles
@@ -38,6 +41,9 @@ _EPOCH = 1_800_000_000.0
 """Wall time at the virtual time 0, in seconds since 1970."""
 _THREAD_S = 1e-3
 """Mean virtual time that a function in a thread takes."""
+_UNSEEDED = Random()
+"""What code gets that asks the system for randomness. There is one, because a module that is imported while
+it is in place may keep it."""
 
 
 class World:
@@ -51,6 +57,7 @@ class World:
         self.loop = loop
         self.costs = Random(f"costs {seed}")
         self.random = Random(f"random {seed}")
+        _UNSEEDED.seed(f"unseeded {seed}")
         self.files = SimulatedFiles()
         self.wall_offset_s = 0.0
         """By how much the wall clock has been moved."""
@@ -145,6 +152,39 @@ class _CancelScope(backend.CancelScope):
         return self._number
 
 
+class _DatetimeType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _REAL_DATETIME)
+
+
+_REAL_DATETIME = datetime.datetime
+
+
+class _Datetime(datetime.datetime, metaclass=_DatetimeType):
+    """Takes the place of `datetime.datetime`, whose methods read the clock below `time.time`."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        return _REAL_DATETIME(*args, **options)
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+        return _REAL_DATETIME.fromtimestamp(time.time(), tz)
+
+    @classmethod
+    def utcnow(cls) -> Any:
+        return cls.now(datetime.UTC).replace(tzinfo=None)
+
+    today = now
+
+
+def _seed(generator: Random, seed: Any = None, version: int = 2) -> None:
+    """Take the place of `Random.seed`."""
+    _REAL_SEED(generator, _UNSEEDED.getrandbits(64) if seed is None else seed, version)
+
+
+_REAL_SEED = Random.seed
+
+
 def _process_id() -> int:
     """Take the place of `os.getpid`."""
     process = current_process()
@@ -165,7 +205,13 @@ def patched(world: World) -> Generator[None]:
         return await world.in_thread(func, *args, abandon=abandon_on_cancel)
 
     def strftime(form: str, moment: time.struct_time | None = None) -> str:
-        return real_strftime(form, moment or time.gmtime(world.wall()))
+        return real_strftime(form, moment or time.gmtime())
+
+    def at_wall(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda seconds=None: function(world.wall() if seconds is None else seconds)
+
+    def in_ns(clock: Callable[[], float]) -> Callable[[], int]:
+        return lambda: round(clock() * 1e9)
 
     real_strftime = time.strftime
 
@@ -187,11 +233,22 @@ def patched(world: World) -> Generator[None]:
         (time, "perf_counter", world.now),
         (time, "process_time", world.now),
         (time, "time", world.wall),
+        *((time, f"{name}_ns", in_ns(world.now)) for name in ("monotonic", "perf_counter", "process_time")),
+        (time, "time_ns", in_ns(world.wall)),
+        *((time, name, at_wall(getattr(time, name))) for name in ("gmtime", "localtime")),
+        (datetime, "datetime", _Datetime),
         (time, "sleep", world.sleep),
         (time, "strftime", strftime),
         (asyncio, "run", world.run),
         (os, "getpid", _process_id),
         (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
+        (uuid, "_generate_time_safe", None),
+        (uuid, "_node", 1),
+        (uuid, "_last_timestamp", None),
+        (os, "urandom", _UNSEEDED.randbytes),
+        (random, "_urandom", _UNSEEDED.randbytes),
+        (random.Random, "seed", _seed),
+        (numpy.random.bit_generator, "randbits", _UNSEEDED.getrandbits),
         (secrets, "token_bytes", bytes_of(tokens)),
         (secrets, "token_hex", hex_of(tokens)),
         (secrets, "randbits", numbers.getrandbits),
@@ -205,17 +262,20 @@ def patched(world: World) -> Generator[None]:
         (backend.AsyncIOBackend, "run_sync_in_worker_thread", classmethod(in_thread)),
         (threading.Thread, "start", _escape),
         (subprocess, "Popen", _escape),
+        *((os, name, _escape) for name in ("fork", "posix_spawn", "system")),
         (socket, "socket", _escape),
         *world.files.places(),
     ]
-    state = random.getstate()
+    state, state_of_numpy = random.getstate(), numpy.random.get_state()
     _CancelScope.count = 0
     try:
         with replaced(places):
             random.seed(world.random.random())
+            numpy.random.seed(_UNSEEDED.getrandbits(32))
             yield
     finally:
         random.setstate(state)
+        numpy.random.set_state(state_of_numpy)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ from stretto.testing.simulation.transport import Link, SimulatedTransport
 
 _CRLF = b"\r\n"
 _DELAY_S, _JITTER_S = 2e-4, 5e-4
+_LATE_S = 1.0
+"""Time between the second delivery of a message and the late acknowledgement of the first."""
 _NO_RESPONDERS = b"NATS/1.0 503\r\n\r\n"
 _CREATED = "2026-01-01T00:00:00Z"
 
@@ -44,6 +46,8 @@ class Weather:
     """Share of stored messages whose acknowledgement gets lost."""
     untaken: float = 0.0
     """Share of acknowledgements of a queue's message that get lost: it is delivered again."""
+    taken_late: float = 0.0
+    """Share of these acknowledgements that come only after the message was delivered again."""
     store_fails: float = 0.0
     """Share of messages that the store refuses for now. With 1.0 its disk is full."""
     failing: float = 0.0
@@ -411,7 +415,9 @@ class SimulatedServer:
             return
         stream = self.streams.get(words[2])
         consumer = stream.consumers.get(words[3]) if stream else None
-        if consumer is not None:
+        if consumer is not None and self.happens(self.weather.taken_late):
+            consumer.later(consumer.redeliver_s + _LATE_S, consumer.acknowledged, int(words[5]), data)
+        elif consumer is not None:
             consumer.acknowledged(int(words[5]), data)
 
     def _ask_consumer(self, words: list[str], reply: str, data: bytes) -> None:

@@ -190,7 +190,7 @@ class Consumer:
         subjects = config.get("filter_subjects") or [config.get("filter_subject") or ">"]
         self._forms = [subject.split(".") for subject in subjects]
         self._explicit = config.get("ack_policy") == "explicit"
-        self._redeliver_s = config.get("ack_wait", 30 * 10**9) / 1e9
+        self.redeliver_s = config.get("ack_wait", 30 * 10**9) / 1e9
         self._inactive_s = config.get("inactive_threshold", 0) / 1e9
         self._start = config.get("opt_start_seq", 1)
         self._to_send = deque(each.sequence for each in stream.messages.values() if self._wants(each))
@@ -201,9 +201,10 @@ class Consumer:
         self._questions: deque[Asked] = deque()
         self._used = self._server.loop.time()
         if self._inactive_s and not self.durable:
-            self._later(self._inactive_s, self._end_if_unused)
+            self.later(self._inactive_s, self._end_if_unused)
 
-    def _later(self, seconds: float, call: Any, *args: Any) -> asyncio.TimerHandle:
+    def later(self, seconds: float, call: Any, *args: Any) -> asyncio.TimerHandle:
+        """Call something later, outside of all processes."""
         return self._server.loop.call_later(seconds, call, *args, context=self._server.context)
 
     def _wants(self, message: StreamMessage) -> bool:
@@ -213,7 +214,7 @@ class Consumer:
     def _end_if_unused(self) -> None:
         idle_s = self._server.loop.time() - self._used
         if self._questions or idle_s < self._inactive_s:
-            self._later(
+            self.later(
                 self._inactive_s if self._questions else self._inactive_s - idle_s, self._end_if_unused
             )
         elif self._stream.consumers.get(self._name) is self:
@@ -242,9 +243,9 @@ class Consumer:
         self._used = self._server.loop.time()
         self._questions.append(asked)
         if asked.expires_s:
-            self._later(asked.expires_s, self._expire, asked)
+            self.later(asked.expires_s, self._expire, asked)
         if asked.heartbeat_s:
-            self._later(asked.heartbeat_s, self._beat, asked)
+            self.later(asked.heartbeat_s, self._beat, asked)
         self._send()
         if not asked.over and not asked.expires_s and not asked.wait:
             self._end(asked, b"404 No Messages")
@@ -263,7 +264,7 @@ class Consumer:
         if not asked.over and self._server.weather.works:
             self._server.send("server", asked.reply, "", b"NATS/1.0 100 Idle Heartbeat\r\n\r\n", b"")
         if not asked.over:
-            self._later(asked.heartbeat_s, self._beat, asked)
+            self.later(asked.heartbeat_s, self._beat, asked)
 
     def _send(self) -> None:
         """Send messages to those who have asked, in the order in which they have."""
@@ -283,7 +284,7 @@ class Consumer:
         deliveries = self._deliveries.get(sequence, 0) + 1
         if self._explicit:
             self._deliveries[sequence] = deliveries
-            self._taken[sequence] = self._later(self._redeliver_s, self._redeliver, sequence)
+            self._taken[sequence] = self.later(self.redeliver_s, self._redeliver, sequence)
         left = len(self._to_send)
         answer = (
             f"$JS.ACK.{self._stream.name}.{self._name}.{deliveries}.{sequence}.{self._sent}.{_TIME}.{left}"
@@ -303,7 +304,7 @@ class Consumer:
             timer.cancel()
         if word == b"+WPI":
             if timer is not None:
-                self._taken[sequence] = self._later(self._redeliver_s, self._redeliver, sequence)
+                self._taken[sequence] = self.later(self.redeliver_s, self._redeliver, sequence)
         elif word == b"-NAK":
             if timer is not None:
                 self._to_send.appendleft(sequence)

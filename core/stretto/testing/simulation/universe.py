@@ -182,6 +182,8 @@ class Universe:
         if summary["status"] == "completed":
             audited = self._live(self._audit())
             self.oracle.violations += audited.get("violations", [f"the audit: {audited.get('reason')}"])
+            if (version := life.newest_checkpoint(self.folder / "run")[1].version) != self.oracle.steps:
+                self.oracle.violations.append(f"completed with a checkpoint of version {version}")
         return self.oracle.violations
 
     def _ledgers(self) -> Iterator[dict[str, int]]:
