@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
@@ -231,9 +231,16 @@ class Universe:
                 has_room = max(self.world.files.full_until, self.server.weather.full_until)
                 await anyio.sleep(max(self._rng.choice(_PAUSES_S), has_room - self.loop.time()))
 
-    def start_kernel(self) -> SimulatedProcess:
+    def start_kernel(
+        self, live: Callable[[Interruptions], Awaitable[dict[str, Any]]] | None = None
+    ) -> SimulatedProcess:
         """Do what `stretto run` or `stretto resume` does, as a process of the simulation. `summary` has the
-        kernel's summary when it has ended by itself."""
+        kernel's summary when it has ended by itself.
+
+        Args:
+            live: lives the life of the process, and returns the summary; default: that of one kernel, which
+                continues from the newest checkpoint if it is not the first.
+        """
         out, self.summary = self.folder / "run", None
         kernel = SimulatedProcess(self.loop, "kernel")
         lock = lock_run(out / "bus")
@@ -244,11 +251,15 @@ class Universe:
         interruptions = Interruptions()
         kernel.on_signal.append(partial(_interrupt, kernel, interruptions))
 
+        async def live_once(interruptions: Interruptions) -> dict[str, Any]:
+            resumed = None if first else life.newest_checkpoint(out)
+            setup = RunSetup(Assembly(self._composed, folder=out, run=self._run), resumed)
+            summary, _ = await life.live_and_sum_up(setup, interruptions)
+            return summary
+
         async def main() -> None:
             try:
-                resumed = None if first else life.newest_checkpoint(out)
-                setup = RunSetup(Assembly(self._composed, folder=out, run=self._run), resumed)
-                self.summary, _ = await life.live_and_sum_up(setup, interruptions)
+                self.summary = await (live or live_once)(interruptions)
             except StrettoError as error:
                 self.summary = {"status": "refused", "reason": str(error)}
             except Exception as error:  # noqa: BLE001 - a fault of stretto, which the outcome shows
