@@ -13,16 +13,18 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, cont
 from pathlib import Path
 from typing import Any
 
+import anyio
 import psutil
 import pytest
 
-from commands import STRETTO
+from commands import STRETTO, output_of
 from fixture_types import OpenBus
 from processes import arguments_of
-from run_files import TestedRun
+from run_files import TestedRun, read_journal
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.bus.client import Bus, connect
+from stretto.bus.messages.journal import JournalEntry
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.cli.audit.audit import audit_run
@@ -258,11 +260,6 @@ class Run(TestedRun):
             self._sleep()
         return result
 
-    def until_a_call(self) -> None:
-        """Into the first train step."""
-        log = self.folder / "logs" / "trainer-0.jsonl"
-        self.until(lambda: log.exists() and '"event": "call"' in log.read_text())
-
     def end(self, deadline_s: float = 90) -> int:
         """Its exit status, once it has ended by itself."""
         deadline = time.monotonic() + deadline_s
@@ -274,6 +271,18 @@ class Run(TestedRun):
     def text(self) -> str:
         """What it printed."""
         return self.output.read_text()
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def stop_server(self) -> None:
+        psutil.Process(int((self.folder / "bus" / "nats.pid").read_text())).suspend()
+
+    def operate(self, verb: str, *arguments: str, status: int = 0) -> str:
+        return output_of(verb, self.folder, *arguments, status=status)
+
+    def journal(self) -> list[JournalEntry]:
+        return anyio.run(read_journal, self.folder)
 
     def assert_nothing_is_left(self, within_s: float = 2) -> None:
         """No process of the run is there any more, and no weights in shared memory."""

@@ -6,7 +6,18 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from stretto.bus.messages.journal import JournalEntry
+from stretto.cli.audit.audit_store import open_store
+
+
+async def read_journal(folder: Path) -> list[JournalEntry]:
+    """The entries of the journal of a run that no kernel owns, in order."""
+    async with open_store(folder) as store:
+        kinds = {store.names.journal: JournalEntry}
+        messages = store.messages(store.names.journal_stream, kinds)
+        return [cast("JournalEntry", message.content) async for message in messages]
 
 
 class TestedRun(ABC):
@@ -37,21 +48,40 @@ class TestedRun(ABC):
     def assert_audit_is_clean(self) -> None:
         """`stretto audit` finds nothing wrong."""
 
+    @abstractmethod
+    def clock(self) -> float:
+        """Seconds, in the time of the run."""
+
+    @abstractmethod
+    def stop_server(self) -> None:
+        """Let the nats-server stand still until the kernel has ended."""
+
+    @abstractmethod
+    def operate(self, verb: str, *arguments: str, status: int = 0) -> str:
+        """What `stretto scale` or `stretto stop` prints, which ends with this status."""
+
+    @abstractmethod
+    def journal(self) -> list[JournalEntry]:
+        """The entries of the journal of a run that no kernel owns, in order."""
+
+    def log(self, process: str = "kernel") -> list[dict[str, Any]]:
+        """The lines that a process has logged."""
+        return _whole_lines(self.folder / "logs" / f"{process}.jsonl")
+
+    def until_a_call(self) -> None:
+        """Into the first train step."""
+        self.until(lambda: any(line["event"] == "call" for line in self.log("trainer-0")))
+
     def until_step(self, step: int, deadline_s: float = 60) -> None:
         self.until(lambda: len(self.metrics()) >= step, deadline_s)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of its steps."""
-        return [line for line in self._lines() if "ledger" in line]
+        return [line for line in _whole_lines(self.folder / "metrics.jsonl") if "ledger" in line]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of its evaluations."""
-        return [line for line in self._lines() if "ledger" not in line]
-
-    def _lines(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [line for line in _whole_lines(self.folder / "metrics.jsonl") if "ledger" not in line]
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
@@ -75,3 +105,9 @@ class TestedRun(ABC):
         assert [line["step"] for line in self.metrics()] == list(range(1, steps + 1))
         self.assert_nothing_is_left()
         return summary
+
+
+def _whole_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON lines that are written to their end."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
