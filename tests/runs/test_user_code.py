@@ -145,10 +145,10 @@ def test_rewards_of_every_form_run(forms: Any, form: str) -> None:
 
 FULL_DISK = """
     from pathlib import Path
-    from stretto import Component, TrainingConfig, hookimpl
+    from stretto import Component, hookimpl
+    from stretto_mock import MockTrainingConfig
 
     def make(config, context):
-        from stretto_mock import MockTrainingConfig
         from stretto_mock.training import MockTraining
 
         class Full(MockTraining):
@@ -160,11 +160,11 @@ FULL_DISK = """
                 if self.saves <= 2:
                     Path("/dev/full").write_text("x" * 100000)
 
-        return Full(MockTrainingConfig(seconds_per_step=0.05), context)
+        return Full(config, context)
 
     @hookimpl
     def stretto_training():
-        yield Component("full", make, TrainingConfig, "has no room", needs_model=False)
+        yield Component("full", make, MockTrainingConfig, "has no room", needs_model=False)
 """
 
 
@@ -175,17 +175,17 @@ def cramped(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> An
     plugin.write_text(textwrap.dedent(FULL_DISK))
     run = module_start(
         *("dataset.max_prompt_tokens=4", "queue.max_filtered=1", "steps=5", "checkpoint.every=2"),
-        *(f"plugins=[{plugin}]", "training=full"),
+        *(f"plugins=[{plugin}]", "training={use: full, seconds_per_step: 0.05}"),
         out="cramped",
     )
     run.assert_completed(5)
     return run
 
 
+@module_in_both_worlds
 def test_prompts_that_are_too_long_are_filtered_and_counted(cramped: Any) -> None:
     summary = cramped.summary()
-    log = [json.loads(line) for line in (cramped.folder / "logs" / "kernel.jsonl").read_text().splitlines()]
-    left_out = [line["level"] for line in log if line["event"] == "row left out"]
+    left_out = [line["level"] for line in cramped.log() if line["event"] == "row left out"]
     assert left_out == ["info"] * summary["ledger"]["filtered"] != []
     assert "ticket failed" not in cramped.text()
     assert (
@@ -194,6 +194,7 @@ def test_prompts_that_are_too_long_are_filtered_and_counted(cramped: Any) -> Non
     )
 
 
+@module_in_both_worlds
 def test_a_full_disk_at_a_checkpoint_is_told_and_the_run_goes_on(cramped: Any) -> None:
     summary = cramped.summary()
     assert summary["checkpoints"] == ["step-000005"]
