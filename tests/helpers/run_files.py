@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from stretto.bus.messages.journal import JournalEntry
+from stretto.cli.audit.audit import AuditReport
 from stretto.cli.audit.audit_store import open_store
 
 
@@ -45,8 +46,13 @@ class TestedRun(ABC):
         """No process of the run is there any more."""
 
     @abstractmethod
+    def audit(self) -> AuditReport:
+        """What `stretto audit` finds."""
+
     def assert_audit_is_clean(self) -> None:
         """`stretto audit` finds nothing wrong."""
+        report = self.audit()
+        assert report.status == "clean", [check for check in report.checks if check.violations]
 
     @abstractmethod
     def clock(self) -> float:

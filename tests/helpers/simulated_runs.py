@@ -22,6 +22,7 @@ from run_files import TestedRun, read_journal
 from stretto.assembly.compose import compose
 from stretto.assembly.logs import printable_fields
 from stretto.bus.messages.journal import JournalEntry
+from stretto.cli.audit.audit import AuditReport, audit
 from stretto.cli.make.operate import numbers_of, scale_request, stop_request
 from stretto.errors import ConfigError, StrettoError, one_error
 from stretto.kernel import life
@@ -209,6 +210,11 @@ class _Driver:
     def _named(self, name: str) -> SimulatedProcess | None:
         return next((each for each in reversed(self._universe.machine.alive()) if each.name == name), None)
 
+    def audit(self) -> AuditReport:
+        """What `stretto audit` finds."""
+        self._universe.server.calm()
+        return self._universe.loop.run_until_complete(audit(self._folder))
+
     def violations(self) -> list[str]:
         """What oracles and audit find."""
         assert self._universe.summary is not None
@@ -324,7 +330,11 @@ class SimulatedRun(TestedRun):
     def assert_nothing_is_left(self, within_s: float = 2) -> None:
         assert self.ask("settle", within_s) == []
 
+    def audit(self) -> AuditReport:
+        return self.ask("audit")
+
     def assert_audit_is_clean(self) -> None:
+        """Neither the audit nor an oracle of the universe finds anything wrong."""
         assert self.ask("violations") == []
 
     def assert_completed(self, steps: int, batch_size: int = 4, bound: int = 2) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 from fixture_types import Start
 from processes import arguments_of
+from worlds import in_both_worlds
 
 # --------------------------------------------------------------------------- many models, many groups
 
@@ -137,6 +138,7 @@ def test_supervised_runs_start_trainers_only(start: Start) -> None:
     assert "reward" not in again.metrics()[0]
 
 
+@in_both_worlds
 def test_a_supervised_run_may_sample_for_its_evaluation(start: Start, tmp_path: Path) -> None:
     evaluated = f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}"
     run = start("algorithm=sft", "algorithm.completion_column=answer", evaluated, "evaluation.rows=10")
