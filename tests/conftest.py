@@ -8,7 +8,7 @@ import subprocess
 import textwrap
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,12 @@ import pytest
 from commands import STRETTO, output_of
 from fixture_types import OpenBus
 from processes import arguments_of
-from run_files import TestedRun, read_journal
+from run_files import T, TestedRun
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.bus.client import Bus, connect
-from stretto.bus.messages.journal import JournalEntry
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
-from stretto.cli.audit.audit import AuditReport, audit_run
 from stretto.cli.start.checks import faults_and_warnings
 from stretto.config import BusConfig
 from worlds import REAL
@@ -281,9 +279,6 @@ class Run(TestedRun):
     def operate(self, verb: str, *arguments: str, status: int = 0) -> str:
         return output_of(verb, self.folder, *arguments, status=status)
 
-    def journal(self) -> list[JournalEntry]:
-        return anyio.run(read_journal, self.folder)
-
     def assert_nothing_is_left(self, within_s: float = 2) -> None:
         """No process of the run is there any more, and no weights in shared memory."""
         deadline = time.monotonic() + within_s
@@ -293,8 +288,8 @@ class Run(TestedRun):
         run = json.loads((self.folder / "bus" / "kernel.json").read_text())["run"]
         assert not list(Path("/dev/shm").glob(f"stretto-{run}-*"))
 
-    def audit(self) -> AuditReport:
-        return audit_run(self.folder)
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        return anyio.run(function, *args)
 
 
 def _zombie(process: psutil.Process) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from stretto.bus.messages.journal import JournalEntry
-from stretto.cli.audit.audit import AuditReport
+from stretto.cli.audit.audit import AuditReport, audit
 from stretto.cli.audit.audit_store import open_store
 
+T = TypeVar("T")
 
-async def read_journal(folder: Path) -> list[JournalEntry]:
-    """The entries of the journal of a run that no kernel owns, in order."""
+
+async def _read_journal(folder: Path) -> list[JournalEntry]:
     async with open_store(folder) as store:
         kinds = {store.names.journal: JournalEntry}
         messages = store.messages(store.names.journal_stream, kinds)
@@ -46,8 +47,13 @@ class TestedRun(ABC):
         """No process of the run is there any more."""
 
     @abstractmethod
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """The result of a coroutine, which finds the run's server where the run's processes do. The function
+        is one of a module."""
+
     def audit(self) -> AuditReport:
         """What `stretto audit` finds."""
+        return self.call(audit, self.folder)
 
     def assert_audit_is_clean(self) -> None:
         """`stretto audit` finds nothing wrong."""
@@ -66,9 +72,9 @@ class TestedRun(ABC):
     def operate(self, verb: str, *arguments: str, status: int = 0) -> str:
         """What `stretto scale` or `stretto stop` prints, which ends with this status."""
 
-    @abstractmethod
     def journal(self) -> list[JournalEntry]:
         """The entries of the journal of a run that no kernel owns, in order."""
+        return self.call(_read_journal, self.folder)
 
     def log(self, process: str = "kernel") -> list[dict[str, Any]]:
         """The lines that a process has logged."""

@@ -11,18 +11,16 @@ from contextlib import contextmanager, nullcontext
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import msgspec
 import structlog
 import yaml
 
-from run_files import TestedRun, read_journal
+from run_files import T, TestedRun
 from stretto.assembly.compose import compose
 from stretto.assembly.logs import printable_fields
-from stretto.bus.messages.journal import JournalEntry
-from stretto.cli.audit.audit import AuditReport, audit
 from stretto.cli.make.operate import numbers_of, scale_request, stop_request
 from stretto.errors import ConfigError, StrettoError, one_error
 from stretto.kernel import life
@@ -32,8 +30,6 @@ from stretto.testing.simulation import Tape
 from stretto.testing.simulation.loop import SimulatedProcess, current_process
 from stretto.testing.simulation.search import enter_fork
 from stretto.testing.simulation.universe import Universe
-
-T = TypeVar("T")
 
 _SLICE_S = 0.02
 """Virtual seconds between two looks at a condition."""
@@ -173,11 +169,11 @@ class _Driver:
         with one_error():
             return self._universe.loop.run_until_complete(ask())
 
-    def journal(self) -> list[bytes]:
-        """The entries of the journal."""
-        self._universe.server.calm()
-        entries = self._universe.loop.run_until_complete(read_journal(self._folder))
-        return [msgspec.msgpack.encode(entry) for entry in entries]
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """The result of a coroutine."""
+        if self._exit_status() is not None:
+            self._universe.server.calm()
+        return self._universe.loop.run_until_complete(function(*args))
 
     def settle(self, seconds: float) -> list[str]:
         """Let time pass, and return the workers that live."""
@@ -209,11 +205,6 @@ class _Driver:
 
     def _named(self, name: str) -> SimulatedProcess | None:
         return next((each for each in reversed(self._universe.machine.alive()) if each.name == name), None)
-
-    def audit(self) -> AuditReport:
-        """What `stretto audit` finds."""
-        self._universe.server.calm()
-        return self._universe.loop.run_until_complete(audit(self._folder))
 
     def violations(self) -> list[str]:
         """What oracles and audit find."""
@@ -324,14 +315,11 @@ class SimulatedRun(TestedRun):
         assert found == status, text
         return text
 
-    def journal(self) -> list[JournalEntry]:
-        return [msgspec.msgpack.decode(entry, type=JournalEntry) for entry in self.ask("journal")]
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        return self.ask("call", function, *args)
 
     def assert_nothing_is_left(self, within_s: float = 2) -> None:
         assert self.ask("settle", within_s) == []
-
-    def audit(self) -> AuditReport:
-        return self.ask("audit")
 
     def assert_audit_is_clean(self) -> None:
         """Neither the audit nor an oracle of the universe finds anything wrong."""
