@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,11 +35,61 @@ def lines_in(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def test_a_run_that_is_elsewhere_is_seen_and_stopped_here(start: Start, tmp_path: Path) -> None:
-    run = start("steps=5000", "checkpoint.every=0")
+@pytest.fixture(scope="module")
+def elsewhere(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A living run, and the folder of its rows. The last test stops it."""
+    data = tmp_path_factory.mktemp("data")
+    rows = data / "rows.jsonl"
+    lines = ({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40))
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    slow = (
+        "steps=5000",
+        "checkpoint.every=0",
+        "training.seconds_per_step=0.5",
+    )  # the commands need the cores
+    run = module_start(*slow, f"dataset.path={rows}", "inference.replicas=2")
     run.until_step(1)
+    return run, data
+
+
+def invitation_to(run: Any) -> Path:
+    """An invitation to operate a run, until its next kernel has another server."""
+    return Path(output_of("invite", run.folder, "operator").split()[-2])
+
+
+def test_trainers_are_scaled_from_where_the_paths_of_the_run_are_not(
+    elsewhere: tuple[Any, Path], tmp_path: Path
+) -> None:
+    run, data = elsewhere
+    copy = tmp_path / "copy"
+    without_data = [shutil.which("bwrap") or str(bwrap_path()), "--dev-bind", "/", "/", "--tmpfs", str(data)]
+
+    def scale(number: int) -> subprocess.CompletedProcess[str]:
+        command = [*without_data, "--", *STRETTO, "scale", str(copy), f"training={number}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    mirror = begin(invitation_to(run), copy)
+    try:
+        run.until(lambda: lines_in(copy / "metrics.jsonl") >= 1)
+        refused = scale(17)
+        assert refused.returncode == 2, refused.stdout
+        assert "rows.jsonl" not in refused.stderr
+        assert "16 sequences for the 17 data-parallel ranks of 'training'" in refused.stderr, refused.stderr
+        done = scale(2)
+        assert "training: 1 -> 2; the run writes a checkpoint" in done.stdout, done.stderr
+        ready = {"event": "worker ready", "worker": "trainer-1"}
+        run.until(lambda: any(ready.items() <= line.items() for line in run.log()))
+    finally:
+        mirror.kill()
+        mirror.communicate()
+
+
+def test_a_run_that_is_elsewhere_is_seen_and_stopped_here(
+    elsewhere: tuple[Any, Path], tmp_path: Path
+) -> None:
+    run, _ = elsewhere
     invitation, copy = tmp_path / "mine.json", tmp_path / "copies" / "copy"
-    shutil.copy(output_of("invite", run.folder, "operator").split()[-2], invitation)
+    shutil.copy(invitation_to(run), invitation)
     mirror = begin(invitation, copy)
     try:
         run.until(lambda: lines_in(copy / "metrics.jsonl") >= 3)
@@ -67,45 +118,6 @@ def test_a_run_that_is_elsewhere_is_seen_and_stopped_here(start: Start, tmp_path
         assert (copy / name).read_bytes() == (run.folder / name).read_bytes(), name
     assert record_sizes(copy / "samples").keys() == record_sizes(run.folder / "samples").keys()
     assert "is a copy of the records" in output_of("resume", copy, status=2)
-
-
-def test_trainers_are_scaled_from_where_the_paths_of_the_run_are_not(start: Start, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    run_rows = data / "rows.jsonl"
-    shutil.copy(tmp_path / "rows.jsonl", run_rows)
-    run = start("steps=5000", "checkpoint.every=0", f"dataset.path={run_rows}", "inference.replicas=2")
-    run.until_step(1)
-    invitation, copy = Path(output_of("invite", run.folder, "operator").split()[-2]), tmp_path / "copy"
-    elsewhere = [
-        shutil.which("bwrap") or str(bwrap_path()),
-        "--dev-bind",
-        "/",
-        "/",
-        "--tmpfs",
-        str(data),
-        "--",
-    ]
-
-    def scale(number: int) -> subprocess.CompletedProcess[str]:
-        command = [*elsewhere, *STRETTO, "scale", str(copy), f"training={number}"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-    mirror = begin(invitation, copy)
-    try:
-        run.until(lambda: lines_in(copy / "metrics.jsonl") >= 1)
-        refused = scale(17)
-        assert refused.returncode == 2, refused.stdout
-        assert "rows.jsonl" not in refused.stderr
-        assert "16 sequences for the 17 data-parallel ranks of 'training'" in refused.stderr, refused.stderr
-        done = scale(2)
-        assert "training: 1 -> 2; the run writes a checkpoint" in done.stdout, done.stderr
-        run.until(lambda: "worker ready worker=trainer-1" in output_of("logs", run.folder))
-    finally:
-        mirror.kill()
-        mirror.communicate()
-    output_of("stop", run.folder, "--now")
-    run.end()
 
 
 async def ask_for_records(folder: Path) -> None:
