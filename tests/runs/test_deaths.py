@@ -124,7 +124,7 @@ def test_a_run_whose_rows_have_changed_is_resumed_only_when_they_are_accepted(
 
 
 def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_nothing(start: Start) -> None:
-    run = start("steps=500")
+    run = start("steps=500", "training.seconds_per_step=0.5")  # the commands below need the cores
     run.until_step(2)
     config = (run.folder / "config.yaml").read_text()
     offset = len(run.text())
@@ -284,7 +284,7 @@ def test_an_interrupt_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
     assert [point["version"] for point in done["evaluation"]] == [0, 2]
 
 
-@pytest.mark.slow
+@in_both_worlds
 def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         textwrap.dedent(
