@@ -33,7 +33,7 @@ from stretto.testing.simulation.universe import Universe
 
 _SLICE_S = 0.02
 """Virtual seconds between two looks at a condition."""
-_STATUS = {"completed": 0, "failed": 1, "refused": 2, "interrupted": 130}
+_STATUS = {"completed": 0, "failed": 1, "raised": 1, "refused": 2, "interrupted": 130}
 
 
 # ------------------------------------------------------------------------- in the universe's process
@@ -256,10 +256,6 @@ class _Process:
 
     def wait(self) -> None:
         """A kernel that was killed has ended at once."""
-
-    def poll(self) -> int | None:
-        """The exit status of the kernel; None while it runs."""
-        return self._run.ask("advance", 0.0)[1]
 
 
 class SimulatedRun(TestedRun):

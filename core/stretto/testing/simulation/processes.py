@@ -231,8 +231,14 @@ class _ChildExit(BaseException):
     """Ends a question to a reward that ends its process; the text is the exit status."""
 
 
-def _end_child(status: int) -> None:
-    """Take the place of `os._exit` in a process that scores."""
+_exit, _process_id = os._exit, os.getpid  # before the simulation takes their places
+
+
+def _end_child(parent: int, status: int) -> None:
+    """Take the place of `os._exit` in a process that scores. What the reward has forked from it really
+    ends."""
+    if _process_id() != parent:
+        _exit(status)
     raise _ChildExit(status)
 
 
@@ -260,7 +266,7 @@ class InlineChildPool:
         self.calls += 1
         try:
             async with self._free:
-                with replaced([(os, "_exit", _end_child)]):
+                with replaced([(os, "_exit", partial(_end_child, _process_id()))]):
                     result, seconds = self.world.call(self._scorer.answer, msgspec.msgpack.encode(question))
                 seconds += self.world.costs.expovariate(1 / _SCORE_S)
                 self.busy_s += min(seconds, timeout_s)
