@@ -8,24 +8,24 @@ import subprocess
 import textwrap
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import psutil
 import pytest
 
-from commands import STRETTO
+from commands import STRETTO, output_of
 from fixture_types import OpenBus
 from processes import arguments_of
-from run_files import TestedRun
+from run_files import T, TestedRun
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
-from stretto.cli.audit.audit import audit_run
 from stretto.cli.start.checks import faults_and_warnings
 from stretto.config import BusConfig
 from worlds import REAL
@@ -258,11 +258,6 @@ class Run(TestedRun):
             self._sleep()
         return result
 
-    def until_a_call(self) -> None:
-        """Into the first train step."""
-        log = self.folder / "logs" / "trainer-0.jsonl"
-        self.until(lambda: log.exists() and '"event": "call"' in log.read_text())
-
     def end(self, deadline_s: float = 90) -> int:
         """Its exit status, once it has ended by itself."""
         deadline = time.monotonic() + deadline_s
@@ -275,6 +270,15 @@ class Run(TestedRun):
         """What it printed."""
         return self.output.read_text()
 
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def stop_server(self) -> None:
+        psutil.Process(int((self.folder / "bus" / "nats.pid").read_text())).suspend()
+
+    def operate(self, verb: str, *arguments: str, status: int = 0) -> str:
+        return output_of(verb, self.folder, *arguments, status=status)
+
     def assert_nothing_is_left(self, within_s: float = 2) -> None:
         """No process of the run is there any more, and no weights in shared memory."""
         deadline = time.monotonic() + within_s
@@ -284,10 +288,8 @@ class Run(TestedRun):
         run = json.loads((self.folder / "bus" / "kernel.json").read_text())["run"]
         assert not list(Path("/dev/shm").glob(f"stretto-{run}-*"))
 
-    def assert_audit_is_clean(self) -> None:
-        """`stretto audit` finds nothing wrong."""
-        report = audit_run(self.folder)
-        assert report.status == "clean", [check for check in report.checks if check.violations]
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        return anyio.run(function, *args)
 
 
 def _zombie(process: psutil.Process) -> bool:

@@ -21,6 +21,7 @@ from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, PluginError
 from stretto.records.kept.answers import KeptAnswer, read_answers
 from stretto.records.kept.samples import SampleFilter, SampleStore
+from worlds import in_both_worlds
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 MODEL, HELDOUT = str(QUICKSTART / "model"), str(QUICKSTART / "heldout.jsonl")
@@ -339,6 +340,7 @@ def assert_evaluated(run: Any, versions: list[int]) -> None:
         assert line["evaluation/samples"] == summary["evaluation"][versions.index(version)]["samples"]
 
 
+@in_both_worlds
 def test_evaluations_beside_training_are_each_of_their_version(start: Any, tmp_path: Path) -> None:
     run = start(
         *("steps=12", "inference.tokens_per_s=1500", "workflow.timeout_s=5"),  # turns of half a second
@@ -346,14 +348,11 @@ def test_evaluations_beside_training_are_each_of_their_version(start: Any, tmp_p
     )
     run.assert_completed(12)
     assert_evaluated(run, [0, 3, 6, 9, 12])
-    lent = [
-        each
-        for each in map(json.loads, (run.folder / "logs" / "kernel.jsonl").read_text().splitlines())
-        if each["event"] == "engines lent" and each["version"] == 6
-    ]
+    lent = [each for each in run.log() if each["event"] == "engines lent" and each["version"] == 6]
     assert len([each for each in lent if each["workers"]]) > 1  # training had its turns in between
 
 
+@in_both_worlds
 def test_the_checkpoint_of_the_best_evaluation_survives(start: Any, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(
         "evaluated = []\n"
@@ -380,7 +379,7 @@ def test_the_checkpoint_of_the_best_evaluation_survives(start: Any, tmp_path: Pa
     assert "best checkpoint step-000002, held-out accuracy 1.000" in run.text()
 
 
-@pytest.mark.slow
+@in_both_worlds
 def test_evaluations_outlive_their_engine_and_their_kernel_and_hold_training_back(
     start: Any, tmp_path: Path
 ) -> None:

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+
+from stretto.bus.messages.journal import JournalEntry
+from stretto.cli.audit.audit import AuditReport, audit
+from stretto.cli.audit.audit_store import open_store
+
+T = TypeVar("T")
+
+
+async def _read_journal(folder: Path) -> list[JournalEntry]:
+    async with open_store(folder) as store:
+        kinds = {store.names.journal: JournalEntry}
+        messages = store.messages(store.names.journal_stream, kinds)
+        return [cast("JournalEntry", message.content) async for message in messages]
 
 
 class TestedRun(ABC):
@@ -34,24 +47,53 @@ class TestedRun(ABC):
         """No process of the run is there any more."""
 
     @abstractmethod
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """The result of a coroutine, which finds the run's server where the run's processes do. The function
+        is one of a module."""
+
+    def audit(self) -> AuditReport:
+        """What `stretto audit` finds."""
+        return self.call(audit, self.folder)
+
     def assert_audit_is_clean(self) -> None:
         """`stretto audit` finds nothing wrong."""
+        report = self.audit()
+        assert report.status == "clean", [check for check in report.checks if check.violations]
+
+    @abstractmethod
+    def clock(self) -> float:
+        """Seconds, in the time of the run."""
+
+    @abstractmethod
+    def stop_server(self) -> None:
+        """Let the nats-server stand still until the kernel has ended."""
+
+    @abstractmethod
+    def operate(self, verb: str, *arguments: str, status: int = 0) -> str:
+        """What `stretto scale` or `stretto stop` prints, which ends with this status."""
+
+    def journal(self) -> list[JournalEntry]:
+        """The entries of the journal of a run that no kernel owns, in order."""
+        return self.call(_read_journal, self.folder)
+
+    def log(self, process: str = "kernel") -> list[dict[str, Any]]:
+        """The lines that a process has logged."""
+        return _whole_lines(self.folder / "logs" / f"{process}.jsonl")
+
+    def until_a_call(self) -> None:
+        """Into the first train step."""
+        self.until(lambda: any(line["event"] == "call" for line in self.log("trainer-0")))
 
     def until_step(self, step: int, deadline_s: float = 60) -> None:
         self.until(lambda: len(self.metrics()) >= step, deadline_s)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of its steps."""
-        return [line for line in self._lines() if "ledger" in line]
+        return [line for line in _whole_lines(self.folder / "metrics.jsonl") if "ledger" in line]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of its evaluations."""
-        return [line for line in self._lines() if "ledger" not in line]
-
-    def _lines(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [line for line in _whole_lines(self.folder / "metrics.jsonl") if "ledger" not in line]
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
@@ -75,3 +117,9 @@ class TestedRun(ABC):
         assert [line["step"] for line in self.metrics()] == list(range(1, steps + 1))
         self.assert_nothing_is_left()
         return summary
+
+
+def _whole_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON lines that are written to their end."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

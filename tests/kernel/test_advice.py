@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Iterable
@@ -442,6 +441,7 @@ def reward(tmp_path: Path, body: str) -> list[str]:
     return ["reward=function", f"reward.function={tmp_path}/mine.py:score"]
 
 
+@in_both_worlds
 def test_a_run_says_its_advice_everywhere(start: Start) -> None:
     run = start("steps=8")  # random answers are never right
     summary = run.assert_completed(8)
@@ -454,8 +454,7 @@ def test_a_run_says_its_advice_everywhere(start: Start) -> None:
     )
     assert [line["advice"] for line in run.metrics()] == [[]] * 4 + [["constant_reward"]] * 4
     assert f"advice: since step 1: {advice['message']}" in run.text()
-    kernel = [json.loads(line) for line in (run.folder / "logs" / "kernel.jsonl").read_text().splitlines()]
-    assert [line["rule"] for line in kernel if line["event"] == "advice"] == ["constant_reward"]
+    assert [line["rule"] for line in run.log() if line["event"] == "advice"] == ["constant_reward"]
     line = run.metrics()[-1]
     assert line["reward_std"] == 0
     assert line["zero_variance_groups"] == 1
@@ -513,6 +512,7 @@ def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
     assert start(resume=run).assert_completed(30)["advice"][0] == before[0]
 
 
+@in_both_worlds
 def test_a_run_that_ends_with_a_worse_policy_says_so_in_its_first_line(start: Start, tmp_path: Path) -> None:
     run = start(*reward(tmp_path, COLLAPSING), "steps=40", "training.seconds_per_step=0.02")
     reason = run.assert_completed(40)["reason"]

@@ -21,6 +21,7 @@ from stretto.rl.batch import Batch
 from stretto.training.engine import HFTraining
 from stretto.workers.shared_rows import choose_rows, engine_kl, score_rows
 from stretto_torch import TorchTrainingConfig
+from worlds import REAL, SIMULATED, in_both_worlds
 
 # ------------------------------------------------------------------------------------ the shared rows
 
@@ -151,7 +152,14 @@ def diverging(start: Start, tmp_path: Path) -> Start:
     return start_run
 
 
-@pytest.mark.parametrize("weights", ["file", "bus"])
+@pytest.mark.parametrize(
+    ("start", "weights"),
+    [
+        (SIMULATED, "file"),
+        *(pytest.param(REAL, weights, marks=pytest.mark.slow) for weights in ("file", "bus")),
+    ],
+    indirect=["start"],
+)
 def test_an_engines_error_never_closes_the_gate(diverging: Start, weights: str) -> None:
     """0.5 in every logprob is k3 = exp(-0.5) - 0.5 = 0.1065 nats per token, ten times the bound."""
     run = diverging(0.1066, 0.5, "steps=12", f"weights={weights}")
@@ -163,6 +171,7 @@ def test_an_engines_error_never_closes_the_gate(diverging: Start, weights: str) 
     assert run.summary()["staleness_limit"] == {"2": 12}
 
 
+@in_both_worlds
 def test_the_gate_closes_on_divergence_and_a_resumed_run_takes_the_recorded_figures(
     diverging: Start,
 ) -> None:

@@ -6,12 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import anyio
-
 from fixture_types import Start
-from stretto.bus.messages.journal import JournalDraws, JournalEntry
-from stretto.cli.audit.audit import audit_run
-from stretto.cli.audit.audit_store import open_store
+from stretto.bus.messages.journal import JournalDraws
+from worlds import in_both_worlds
 
 REWARD = """
 def score(prompt, completion, n, **columns):
@@ -36,14 +33,7 @@ def mix_of(folder: Path) -> list[str]:
 
 def draws(run: Any) -> list[JournalDraws]:
     """The draws in the journal of a run whose kernel is dead."""
-
-    async def read() -> list[JournalDraws]:
-        async with open_store(run.folder) as store:
-            kinds = {store.names.journal: JournalEntry}
-            entries = [each.content async for each in store.messages(store.names.journal_stream, kinds)]
-        return [entry for entry in entries if isinstance(entry, JournalDraws)]
-
-    return anyio.run(read)
+    return [entry for entry in run.journal() if isinstance(entry, JournalDraws)]
 
 
 def rows_of(entries: list[JournalDraws]) -> dict[int, int]:
@@ -53,6 +43,7 @@ def rows_of(entries: list[JournalDraws]) -> dict[int, int]:
     return dict(pairs)
 
 
+@in_both_worlds
 def test_a_killed_run_keeps_the_rows_that_it_has_drawn(start: Start, tmp_path: Path) -> None:
     options = mix_of(tmp_path)
     run = start(*options, "steps=14", "checkpoint.every=4", "checkpoint.keep=9")
@@ -68,7 +59,7 @@ def test_a_killed_run_keeps_the_rows_that_it_has_drawn(start: Start, tmp_path: P
     assert list(rows) == list(range(len(rows)))
     assert len(rows) == run.summary()["ledger"]["issued"]
     assert len(after) < len(rows)  # one entry for all tickets that were admitted at once
-    report = audit_run(run.folder)
+    report = run.audit()
     assert report.status == "clean", report
     assert "draws in the journal" in [check.name for check in report.checks]
     last = run.metrics()[-1]
@@ -80,6 +71,7 @@ def test_a_killed_run_keeps_the_rows_that_it_has_drawn(start: Start, tmp_path: P
     assert {"dataset/first/accuracy", "dataset/second/reward"} <= last.keys()
 
 
+@in_both_worlds
 def test_a_run_without_a_curriculum_records_no_draw(start: Start) -> None:
     run = start("steps=2")
     run.assert_completed(2)

@@ -16,7 +16,7 @@ import pytest
 
 from commands import stretto
 from fixture_types import Start
-from worlds import in_both_worlds
+from worlds import in_both_worlds, module_in_both_worlds
 
 
 def files_of(run: Any) -> dict[str, str]:
@@ -34,10 +34,8 @@ WORKERS = ("rollout-0", "verifier-0", "inference-0")
 @pytest.fixture(scope="module")
 def survivor(module_start: Start) -> tuple[Any, dict[str, tuple[int, int]]]:
     """A completed run in which each worker was killed once, and by worker the process that was killed and the
-    one that followed it. Nobody has read its output beyond the first line."""
-    run = module_start("steps=25", out="survivor", piped=True)
-    run.process.stdout.readline()
-    run.process.stdout.close()
+    one that followed it."""
+    run = module_start("steps=25", out="survivor")
     pids: dict[str, tuple[int, int]] = {}
     for worker in WORKERS:
         # More steps than there are finished groups for: the worker before this one is at work again.
@@ -55,6 +53,7 @@ def survivor(module_start: Start) -> tuple[Any, dict[str, tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("worker", WORKERS)
+@module_in_both_worlds
 def test_a_killed_worker_is_started_again_and_nothing_is_lost(
     survivor: tuple[Any, dict[str, tuple[int, int]]], worker: str
 ) -> None:
@@ -62,21 +61,26 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(
     killed, again = pids[worker]
     assert again != killed
     assert run.summary()["restarts"] == len(WORKERS)
-    log = [json.loads(line) for line in (run.folder / "logs" / "kernel.jsonl").read_text().splitlines()]
-    ready = [line["worker"] for line in log if line["event"] == "worker ready"]
+    ready = [line["worker"] for line in run.log() if line["event"] == "worker ready"]
     assert ready.count(worker) == 2
 
 
+@in_both_worlds
 def test_a_worker_that_cannot_live_ends_the_run_with_its_last_words(start: Start, tmp_path: Path) -> None:
-    # Fine when the run is checked, and never again.
-    body = "def score(prompt, completion):\n    return 1\nopen(__file__ + '.once', 'x')\n"
-    (tmp_path / "broken.py").write_text(body)
-    run = start("reward=function", f"reward.function={tmp_path}/broken.py:score", "launcher.max_restarts=1")
+    broken = tmp_path / "broken"
+    (tmp_path / "mine.py").write_text(
+        "def score(prompt, completion):\n    return 1\n"
+        f"import os\nif os.path.exists({str(broken)!r}): raise LookupError('no data')\n"
+    )
+    run = start("reward=function", f"reward.function={tmp_path}/mine.py:score", "launcher.max_restarts=2")
+    run.until_step(1)
+    broken.touch()
+    run.worker("verifier-0").kill()
     assert run.end() == 1
     summary = run.summary()
     assert summary["status"] == "failed"
-    assert "verifier-0 ended 2 times" in summary["reason"]
-    assert "FileExistsError" in summary["reason"]
+    assert "verifier-0 ended 3 times" in summary["reason"]
+    assert "LookupError: no data" in summary["reason"]
     run.assert_balanced()
     run.assert_nothing_is_left()
 
@@ -94,6 +98,7 @@ def trainerless(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -
     return run, rows
 
 
+@module_in_both_worlds
 def test_a_lost_trainer_ends_the_run_which_can_be_resumed(trainerless: tuple[Any, Path]) -> None:
     run, _ = trainerless
     assert "trainer-0 was lost" in run.summary()["reason"]
@@ -101,24 +106,25 @@ def test_a_lost_trainer_ends_the_run_which_can_be_resumed(trainerless: tuple[Any
     run.assert_nothing_is_left()
 
 
+@module_in_both_worlds
 def test_a_run_whose_rows_have_changed_is_resumed_only_when_they_are_accepted(
-    start: Start, trainerless: tuple[Any, Path]
+    module_start: Start, trainerless: tuple[Any, Path]
 ) -> None:
     run, file = trainerless
     before = files_of(run)
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:20]))
-    refused = start(resume=run)
+    refused = module_start(resume=run)
     assert refused.end() == 2
     last = run.text().splitlines()[-1]
     assert last.startswith("error: dataset: the rows have changed since the run began (fingerprint ")
     assert last.endswith(f"stretto resume {run.folder} --accept-dataset")
     assert files_of(run) == before
-    summary = start("--accept-dataset", resume=run).assert_completed(12)
+    summary = module_start("--accept-dataset", resume=run).assert_completed(12)
     assert "dataset: continued with changed rows" in summary["problems"][0]
 
 
 def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_nothing(start: Start) -> None:
-    run = start("steps=500")
+    run = start("steps=500", "training.seconds_per_step=0.5")  # the commands below need the cores
     run.until_step(2)
     config = (run.folder / "config.yaml").read_text()
     offset = len(run.text())
@@ -165,13 +171,14 @@ def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(sta
 # ---------------------------------------------------------------------------- interrupt and resume
 
 
+@in_both_worlds
 def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Start) -> None:
     run = start("steps=16", "training.seconds_per_step=0.2")
     run.until_step(4)
     run.process.send_signal(signal.SIGINT)
-    began = time.monotonic()
+    began = run.clock()
     assert run.end() == 130, run.text()
-    assert time.monotonic() - began < 15
+    assert run.clock() - began < 15
     summary = run.summary()
     assert summary["status"] == "interrupted"
     assert run.text().endswith(f"\nto continue the run: stretto resume {run.folder}\n")
@@ -186,15 +193,16 @@ def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Star
     assert steps["steps"] == 16
 
 
+@in_both_worlds
 def test_a_second_interrupt_ends_at_once(start: Start) -> None:
     run = start("training.seconds_per_step=30", "queue.max_staleness=0")
     run.until_a_call()
     run.process.send_signal(signal.SIGINT)
     run.until(lambda: "interrupted" in run.text())
     run.process.send_signal(signal.SIGINT)
-    began = time.monotonic()
+    began = run.clock()
     assert run.end() == 130
-    assert time.monotonic() - began < 6
+    assert run.clock() - began < 6
     run.assert_nothing_is_left()
 
 
@@ -218,6 +226,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_has_failed_and_goes_on_wh
     run.assert_audit_is_clean()
 
 
+@in_both_worlds
 def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
     run = start()
     run.until(lambda: (run.folder / "bus" / "kernel.json").exists())
@@ -275,7 +284,7 @@ def test_an_interrupt_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
     assert [point["version"] for point in done["evaluation"]] == [0, 2]
 
 
-@pytest.mark.slow
+@in_both_worlds
 def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         textwrap.dedent(
@@ -309,26 +318,34 @@ def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start
         assert set(hashes) == {path.name for path in folder.iterdir()} - {"manifest.json"}
 
 
-@pytest.mark.slow
+@in_both_worlds
 def test_a_worker_that_stood_still_does_not_blame_the_kernel(start: Start) -> None:
     run = start("steps=30", "training.seconds_per_step=0.1")
     run.until_step(2)
     trainer = run.worker("trainer-0")
     trainer.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + 4.5  # grace_s is 3 here
-    run.until(lambda: time.monotonic() > deadline)
+    deadline = run.clock() + 4.5  # grace_s is 3 here
+    run.until(lambda: run.clock() > deadline)
     trainer.send_signal(signal.SIGCONT)
     assert run.assert_completed(30)["restarts"] == 0
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(
-    survivor: tuple[Any, dict[str, tuple[int, int]]],
-) -> None:
-    run, _ = survivor
-    assert run.process.returncode == 0
-    assert run.summary()["status"] == "completed"
+@pytest.fixture(scope="module")
+def unread(module_start: Start) -> Any:
+    """A run that has ended. Nobody has read its output beyond the first line."""
+    run = module_start("steps=2", out="unread", piped=True)
+    run.process.stdout.readline()
+    run.process.stdout.close()
+    run.end()
+    return run
 
 
+def test_a_reader_that_goes_away_does_not_end_the_run(unread: Any) -> None:
+    assert unread.process.returncode == 0
+    unread.assert_completed(2)
+
+
+@in_both_worlds
 def test_resuming_passes_over_a_damaged_checkpoint(start: Start) -> None:
     run = start("checkpoint.every=2", "steps=12", "checkpoint.keep=3")
     run.until_step(6)
@@ -391,7 +408,7 @@ def test_a_run_whose_folder_is_removed_ends_with_one_line_that_says_so(start: St
     run.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@in_both_worlds
 def test_a_run_on_a_full_disk_ends_with_the_disk_and_its_room_and_can_be_resumed(start: Start) -> None:
     run = start("checkpoint.every=3", "steps=14")
     run.until_step(5)
@@ -412,14 +429,11 @@ def test_a_run_on_a_full_disk_ends_with_the_disk_and_its_room_and_can_be_resumed
     start(resume=run).assert_completed(14)
 
 
-def test_resuming_what_cannot_be_resumed_is_refused(
-    module_start: Start, survivor: tuple[Any, dict[str, tuple[int, int]]]
-) -> None:
-    run, _ = survivor
-    again = module_start(resume=run)
+def test_resuming_what_cannot_be_resumed_is_refused(module_start: Start, unread: Any) -> None:
+    again = module_start(resume=unread)
     assert again.end() == 2
     assert "is complete" in again.text()
-    second = module_start("steps=1", out="survivor")
+    second = module_start("steps=1", out="unread")
     assert second.end() == 2
     assert "already holds a run" in second.text()
 
@@ -442,15 +456,14 @@ def test_a_run_outlives_its_guard_a_silent_server_and_a_kernel_that_stood_still(
     assert run.assert_completed(60)["restarts"] == 0
 
 
-@pytest.mark.slow
+@in_both_worlds
 def test_an_outage_beyond_its_limit_ends_the_run_and_names_the_bus(start: Start) -> None:
     run = start("steps=40", "bus.outage_s=4", "checkpoint.every=2")
     run.until_step(4)
-    server = psutil.Process(int((run.folder / "bus" / "nats.pid").read_text()))
-    server.suspend()
+    run.stop_server()
     assert run.end() == 1
     # A server that stands still looks like a store without answers before the connection looks dead.
-    sign = "no (connection to|answer from the store of) nats-server at nats://127.0.0.1:"
+    sign = r"no (connection to|answer from the store of) nats-server at nats://(127\.0\.0\.1|simulated):"
     assert re.match(sign + r"\d+ for \d+ s .*stretto resume", run.summary()["reason"])
     run.assert_nothing_is_left()
     start(resume=run).assert_completed(40)

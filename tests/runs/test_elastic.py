@@ -26,6 +26,7 @@ from stretto.cli.make.operate import numbers_of
 from stretto.errors import ConfigError, Refused
 from stretto.records.status import read_status
 from stretto.records.timeline import TicketDone, WorkerChanged, read_timeline
+from worlds import in_both_worlds
 
 
 def changes(folder: Path) -> list[tuple[str, str]]:
@@ -47,14 +48,14 @@ def assert_nothing_went_wrong(run: Any) -> None:
     run.assert_nothing_is_left()
 
 
+@in_both_worlds
 def test_a_run_gets_more_workers_and_fewer(start: Start) -> None:
     run = start("steps=2000", "checkpoint.every=0")
     run.until_step(1)
-    assert "trainers are scaled by their worker group" in output_of(
-        "scale", run.folder, "trainer=2", status=2
-    )
-    assert "expected one of rollout, inference" in output_of("scale", run.folder, "engine=2", status=2)
-    done = output_of("scale", run.folder, "rollout=3", "inference=2", "verifier=2")
+    refused = run.operate("scale", "trainer=2", status=2)
+    assert "trainers are scaled by their worker group" in refused
+    assert "expected one of rollout, inference" in run.operate("scale", "engine=2", status=2)
+    done = run.operate("scale", "rollout=3", "inference=2", "verifier=2")
     assert done.splitlines() == [
         "rollout: 1 -> 3; starting rollout-1, rollout-2",
         "inference: 1 -> 2; starting inference-1",
@@ -62,19 +63,19 @@ def test_a_run_gets_more_workers_and_fewer(start: Start) -> None:
     ]
     added = {"rollout-1", "rollout-2", "inference-1", "verifier-1"}
     run.until(lambda: added <= of(run.folder, "ready"))
-    assert "rollout: 3 already" in output_of("scale", run.folder, "rollout=3")
-    done = output_of("scale", run.folder, "rollout=1", "inference=1", "verifier=1")
+    assert "rollout: 3 already" in run.operate("scale", "rollout=3")
+    done = run.operate("scale", "rollout=1", "inference=1", "verifier=1")
     assert "rollout: 3 -> 1; rollout-1, rollout-2 will leave, with their work finished" in done
     run.until(lambda: added <= of(run.folder, "left"))
     run.until_step(len(run.metrics()) + 3)
-    output_of("scale", run.folder, "rollout=2")  # the number of a worker that left is free again
+    run.operate("scale", "rollout=2")  # the number of a worker that left is free again
     run.until(lambda: Counter(changes(run.folder))["rollout-1", "ready"] == 2)
     assert json.loads((run.folder / "workers.json").read_text())["rollout.processes"] == {"file": 1, "now": 2}
-    assert "writes a checkpoint" in output_of("stop", run.folder)
+    assert "writes a checkpoint" in run.operate("stop")
     assert run.end() == 130
     assert run.summary()["reason"] == "stretto stop"
     assert_nothing_went_wrong(run)
-    no_kernel = output_of("scale", run.folder, "rollout=2", status=2)
+    no_kernel = run.operate("scale", "rollout=2", status=2)
     assert "no kernel owns the run" in no_kernel
 
 

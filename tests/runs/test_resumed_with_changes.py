@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fixture_types import Start
+from stretto.bus.messages.journal import JournalBatch, JournalChange, JournalEntry
+from worlds import in_both_worlds, module_in_both_worlds
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -19,48 +18,14 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 # ---------------------------------------------------------------------------- resumed with changes
 
 
-def journal(run: Any) -> list[dict[str, Any]]:
-    """What the journal of a run that has ended holds, in order: its server is started for it."""
-    code = """
-import asyncio, sys
-from pathlib import Path
-import msgspec
-from stretto.bus.client import connect
-from stretto.bus.messages.journal import JournalEntry
-from stretto.bus.messages.subjects import Subjects
-from stretto.bus.server import Bootstrap, NatsServer, lock_run
-from stretto.config import BusConfig
-folder = Path(sys.argv[1])
-async def main():
-    lock = lock_run(folder)
-    boot = Bootstrap.read(folder / "kernel.json")
-    server = await NatsServer.start(folder, boot.run, BusConfig(), folder)
-    names = Subjects(boot.run)
-    async with connect(Bootstrap.read(folder / "kernel.json")) as bus:
-        last = await bus.store.last_sequence(names.journal_stream, names.journal)
-        journal = bus.store.follow(names.journal_stream, names.journal, JournalEntry, start=1)
-        async for sequence, entry in journal:
-            whole = {"kind": type(entry).__name__, **msgspec.structs.asdict(entry)}
-            print(msgspec.json.encode(whole).decode())
-            if sequence >= last:
-                break
-    await server.stop()
-    lock.close()
-asyncio.run(main())
-"""
-    arguments = [sys.executable, "-c", code, str(run.folder / "bus")]
-    lines = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=60).stdout
-    return [json.loads(line) for line in lines.splitlines()]
-
-
-def assert_each_ticket_trained_once(entries: list[dict[str, Any]]) -> None:
+def assert_each_ticket_trained_once(entries: list[JournalEntry]) -> None:
     """By the last batch that the journal has of each version."""
-    batches = {entry["version"]: entry["tickets"] for entry in entries if entry["kind"] == "JournalBatch"}
+    batches = {entry.version: entry.tickets for entry in entries if isinstance(entry, JournalBatch)}
     tickets = [ticket for batch in batches.values() for ticket in batch]
     assert len(tickets) == len(set(tickets))
 
 
-@pytest.mark.slow
+@in_both_worlds
 def test_a_killed_run_goes_on_with_a_smaller_bound_and_batch(start: Start) -> None:
     run = start("checkpoint.every=3", "steps=30", "queue.max_staleness=4", "inference.sigma=1.2")
     run.until_step(8)
@@ -74,14 +39,14 @@ def test_a_killed_run_goes_on_with_a_smaller_bound_and_batch(start: Start) -> No
     assert resumed.end() == 0, resumed.text()
     summary = resumed.assert_balanced()
     assert (summary["status"], summary["version"], summary["ledger"]["in_flight"]) == ("completed", 14, 0)
-    entries = journal(run)
-    [change] = [entry for entry in entries if entry["kind"] == "JournalChange"]
-    at = change["version"]
+    entries = run.journal()
+    [change] = [entry for entry in entries if isinstance(entry, JournalChange)]
+    at = change.version
     assert at >= 8
-    assert change["changed"] == {
-        "queue.batch_size": ["4", "2"],
-        "queue.max_staleness": ["4", "1"],
-        "steps": ["30", "14"],
+    assert change.changed == {
+        "queue.batch_size": ("4", "2"),
+        "queue.max_staleness": ("4", "1"),
+        "steps": ("30", "14"),
     }
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, 15))
@@ -103,13 +68,14 @@ def completed(module_start: Start) -> Any:
     return run
 
 
+@module_in_both_worlds
 def test_what_makes_it_another_run_cannot_change_on_a_resume(
-    start: Start, completed: Any, tmp_path: Path
+    module_start: Start, completed: Any, tmp_path: Path
 ) -> None:
     run = completed
     config = (run.folder / "config.yaml").read_text()
     (tmp_path / "others.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "n": 1}\n')
-    refused = start(
+    refused = module_start(
         *("seed=7", "dataset.shuffle=false", f"dataset.path={tmp_path}/others.jsonl", "steps=2"),
         *("algorithm.group_size=8", f"model={QUICKSTART}/model", f"out={tmp_path}/other"),
         resume=run,
@@ -124,17 +90,20 @@ def test_what_makes_it_another_run_cannot_change_on_a_resume(
     assert "override out: cannot change" in text
     assert "override steps: is 2, and the run is at version 3 already" in text
     assert (run.folder / "config.yaml").read_text() == config
-    other = start("algorithm=sft", "algorithm.completion_column=answer", resume=run)
+    other = module_start("algorithm=sft", "algorithm.completion_column=answer", resume=run)
     assert other.end() == 2
     assert "algorithm" in other.text()
 
 
-def test_a_completed_run_is_extended_by_steps_and_what_refers_to_them(start: Start, completed: Any) -> None:
+@module_in_both_worlds
+def test_a_completed_run_is_extended_by_steps_and_what_refers_to_them(
+    module_start: Start, completed: Any
+) -> None:
     run = completed
-    same = start("steps=3", resume=run)
+    same = module_start("steps=3", resume=run)
     assert same.end() == 2
     assert "steps: is 3, and the run is complete: give it more" in same.text()
-    start("steps=6", resume=run).assert_completed(6)
+    module_start("steps=6", resume=run).assert_completed(6)
     run.assert_audit_is_clean()
     config = (run.folder / "config.yaml").read_text()
     assert "steps: 6" in config
@@ -183,8 +152,7 @@ def test_a_resumed_run_is_composed_and_assembled_once(start: Start, tmp_path: Pa
     assert counted("steps=2") == (3, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@in_both_worlds
 def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> None:
     options = ("checkpoint.every=4", "checkpoint.keep=9", "steps=60", "training.seconds_per_step=0.2")
     run = start(*options, "samples.keep=all")
@@ -201,8 +169,8 @@ def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> No
     changing.until(lambda: changing.text().count("values changed") > changed)
     changing.process.kill()
     changing.process.wait()
-    [change] = [entry for entry in journal(run) if entry["kind"] == "JournalChange"]
-    at = change["version"]
+    [change] = [entry for entry in run.journal() if isinstance(entry, JournalChange)]
+    at = change.version
 
     training = start(resume=run)
     training.until_step(at + 5)
@@ -222,12 +190,12 @@ def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> No
     summary = last.assert_balanced()
     assert summary["version"] == 30
     assert summary["ledger"]["trained"] == 4 * at + 2 * (30 - at)
-    entries = journal(run)
-    assert len([entry for entry in entries if entry["kind"] == "JournalChange"]) == 1
+    entries = run.journal()
+    assert len([entry for entry in entries if isinstance(entry, JournalChange)]) == 1
     assert all(
-        len(entry["tickets"]) == (4 if entry["version"] < at else 2)
+        len(entry.tickets) == (4 if entry.version < at else 2)
         for entry in entries
-        if entry["kind"] == "JournalBatch"
+        if isinstance(entry, JournalBatch)
     )
     assert_each_ticket_trained_once(entries)
     for folder in (run.folder / "checkpoints").glob("step-*"):

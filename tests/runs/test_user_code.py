@@ -10,9 +10,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fixture_types import Start
+from stretto.bus.connection import open_once
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import GroupDone
+from stretto.bus.server import Bootstrap
 from worlds import in_both_worlds, module_in_both_worlds
 
 # ------------------------------------------------------------------------------- what users write
@@ -70,6 +75,7 @@ def faulty(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any
     return run
 
 
+@module_in_both_worlds
 def test_a_reward_that_fails_sometimes_fails_its_tickets_only(faulty: Any) -> None:
     summary = faulty.summary()
     reasons = Counter(summary["reasons"])
@@ -83,6 +89,7 @@ def test_a_reward_that_fails_sometimes_fails_its_tickets_only(faulty: Any) -> No
     assert faulty.metrics()[0]["reward/accuracy"] == 0.5
 
 
+@module_in_both_worlds
 def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(faulty: Any) -> None:
     text = json.dumps(faulty.summary()["reasons"])
     assert "RuntimeError: no luck" in text
@@ -145,10 +152,10 @@ def test_rewards_of_every_form_run(forms: Any, form: str) -> None:
 
 FULL_DISK = """
     from pathlib import Path
-    from stretto import Component, TrainingConfig, hookimpl
+    from stretto import Component, hookimpl
+    from stretto_mock import MockTrainingConfig
 
     def make(config, context):
-        from stretto_mock import MockTrainingConfig
         from stretto_mock.training import MockTraining
 
         class Full(MockTraining):
@@ -160,11 +167,11 @@ FULL_DISK = """
                 if self.saves <= 2:
                     Path("/dev/full").write_text("x" * 100000)
 
-        return Full(MockTrainingConfig(seconds_per_step=0.05), context)
+        return Full(config, context)
 
     @hookimpl
     def stretto_training():
-        yield Component("full", make, TrainingConfig, "has no room", needs_model=False)
+        yield Component("full", make, MockTrainingConfig, "has no room", needs_model=False)
 """
 
 
@@ -175,17 +182,17 @@ def cramped(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> An
     plugin.write_text(textwrap.dedent(FULL_DISK))
     run = module_start(
         *("dataset.max_prompt_tokens=4", "queue.max_filtered=1", "steps=5", "checkpoint.every=2"),
-        *(f"plugins=[{plugin}]", "training=full"),
+        *(f"plugins=[{plugin}]", "training={use: full, seconds_per_step: 0.05}"),
         out="cramped",
     )
     run.assert_completed(5)
     return run
 
 
+@module_in_both_worlds
 def test_prompts_that_are_too_long_are_filtered_and_counted(cramped: Any) -> None:
     summary = cramped.summary()
-    log = [json.loads(line) for line in (cramped.folder / "logs" / "kernel.jsonl").read_text().splitlines()]
-    left_out = [line["level"] for line in log if line["event"] == "row left out"]
+    left_out = [line["level"] for line in cramped.log() if line["event"] == "row left out"]
     assert left_out == ["info"] * summary["ledger"]["filtered"] != []
     assert "ticket failed" not in cramped.text()
     assert (
@@ -194,6 +201,7 @@ def test_prompts_that_are_too_long_are_filtered_and_counted(cramped: Any) -> Non
     )
 
 
+@module_in_both_worlds
 def test_a_full_disk_at_a_checkpoint_is_told_and_the_run_goes_on(cramped: Any) -> None:
     summary = cramped.summary()
     assert summary["checkpoints"] == ["step-000005"]
@@ -203,38 +211,34 @@ def test_a_full_disk_at_a_checkpoint_is_told_and_the_run_goes_on(cramped: Any) -
     assert [each.name for each in (cramped.folder / "checkpoints").iterdir()] == ["step-000005"]
 
 
+async def write_faulty_groups(folder: Path) -> None:
+    """Write groups without members for the first 100 tickets, and a message that is none."""
+    bootstrap = Bootstrap.read(folder / "bus" / "rollout-0.json")
+    client = await open_once(bootstrap, bootstrap.url, 10)
+    subject = Subjects(bootstrap.run).groups
+    data = b""
+    for ticket in range(100):  # the kernel fails those that are in flight
+        data = msgspec.msgpack.encode(GroupDone("train", ticket, 1, "rollout-0", (), 0.0))
+        await client.publish(subject, data)
+    nested = bytes([data[0] + 1]) + data[1:] + b"\x91" * 10000
+    await client.publish(subject, nested)
+    await client.flush()
+    await client.close()
+
+
+@in_both_worlds
 def test_an_outcome_that_no_step_could_use_fails_its_ticket(start: Start) -> None:
     """And what is no outcome at all is refused and counted."""
     run = start("steps=25", "queue.max_failures=1000")
-    code = """
-import asyncio, json, sys, msgspec, nats
-from stretto.bus.messages.tickets import GroupDone
-sys.stdin.readline()  # the imports may take longer than the run
-login = json.load(open(sys.argv[1]))
-async def main():
-    client = await nats.connect(login["url"], user=login["user"], password=login["password"])
-    root = "st." + login["run"]
-    for ticket in range(100):  # the kernel fails those that are in flight
-        nobody = msgspec.msgpack.encode(GroupDone("train", ticket, 1, "rollout-0", (), 0.0))
-        await client.publish(f"{root}.log.groups", nobody)
-    nested = bytes([nobody[0] + 1]) + nobody[1:] + b"\\x91" * 10000
-    await client.publish(f"{root}.log.groups", nested)
-    await client.flush()
-    await client.close()
-asyncio.run(main())
-"""
-    command = [sys.executable, "-c", code, str(run.folder / "bus" / "rollout.json")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as writer:
-        run.until_step(2)
-        writer.communicate(b"now\n")
-    assert writer.returncode == 0
+    run.until_step(2)
+    run.call(write_faulty_groups, run.folder)
     summary = run.assert_completed(25)
     assert summary["refused_messages"] > 0
     assert summary["ledger"]["failed"] == summary["reasons"].pop(
         "failed: rollout-0 wrote a faulty group: it has no member"
     )
     assert summary["reasons"] == {}
-    assert "message refused" in (run.folder / "logs" / "kernel.jsonl").read_text()
+    assert "message refused" in [line["event"] for line in run.log()]
 
 
 def test_hostile_messages_of_every_role_harm_no_process() -> None:

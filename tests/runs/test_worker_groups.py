@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fixture_types import Start
 from processes import arguments_of
+from worlds import in_both_worlds
 
 # --------------------------------------------------------------------------- many models, many groups
 
@@ -137,6 +139,7 @@ def test_supervised_runs_start_trainers_only(start: Start) -> None:
     assert "reward" not in again.metrics()[0]
 
 
+@in_both_worlds
 def test_a_supervised_run_may_sample_for_its_evaluation(start: Start, tmp_path: Path) -> None:
     evaluated = f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}"
     run = start("algorithm=sft", "algorithm.completion_column=answer", evaluated, "evaluation.rows=10")
@@ -144,13 +147,13 @@ def test_a_supervised_run_may_sample_for_its_evaluation(start: Start, tmp_path: 
     assert [point["version"] for point in summary["evaluation"]] == [0, 8]
 
 
-def test_rows_that_cannot_be_trained_on_are_refused_or_end_the_run(start: Start, tmp_path: Path) -> None:
+@in_both_worlds
+def test_rows_that_cannot_be_trained_on_are_refused_or_end_the_run(
+    start: Start, refusals: Callable[..., list[str]], tmp_path: Path
+) -> None:
     supervised = ["algorithm=sft", "algorithm.completion_column=solution"]
-    run = start(*supervised)
-    assert run.end() == 2
-    assert (
-        "the first row: column 'solution': is not there; the row's columns: answer, n, prompt" in run.text()
-    )
+    [refused] = refusals(*supervised)
+    assert "the first row: column 'solution': is not there; the row's columns: answer, n, prompt" in refused
     rows = [{"prompt": "1+1=", "solution": "2"}, {"prompt": "1+2="}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = start(*supervised, out="later")

@@ -12,8 +12,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def run(assembly: Assembly, forks: ForkServer | None) -> dict[str, Any]:
         except OSError as error:
             raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
         with Interruptions() as interruptions:
-            return _live_to_the_end(assembly, None, forks, interruptions)
+            return _live_in_turn(kernels_to_the_end(assembly, None, forks), interruptions)
 
 
 @contextmanager
@@ -102,18 +102,38 @@ def owned(folder: Path) -> Generator[None]:
 
 
 def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False) -> int:
-    """Continue a run, which this process owns, from its newest intact checkpoint and its journal, and return
-    the exit status.
+    """Continue a run, which this process owns, and return the exit status. See `resumed_kernels`.
+
+    Args:
+        accept_dataset: continue with the current rows if a dataset has changed since the run's start.
+
+    Raises:
+        ConfigError: if the run is complete, if a dataset has changed, or if too much of the run is lost.
+    """
+    with Interruptions() as interruptions:
+        summary = _live_in_turn(resumed_kernels(assembly, fork_server), interruptions, accept_dataset)
+    return _print_end(summary, assembly.folder)
+
+
+Kernels = Generator[RunSetup, tuple[dict[str, Any], int | None], dict[str, Any]]
+"""The kernels of a run in turn. The generator gets what `live_and_sum_up` returns for each, and returns the
+summary of the run."""
+
+
+def resumed_kernels(
+    assembly: Assembly, forks_of: Callable[[Assembly], AbstractContextManager[ForkServer | None]]
+) -> Kernels:
+    """Yield the kernels that continue a run from its newest intact checkpoint and its journal.
 
     If the checkpoint has previous values, a kernel with these values first repeats the steps that the journal
     records with them. Later values follow in the same way, and the newest values come last.
 
     Args:
         assembly: the run with its newest values.
-        accept_dataset: continue with the current rows if a dataset has changed since the run's start.
+        forks_of: starts a fork server for a kernel.
 
     Raises:
-        ConfigError: if the run is complete, if a dataset has changed, or if too much of the run is lost.
+        ConfigError: if the run is complete, or if too much of it is lost.
     """
     folder = assembly.folder
     if is_complete(folder, assembly.config.steps):
@@ -122,25 +142,36 @@ def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False) -> int:
         )
     newest, checkpoint = newest_values(folder), newest_checkpoint(folder)
     number = min(checkpoint[1].values, newest)
-    with Interruptions() as interruptions:
-        while number < newest:
-            former = assemble_existing(compose(values_file(folder, number)), folder)
-            with fork_server(former) as forks:
-                setup = RunSetup(former, resumed=checkpoint, forks=forks, values=number, continues=False)
-                summary, next_values = live(setup, interruptions, accept_dataset)
-            if summary["status"] != "repeated":
-                return _print_end(summary, folder)
-            number, checkpoint = next_values or newest, newest_checkpoint(folder)
-        with fork_server(assembly) as forks:
-            summary = _live_to_the_end(
-                assembly,
-                checkpoint,
-                forks,
-                interruptions,
-                values=newest,
-                accept_dataset=accept_dataset,
+    while number < newest:
+        former = assemble_existing(compose(values_file(folder, number)), folder)
+        with forks_of(former) as forks:
+            summary, next_values = yield RunSetup(
+                former, resumed=checkpoint, forks=forks, values=number, continues=False
             )
-    return _print_end(summary, folder)
+        if summary["status"] != "repeated":
+            return summary
+        number, checkpoint = next_values or newest, newest_checkpoint(folder)
+    with forks_of(assembly) as forks:
+        return (yield from kernels_to_the_end(assembly, checkpoint, forks, values=newest))
+
+
+def kernels_to_the_end(
+    assembly: Assembly,
+    checkpoint: tuple[Path | None, KernelState] | None,
+    forks: ForkServer | None,
+    *,
+    values: int = 1,
+) -> Kernels:
+    """Yield kernels until the run ends.
+
+    A kernel that is asked for another number of trainers writes a checkpoint and ends; the next one continues
+    from there with that number (`stretto.kernel.fleet.worker_scaling`).
+    """
+    while True:
+        summary, _ = yield RunSetup(assembly, resumed=checkpoint, forks=forks, values=values)
+        if summary["status"] != "repeated":
+            return summary
+        assembly, checkpoint = assembly.renewed(), newest_checkpoint(assembly.folder)
 
 
 def exit_status(summary: Mapping[str, Any]) -> int:
@@ -156,37 +187,33 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, KernelState]:
     return newest_intact(folder / "checkpoints") or (None, KernelState.initial())
 
 
-def _print_end(summary: Mapping[str, Any], folder: Path) -> int:
+def last_lines(summary: Mapping[str, Any], folder: Path) -> str:
+    """Return what a command prints when its run has ended."""
     lines = final_lines(summary, folder)
     if summary["status"] == "interrupted":
         lines += f"\nto continue the run: stretto resume {shlex.quote(str(folder))}"
+    return lines
+
+
+def _print_end(summary: Mapping[str, Any], folder: Path) -> int:
     try:
-        print(lines, flush=True)
+        print(last_lines(summary, folder), flush=True)
     except OSError:  # the process that read the output has ended; the run is not affected
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_status(summary)
 
 
-def _live_to_the_end(
-    assembly: Assembly,
-    checkpoint: tuple[Path | None, KernelState] | None,
-    forks: ForkServer | None,
-    interruptions: Interruptions,
-    *,
-    values: int = 1,
-    accept_dataset: bool = False,
+def _live_in_turn(
+    kernels: Kernels, interruptions: Interruptions, accept_dataset: bool = False
 ) -> dict[str, Any]:
-    """Run kernels until the run ends, and return the summary.
-
-    A kernel that is asked for another number of trainers writes a checkpoint and ends; the next one continues
-    from there with that number (`stretto.kernel.fleet.worker_scaling`).
-    """
-    while True:
-        setup = RunSetup(assembly, resumed=checkpoint, forks=forks, values=values)
-        summary, _ = live(setup, interruptions, accept_dataset)
-        if summary["status"] != "repeated":
-            return summary
-        assembly, checkpoint = assembly.renewed(), newest_checkpoint(assembly.folder)
+    """Run kernels one after the other, and return the summary of the run."""
+    with closing(kernels):
+        try:
+            setup = next(kernels)
+            while True:
+                setup = kernels.send(live(setup, interruptions, accept_dataset))
+        except StopIteration as end:
+            return end.value
 
 
 def live(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,14 +50,24 @@ def scale_run(folder: Path, numbers: Mapping[str, int]) -> tuple[str, ...]:
     """Change the numbers of processes of a living run. Return what its kernel does.
 
     Raises:
+        ConfigError, Refused, NoAnswer: as `scale_request` and what it returns.
+    """
+    with one_error():
+        return anyio.run(scale_request(folder, numbers)).done
+
+
+def scale_request(folder: Path, numbers: Mapping[str, int]) -> Callable[[], Awaitable[RunScaled]]:
+    """Return what asks the kernel of a living run for other numbers of processes, which are checked now.
+
+    Raises:
         ConfigError: if no kernel owns the run, or if the run cannot have these numbers.
-        Refused: if the kernel refuses.
-        NoAnswer: if the kernel, or the bus, does not answer.
+        Refused: later, if the kernel refuses.
+        NoAnswer: later, if the kernel, or the bus, does not answer.
     """
     _require_kernel(folder)
     _check_groups(folder, numbers)
     bootstrap = operator_bootstrap(folder / "bus")
-    return _request(bootstrap, "scale", ScaleRun(bootstrap.token, dict(numbers)), RunScaled).done
+    return partial(_ask, bootstrap, "scale", ScaleRun(bootstrap.token, dict(numbers)), RunScaled)
 
 
 def stop_run(folder: Path, *, now: bool) -> str:
@@ -66,13 +77,26 @@ def stop_run(folder: Path, *, now: bool) -> str:
         now: end without a checkpoint.
 
     Raises:
+        ConfigError, Refused, NoAnswer: as `stop_request` and what it returns.
+    """
+    with one_error():
+        return anyio.run(stop_request(folder, now=now)).state
+
+
+def stop_request(folder: Path, *, now: bool) -> Callable[[], Awaitable[RunStopping]]:
+    """Return what asks the kernel of a living run to end it.
+
+    Args:
+        now: end without a checkpoint.
+
+    Raises:
         ConfigError: if no kernel owns the run.
-        Refused: if the kernel refuses.
-        NoAnswer: if the kernel, or the bus, does not answer.
+        Refused: later, if the kernel refuses.
+        NoAnswer: later, if the kernel, or the bus, does not answer.
     """
     _require_kernel(folder)
     bootstrap = operator_bootstrap(folder / "bus")
-    return _request(bootstrap, "stop", StopRun(bootstrap.token, now), RunStopping).state
+    return partial(_ask, bootstrap, "stop", StopRun(bootstrap.token, now), RunStopping)
 
 
 def _require_kernel(folder: Path) -> None:
@@ -128,13 +152,8 @@ def _refuse_new_faults(former: Assembly, changed: Assembly) -> None:
         raise ConfigError("\n".join(faults))
 
 
-def _request(bootstrap: Bootstrap, verb: str, command: Message, answer: type[A]) -> A:
+async def _ask(bootstrap: Bootstrap, verb: str, command: Message, answer: type[A]) -> A:
     """Send a command to the kernel of a run, and return its answer."""
-
-    async def ask() -> A:
-        async with connect(bootstrap) as bus:
-            subject = Subjects(bootstrap.run).kernel("operator", verb)
-            return await bus.request(subject, command, answer, who="kernel", deadline_s=_ANSWER_S)
-
-    with one_error():
-        return anyio.run(ask)
+    async with connect(bootstrap) as bus:
+        subject = Subjects(bootstrap.run).kernel("operator", verb)
+        return await bus.request(subject, command, answer, who="kernel", deadline_s=_ANSWER_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -51,9 +52,10 @@ class Oracle:
                     self._violated(f"the kernel of lease {lease} writes into the journal after {self._lease}")
                 self._lease = max(self._lease, int(lease))
         elif subject.endswith(".log.groups"):
-            outcome = msgspec.msgpack.decode(data, type=GroupDone | GroupFailed)
-            if isinstance(outcome, GroupDone) and outcome.purpose == "train":
-                self._ages |= {member.id: member.oldest for member in outcome.members}
+            with suppress(msgspec.DecodeError, RecursionError):  # else the kernel refuses it
+                outcome = msgspec.msgpack.decode(data, type=GroupDone | GroupFailed)
+                if isinstance(outcome, GroupDone) and outcome.purpose == "train":
+                    self._ages |= {member.id: member.oldest for member in outcome.members}
 
     def _judge(self, entry: JournalEntry) -> None:
         if entry.incarnation < self._incarnation:

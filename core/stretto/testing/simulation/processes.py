@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
@@ -25,10 +26,10 @@ from stretto.component import Context
 from stretto.errors import leaves
 from stretto.launcher import Job, LauncherConfig, Resources, Role
 from stretto.testing.simulation.loop import SimulatedProcess
-from stretto.testing.simulation.patches import World
+from stretto.testing.simulation.patches import World, replaced
 from stretto.workers.heartbeats import Heartbeats
 from stretto.workers.process import HostProcess
-from stretto.workers.scoring.child_pool import Program
+from stretto.workers.scoring.child_pool import ChildEnded, Program
 from stretto.workers.worker import work
 
 log = structlog.get_logger()
@@ -226,6 +227,21 @@ class SimulatedHostProcess(HostProcess):
         self._process.loop.call_later(seconds, self._process.end, 0)
 
 
+class _ChildExit(BaseException):
+    """Ends a question to a reward that ends its process; the text is the exit status."""
+
+
+_exit, _process_id = os._exit, os.getpid  # before the simulation takes their places
+
+
+def _end_child(parent: int, status: int) -> None:
+    """Take the place of `os._exit` in a process that scores. What the reward has forked from it really
+    ends."""
+    if _process_id() != parent:
+        _exit(status)
+    raise _ChildExit(status)
+
+
 class InlineChildPool:
     """Takes the place of the processes that score: the reward runs inline, and takes virtual time."""
 
@@ -241,15 +257,23 @@ class InlineChildPool:
         return b""
 
     async def ask(self, question: msgspec.Struct, answer: Any, timeout_s: float) -> Any:
-        """Score the samples."""
+        """Score the samples.
+
+        Raises:
+            TimeoutError: if that takes longer than `timeout_s`.
+            ChildEnded: if the reward ends its process.
+        """
         self.calls += 1
         try:
             async with self._free:
-                result, seconds = self.world.call(self._scorer.answer, msgspec.msgpack.encode(question))
+                with replaced([(os, "_exit", partial(_end_child, _process_id()))]):
+                    result, seconds = self.world.call(self._scorer.answer, msgspec.msgpack.encode(question))
                 seconds += self.world.costs.expovariate(1 / _SCORE_S)
                 self.busy_s += min(seconds, timeout_s)
                 with anyio.fail_after(timeout_s):
                     await anyio.sleep(seconds)
+        except _ChildExit as exit:
+            raise ChildEnded(f"exit status {exit}") from exit
         finally:
             self.calls -= 1
         if isinstance(result, Exception):

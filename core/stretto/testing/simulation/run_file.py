@@ -20,8 +20,9 @@ _KEPT_OF_BUS = ("grace_s", "outage_s", "max_payload_mb")
 
 
 def simulated(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a run file for a universe. Engines are those of `mock`, with the keys that these know; launcher,
-    bus and weights are the simulation's; trackers, metrics and kept samples are not there.
+    """Return a run file for a universe. Engines are those of `mock`, with the keys that these know, unless
+    the run's plugin files have engines whose config extends the config of `mock`. Launcher, bus and weights
+    are the simulation's; trackers, metrics and kept samples are not there.
 
     Args:
         document: a run file as a mapping, with absolute paths.
@@ -61,8 +62,16 @@ def _section(sections: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {"use": section} if isinstance(section, str) else dict(section)
 
 
-def _with(name: str, sections: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-    return _known(_section(sections, kind), Plugins().get(kind, name).config) | {"use": name}
+def _with(default: str, sections: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    section, plugins = _section(sections, kind), Plugins()
+    config = plugins.get(kind, default).config
+    name = section.get("use", default)
+    if name not in plugins.names(kind):
+        for path in sections.get("plugins", ()):
+            plugins.add_path(Path(path))
+        if issubclass(plugins.get(kind, name).config, config):
+            return section
+    return _known(section, config) | {"use": default}
 
 
 def _known(section: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:

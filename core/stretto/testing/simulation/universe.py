@@ -33,7 +33,6 @@ from stretto.errors import RequestError, StrettoError
 from stretto.kernel import life
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.ending import Interruptions
-from stretto.kernel.setup import RunSetup
 from stretto.models.tokenizer import load_tokenizer
 from stretto.serving.intake import Intake
 from stretto.testing.simulation import processes
@@ -248,29 +247,43 @@ class Universe:
             has_room = max(self.world.files.full_until, self.server.weather.full_until)
             await anyio.sleep(max(self._rng.choice(_PAUSES_S), has_room - self.loop.time()))
 
-    def start_kernel(self) -> SimulatedProcess:
+    def start_kernel(
+        self, kernels: Callable[[], life.Kernels] | None = None, *, accept_dataset: bool = False
+    ) -> SimulatedProcess:
         """Do what `stretto run` or `stretto resume` does, as a process of the simulation. `summary` has the
-        kernel's summary when it has ended by itself."""
+        summary of its last kernel when it has ended by itself.
+
+        Args:
+            kernels: gives its kernels, one after the other; default: those that continue from the newest
+                checkpoint.
+            accept_dataset: whether the dataset may have changed.
+        """
         out, self.summary = self.folder / "run", None
         kernel = self._owner = SimulatedProcess(self.loop, "kernel")
         self._lock, self._replaced = lock_run(out / "bus"), self.loop.create_future()
         kernel.on_end.append(self._lock.close)
-        first = not self._kernels
         self._kernels += 1
         self.be_patient(0)
         interruptions = Interruptions()
         kernel.on_signal.append(partial(self._interrupt, kernel, interruptions))
         self.oracle.batches_left = None
 
-        async def main() -> None:
-            assembly = Assembly(self._composed, folder=out, run=self._run)
+        async def live() -> dict[str, Any]:
+            turns = (kernels or self._kernels_of_run)()
             try:
-                resumed = None if first else life.newest_checkpoint(out)
-                summary, _ = await life.live_and_sum_up(RunSetup(assembly, resumed), interruptions)
-                while summary["status"] == "repeated":  # as `life` does, with a loop for each kernel
-                    await anyio.sleep(_BETWEEN_KERNELS_S)
-                    assembly, resumed = assembly.renewed(), life.newest_checkpoint(out)
-                    summary, _ = await life.live_and_sum_up(RunSetup(assembly, resumed), interruptions)
+                setup = next(turns)
+                while True:
+                    setup.check_datasets(accept=accept_dataset)
+                    ended = await life.live_and_sum_up(setup, interruptions)
+                    if ended[0]["status"] == "repeated":
+                        await anyio.sleep(_BETWEEN_KERNELS_S)
+                    setup = turns.send(ended)
+            except StopIteration as end:
+                return end.value
+
+        async def main() -> None:
+            try:
+                summary = await live()
             except StrettoError as error:
                 summary = {"status": "refused", "reason": str(error)}
             except Exception as error:  # noqa: BLE001 - a fault of stretto, which the outcome shows
@@ -283,6 +296,11 @@ class Universe:
 
         self._task = self.loop.create_task(main(), context=kernel.context())
         return kernel
+
+    def _kernels_of_run(self) -> life.Kernels:
+        out = self.folder / "run"
+        resumed = None if self._kernels == 1 else life.newest_checkpoint(out)
+        return life.kernels_to_the_end(Assembly(self._composed, folder=out, run=self._run), resumed, None)
 
     def replace(self, kernel: SimulatedProcess, seconds: float) -> None:
         """Let a kernel stand still, and another one resume the run meanwhile, as on a machine where the lock
