@@ -209,39 +209,39 @@ def _change_world(universe: Universe, fault: Fault) -> None:
     """Let something happen to what all processes share."""
     server, machine, seconds = universe.server, universe.machine, fault.seconds
     now = universe.loop.time()
+    for name in _SHARES.get(fault.kind, ()):
+        server.weather.worsen(name, fault.share, _CALM_S)
     match fault.kind:
         case "outage":
             server.go_down(seconds)
         case "hang":
             server.answer_pings_only(seconds)
         case "late":
-            server.weather.worsen("late", fault.share, _CALM_S)
             server.weather.worsen("late_s", min(seconds, 5.0), _CALM_S)
-        case "lose":
-            server.weather.worsen("lost", fault.share, _CALM_S)
-            server.weather.worsen("untaken", fault.share, _CALM_S)
-        case "late ack":
-            server.weather.worsen("taken_late", fault.share, _CALM_S)
-        case "double":
-            server.weather.worsen("doubled", fault.share, _CALM_S)
-        case "unconfirmed":
-            server.weather.worsen("unconfirmed", fault.share, _CALM_S)
-        case "busy store":
-            server.weather.worsen("store_fails", fault.share, _CALM_S)
         case "full store":
             server.weather.worsen("store_fails", 1.0, seconds)
-        case "fail":
-            server.weather.worsen("failing", fault.share, _CALM_S)
         case "slow":
             machine.busy_until = max(machine.busy_until, now + seconds)
         case "scale":
             universe.scale(fault.who, 1 + int(3 * fault.pick))
         case "full disk":
             universe.world.files.full_until = max(universe.world.files.full_until, now + seconds)
-        case _:  # clock
+        case "clock":
             universe.world.wall_offset_s += seconds * (60 if fault.pick < 0.5 else -60)
+        case _:
+            pass  # one of `_SHARES`
 
 
+_SHARES = {
+    "late": ("late",),
+    "lose": ("lost", "untaken"),
+    "double": ("doubled",),
+    "late ack": ("taken_late",),
+    "unconfirmed": ("unconfirmed",),
+    "busy store": ("store_fails",),
+    "fail": ("failing",),
+}
+"""Kind -> the shares of the `Weather` that it sets."""
 _HITS: dict[str, Callable[[Universe, SimulatedProcess, Fault], None]] = {
     "kill": lambda universe, victim, fault: victim.end(-signal.SIGKILL),
     "term": lambda universe, victim, fault: victim.signal(signal.SIGTERM),

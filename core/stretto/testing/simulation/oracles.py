@@ -35,7 +35,7 @@ class Oracle:
         self._digests: dict[int, str] = {}
         self._evaluated = set[int]()
         """Versions whose evaluation is in the journal."""
-        self._incarnation = self._lease = 0
+        self._lease = 0
         self.steps = 0
         self.batches_left: int | None = None
         """Number of batches that a kernel may still begin: one, in a race, after a signal."""
@@ -58,9 +58,6 @@ class Oracle:
                     self._ages |= {member.id: member.oldest for member in outcome.members}
 
     def _judge(self, entry: JournalEntry) -> None:
-        if entry.incarnation < self._incarnation:
-            self._violated(f"incarnation {entry.incarnation} writes after {self._incarnation}")
-        self._incarnation = max(self._incarnation, entry.incarnation)
         match entry:
             case JournalBatch():
                 self._judge_batch(entry)

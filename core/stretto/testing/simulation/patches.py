@@ -208,7 +208,10 @@ def patched(world: World) -> Generator[None]:
         return real_strftime(form, moment or time.gmtime())
 
     def at_wall(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda seconds=None: function(world.wall() if seconds is None else seconds)
+        def convert(seconds: float | None = None) -> Any:
+            return function(world.wall() if seconds is None else seconds)
+
+        return convert
 
     def in_ns(clock: Callable[[], float]) -> Callable[[], int]:
         return lambda: round(clock() * 1e9)

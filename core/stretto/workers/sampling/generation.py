@@ -362,7 +362,7 @@ class Generations:
         records = _records(batch)
         offset = 0
         name, generation = "", None
-        behind: set[str] = set()
+        behind: dict[str, None] = {}  # in the order of their chunks
         for head in batch.heads:
             start, offset = offset, offset + head.count * _TOKEN.itemsize
             if head.request != name:  # the chunks of a request are mostly consecutive
@@ -372,7 +372,7 @@ class Generations:
                 continue
             unfinished = generation.unfinished
             if not generation.add(head, records[start:offset]):
-                behind.add(name)
+                behind[name] = None
             if generation.unfinished < unfinished:
                 self._engines.finish_sample(generation.engine)
         for name in behind:
