@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
+TAPES = Path(__file__).parents[1] / "simulation" / "tapes"
 
 
 def test_every_test_of_the_page_passes(tmp_path: Path) -> None:
@@ -19,6 +20,7 @@ def test_every_test_of_the_page_passes(tmp_path: Path) -> None:
     for name, last in (("rows", 3), ("other", 4)):
         rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(last)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tape-7.json").write_bytes((TAPES / "r3-a-signal-between-two-kernels.json").read_bytes())
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rs", "test_page.py"],
         check=False,

@@ -329,7 +329,7 @@ def simulated_runs_in(tmp_path: Path, file: Path) -> Generator[Callable[..., Sim
         world = tmp_path / f"{out}-world"
         world.mkdir()
         composed = compose(file, [*overrides, f"out={tmp_path}/{out}"])
-        tape = Tape(seed=0, run=dict(composed.document), faults=())
+        tape = Tape(seed=0, run=dict(composed.document), faults=(), may_fail=True)
         ask, pipe, pid = _fork(tape, dict(composed.references), world)
         forks.append((pipe, pid))
         return SimulatedRun(world / "run", ask)

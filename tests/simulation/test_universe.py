@@ -51,10 +51,10 @@ def score(prompt, completion):
     assert isinstance(datetime.datetime(2026, 1, 1), datetime.datetime)
     return Random(repr(drawn)).random()
 """
-FORKING_REWARD = """\
+SPAWNING_REWARD = """\
 import os
 def score(prompt, completion):
-    os.fork()
+    os.system("true")
 """
 DIGEST = """\
 from universes import large
@@ -158,7 +158,7 @@ def test_a_reward_that_draws_what_it_likes_repeats_itself(run_file: Path) -> Non
 
 
 def test_a_reward_that_leaves_the_simulation_is_refused(run_file: Path) -> None:
-    (run_file.parent / "rewards.py").write_text(FORKING_REWARD)
+    (run_file.parent / "rewards.py").write_text(SPAWNING_REWARD)
 
     with pytest.raises(RunError, match="processes are not there in the simulation"):
         tapes_of(run_file, [0], overrides=["reward={use: function, function: rewards.py:score}"])

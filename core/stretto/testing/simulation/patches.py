@@ -265,7 +265,7 @@ def patched(world: World) -> Generator[None]:
         (backend.AsyncIOBackend, "run_sync_in_worker_thread", classmethod(in_thread)),
         (threading.Thread, "start", _escape),
         (subprocess, "Popen", _escape),
-        *((os, name, _escape) for name in ("fork", "posix_spawn", "system")),
+        *((os, name, _escape) for name in ("posix_spawn", "system")),
         (socket, "socket", _escape),
         *world.files.places(),
     ]
