@@ -22,6 +22,7 @@ from stretto.testing.simulation.server import SimulatedServer
 
 NUM_SEQUENCES = int(os.environ.get("STRETTO_SEQUENCES", "300"))
 """10,000 were compared once; as many as this in each run."""
+AT_ONCE = 16
 KINDS = (
     "store",
     "store",
@@ -207,7 +208,14 @@ def _kept(answer: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 async def _sequences(client: Client) -> list[list[Any]]:
-    return [await Sequence(client, number).run() for number in range(NUM_SEQUENCES)]
+    """Return the notes of all sequences. Each has streams of its own, so many may run at the same time."""
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def run(number: int) -> list[Any]:
+        async with limit:
+            return await Sequence(client, number).run()
+
+    return await asyncio.gather(*map(run, range(NUM_SEQUENCES)))
 
 
 async def _connected(url: str) -> list[list[Any]]:
