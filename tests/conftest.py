@@ -44,8 +44,9 @@ LONGEST = (
     *("test_advice", "test_runs", "test_user_code", "test_real_run", "test_resumed_with_changes"),
     *("test_conformance", "test_templates", "test_trackers", "test_page", "test_replay", "test_vision"),
     *("test_torch_requests", "test_math", "test_doc_blocks", "test_benchmarks"),
+    *("test_universe", "test_check", "test_reasoning_gym", "test_liveness", "test_anthropic", "test_nats"),
 )
-"""The files whose tests take a minute or more of processor time, in the order in which they begin."""
+"""The files whose tests take longest, by processor time or by waiting, in the order in which they begin."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
