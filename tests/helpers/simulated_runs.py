@@ -93,7 +93,6 @@ class _Driver:
         """Start a kernel: `stretto run`, or later `stretto resume`."""
         self._universe.server.calm()
         first = self._kernel is None
-
         kernels = self._first_kernels if first else partial(self._resumed_kernels, overrides)
         self._kernel = self._universe.start_kernel(kernels, accept_dataset=accept_dataset)
 

@@ -23,6 +23,7 @@ from stretto.testing.simulation.server import SimulatedServer
 NUM_SEQUENCES = int(os.environ.get("STRETTO_SEQUENCES", "300"))
 """10,000 were compared once; as many as this in each run."""
 AT_ONCE = 16
+"""Number of sequences at the same time."""
 KINDS = (
     "store",
     "store",

@@ -41,7 +41,8 @@ def with_mutation(mutation: Mutation, call: Callable[..., Any], *args: Any) -> A
 
 
 def some_seed_fails(tape: Tape) -> bool:
-    """Return whether the faults of a tape fail with its seed, or with one of the next ones."""
+    """Return whether the faults of a tape fail with its seed, or with one of the next ones. Whether a fault
+    meets the moment that matters depends on the order of events, which changes with the code."""
     for seed in range(tape.seed, tape.seed + SEEDS):
         outcome = run_tape(msgspec.structs.replace(tape, seed=seed))
         assert outcome.status != "crashed", outcome.reason  # it has not run

@@ -98,7 +98,7 @@ def test_a_universe_is_the_same_in_each_process() -> None:
     [(_, warm)] = search([large(3)])
 
     assert warm.messages > 500
-    assert digest_of_another_process(1) == warm.digest  # this one has another hash seed
+    assert {digest_of_another_process(1), digest_of_another_process(2)} == {warm.digest}
 
 
 def test_a_search_continues_with_the_universes_that_its_record_does_not_name(tmp_path: Path) -> None:

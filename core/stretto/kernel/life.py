@@ -143,10 +143,10 @@ def resumed_kernels(
     newest, checkpoint = newest_values(folder), newest_checkpoint(folder)
     number = min(checkpoint[1].values, newest)
     while number < newest:
-        former = assemble_existing(compose(values_file(folder, number)), folder)
-        with forks_of(former) as forks:
+        previous = assemble_existing(compose(values_file(folder, number)), folder)
+        with forks_of(previous) as forks:
             summary, next_values = yield RunSetup(
-                former, resumed=checkpoint, forks=forks, values=number, continues=False
+                previous, resumed=checkpoint, forks=forks, values=number, continues=False
             )
         if summary["status"] != "repeated":
             return summary

@@ -238,8 +238,8 @@ class Universe:
                 await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             summary = self.summary
             if summary is not None and not _resumable(summary):
-                for former in self.machine.alive("kernel"):
-                    if not (await asyncio.wait([former.ended], timeout=self.tape.patience_s))[0]:
+                for replaced_one in self.machine.alive("kernel"):
+                    if not (await asyncio.wait([replaced_one.ended], timeout=self.tape.patience_s))[0]:
                         return {"status": "stuck", "reason": "a kernel that was replaced does not end"}
                 return summary
             if self._kernels == _MOST_KERNELS:
