@@ -28,6 +28,9 @@ from stretto.user_code.guard import end_with_parent
 
 _CPU_S = 60
 """Processor seconds after which a universe is killed."""
+_FOLDER = 900
+"""File descriptor of a universe's folder in its fork. By it the folder has the same name in each universe,
+whose files then are the same, also where they have digests of files that name it."""
 
 
 def tapes_of(
@@ -203,7 +206,8 @@ def _child(tape: Tape, folder: Path, writing: int) -> None:
     try:
         enter_fork()
         try:
-            outcome = Universe(tape, folder).run()
+            os.dup2(os.open(folder, os.O_PATH), _FOLDER)
+            outcome = Universe(tape, Path(f"/proc/self/fd/{_FOLDER}")).run()
         except BaseException as error:  # noqa: BLE001 - the parent reports it
             outcome = Outcome(status="crashed", reason="".join(traceback.format_exception(error)))
         with os.fdopen(writing, "wb") as pipe:

@@ -11,13 +11,14 @@ import contextvars
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from stretto.testing.simulation.loop import SimulatedLoop, SimulatedProcess
-from stretto.testing.simulation.streams import Asked, Stream, StreamRefusal, matches
+from stretto.testing.simulation.streams import Asked, Stream, StreamRefusal, subjects_like
 from stretto.testing.simulation.transport import Link, SimulatedTransport
 
 _CRLF = b"\r\n"
@@ -168,7 +169,6 @@ class SimulatedServer:
         self.context = contextvars.Context()
         """The context of the server's own callbacks, which belong to no process."""
         self.weather = Weather(loop, self.context)
-        self.folder = b"/"
         """Folder of the universe. It has another name each time, so the trace does not show it."""
         self.observers: list[Callable[[str, str, bytes, bytes], None]] = []
         """Called with sender, subject, payload and headers of each core message that is published, and of
@@ -184,7 +184,7 @@ class SimulatedServer:
         """Processes that have answered what somebody else was asked."""
         self._numbered = 0
         self._exact: dict[str, dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str]]] = {}
-        self._patterns: dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str, list[str]]] = {}
+        self._patterns: dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str, re.Pattern[str]]] = {}
         self._matching: dict[str, list[tuple[SimulatedConnection, bytes, str]]] = {}
         """Subject -> the patterns' subscribers, as long as no pattern comes or goes."""
         self._homes: dict[str, Stream | None] = {}
@@ -278,7 +278,7 @@ class SimulatedServer:
         key = connection.number, sid
         if "*" in subject or ">" in subject:
             self._matching.clear()
-            self._patterns[key] = connection, sid, group, subject.split(".")
+            self._patterns[key] = connection, sid, group, subjects_like(subject)
         else:
             self._exact.setdefault(subject, {})[key] = connection, sid, group
 
@@ -300,8 +300,7 @@ class SimulatedServer:
 
     def _by_pattern(self, subject: str) -> list[tuple[SimulatedConnection, bytes, str]]:
         if (found := self._matching.get(subject)) is None:
-            words = subject.split(".")
-            found = [each[:3] for each in self._patterns.values() if matches(each[3], words)]
+            found = [each[:3] for each in self._patterns.values() if each[3].fullmatch(subject)]
             self._matching[subject] = found
         return found
 
@@ -366,8 +365,7 @@ class SimulatedServer:
         head: bytes,
         data: bytes,
     ) -> None:
-        shown = data.replace(self.folder, b"FOLDER") if self.folder in data else data
-        self.loop.note("message", sender, to.name, subject, hashlib.blake2b(shown, digest_size=8).hexdigest())
+        self.loop.note("message", sender, to.name, subject, hashlib.blake2b(data, digest_size=8).hexdigest())
         address = f"{subject} {sid.decode()} {reply}".rstrip()
         if head:
             line = f"HMSG {address} {len(head)} {len(head) + len(data)}\r\n"
@@ -379,8 +377,7 @@ class SimulatedServer:
 
     def _home(self, subject: str) -> Stream | None:
         if subject not in self._homes:
-            words = subject.split(".")
-            holding = (each for each in self.streams.values() if each.stores(words))
+            holding = (each for each in self.streams.values() if each.stores(subject))
             self._homes[subject] = next(holding, None)
         return self._homes[subject]
 

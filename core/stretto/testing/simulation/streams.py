@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,14 +38,10 @@ class StreamMessage:
     data: bytes
 
 
-def matches(form: list[str], words: list[str]) -> bool:
-    """Whether a subject has the form of a pattern. Both are split at the points."""
-    for index, each in enumerate(form):
-        if each == ">":
-            return len(words) > index
-        if index >= len(words) or each not in ("*", words[index]):
-            return False
-    return len(words) == len(form)
+def subjects_like(*patterns: str) -> re.Pattern[str]:
+    """Return what fully matches the subjects of patterns: `*` is for one word, a last `>` for all."""
+    forms = (re.escape(each).replace(r"\*", "[^.]+").replace(">", ".+") for each in patterns)
+    return re.compile("|".join(forms))
 
 
 def header(head: bytes, name: bytes) -> str | None:
@@ -64,14 +61,14 @@ class Stream:
         self.last = 0
         self.consumers: dict[str, Consumer] = {}
         self.is_queue = config.get("retention") == "workqueue"
-        self._forms = [subject.split(".") for subject in config["subjects"]]
+        self._subjects = subjects_like(*config["subjects"])
         self._one_each = config.get("max_msgs_per_subject") == 1
         self._newest: dict[str, int] = {}
         self._ids: dict[str, tuple[float, int]] = {}
 
-    def stores(self, words: list[str]) -> bool:
+    def stores(self, subject: str) -> bool:
         """Whether a subject, split at the points, belongs to this stream."""
-        return any(matches(form, words) for form in self._forms)
+        return self._subjects.fullmatch(subject) is not None
 
     def store(self, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
         """Store a message, once for each id, and return the acknowledgement.
@@ -188,7 +185,7 @@ class Consumer:
         self._stream, self._server, self._name = stream, stream.server, name
         self.durable = bool(config.get("durable_name"))
         subjects = config.get("filter_subjects") or [config.get("filter_subject") or ">"]
-        self._forms = [subject.split(".") for subject in subjects]
+        self._subjects = subjects_like(*subjects)
         self._explicit = config.get("ack_policy") == "explicit"
         self.redeliver_s = config.get("ack_wait", 30 * 10**9) / 1e9
         self._inactive_s = config.get("inactive_threshold", 0) / 1e9
@@ -208,8 +205,7 @@ class Consumer:
         return self._server.loop.call_later(seconds, call, *args, context=self._server.context)
 
     def _wants(self, message: StreamMessage) -> bool:
-        words = message.subject.split(".")
-        return message.sequence >= self._start and any(matches(form, words) for form in self._forms)
+        return message.sequence >= self._start and self._subjects.fullmatch(message.subject) is not None
 
     def _end_if_unused(self) -> None:
         idle_s = self._server.loop.time() - self._used
