@@ -169,7 +169,6 @@ class SimulatedServer:
         self.context = contextvars.Context()
         """The context of the server's own callbacks, which belong to no process."""
         self.weather = Weather(loop, self.context)
-        """Folder of the universe. It has another name each time, so the trace does not show it."""
         self.observers: list[Callable[[str, str, bytes, bytes], None]] = []
         """Called with sender, subject, payload and headers of each core message that is published, and of
         each message that is stored."""

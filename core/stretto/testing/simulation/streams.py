@@ -67,7 +67,7 @@ class Stream:
         self._ids: dict[str, tuple[float, int]] = {}
 
     def stores(self, subject: str) -> bool:
-        """Whether a subject, split at the points, belongs to this stream."""
+        """Whether a subject belongs to this stream."""
         return self._subjects.fullmatch(subject) is not None
 
     def store(self, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
