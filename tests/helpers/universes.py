@@ -73,10 +73,10 @@ def _run(rng: Random, *, steps: int, engines: int, rollouts: int, verifiers: int
             "max_failures": 1000,
             "max_attempts": 100,
         },
-        "checkpoint": {"every": rng.choice([0, 3])},
+        "checkpoint": {"every": rng.choice([0, 1, 3])},
         "launcher": {"max_restarts": 100},
         "weights": {"keep": rng.choice([2, 3])},
     }
     if rng.random() < 0.6:
-        run["evaluation"] = {"every": rng.choice([2, 3]), "rows": 4, "sampling": {"temperature": 0}}
+        run["evaluation"] = {"every": rng.choice([2, 3]), "rows": rng.choice([4, 16]), "sampling": {"temperature": 0}}
     return run

@@ -16,6 +16,9 @@ from stretto.testing.tiny_model import TinyModel
 
 __all__ = ["SwapTests"]
 
+_LONG = 600
+"""Tokens of an answer that is still generated when a swap comes, also where a server on a GPU or an idle machine is fast."""
+
 _BLOCK = 16
 """Engines store keys and values in blocks of a multiple of this many tokens, or token by token."""
 
@@ -74,7 +77,7 @@ class SwapTests:
         with ServedEngine(self.engine, models[0].folder, tmp_path, on_swap="keep_cache").running() as served:
             served.swap(older)
             prompt = request(300).prompt_ids.numpy().tolist()
-            query, repeated = request(prompt, n=4, max_tokens=150), request(prompt, max_tokens=10)
+            query, repeated = request(prompt, n=4, max_tokens=_LONG), request(prompt, max_tokens=10)
             served.ask(query)
             served.until(*((query.id, i) for i in range(4)), tokens=20)
             beginning = [request(800, max_tokens=5) for _ in range(3)]
@@ -90,7 +93,7 @@ class SwapTests:
                     served.assert_own_logprobs(fresh_query, sample)
             for sample in served.finished(query):
                 switch = sample.versions.index(1)
-                assert sample.versions == [0] * switch + [1] * (150 - switch)
+                assert sample.versions == [0] * switch + [1] * (_LONG - switch)
                 before = older.logprobs(prompt, sample.tokens)[:switch]
                 np.testing.assert_allclose(sample.logprobs[:switch], before, atol=self.engine.tolerance)
                 text = [*prompt, *sample.tokens[: switch + 1]]

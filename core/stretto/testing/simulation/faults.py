@@ -108,7 +108,7 @@ KINDS = {
     "full disk": 1,
 }
 """Kind -> how often it is drawn if no kinds are named."""
-_VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 1, "kernel": 2}
+_VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 2, "kernel": 4}
 _OF_THE_SERVER = ("outage", "hang", "full store", "full disk")
 _SILENCING = ("stop", "cut")
 _SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0, 100.0)
@@ -153,7 +153,7 @@ def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
         who=who,
         pick=round(rng.random(), 3),
         seconds=seconds,
-        share=rng.choice([0.01, 0.05, 0.2]),
+        share=rng.choice([0.01, 0.05, 0.2, 0.5]),
     )
 
 
