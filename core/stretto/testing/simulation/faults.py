@@ -197,12 +197,18 @@ def happen(universe: Universe, fault: Fault) -> None:
     living = universe.machine.alive(fault.who) if hit else []
     victim = living[min(int(fault.pick * len(living)), len(living) - 1)] if living else None
     universe.report("fault", fault.kind, victim.name if victim else "", f"{fault.seconds:g} s")
-    lasts_s = min(fault.seconds, _REPLACED_S) if fault.kind in _SILENCING else fault.seconds
-    universe.be_patient(max(lasts_s, _CALM_S))
+    universe.be_patient(max(_lasts_s(fault, victim), _CALM_S))
     if hit is None:
         _change_world(universe, fault)
     elif victim is not None:
         hit(universe, victim, fault)
+
+
+def _lasts_s(fault: Fault, victim: SimulatedProcess | None) -> float:
+    """Return for how long a fault hinders the run. A worker whose heartbeats end is replaced; the kernel waits
+    for one that has sent none yet, as it may wait for its turn in a cluster."""
+    has_beaten = victim is not None and len(victim.threads) > 1
+    return min(fault.seconds, _REPLACED_S) if fault.kind in _SILENCING and has_beaten else fault.seconds
 
 
 def _change_world(universe: Universe, fault: Fault) -> None:
