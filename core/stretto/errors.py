@@ -127,6 +127,14 @@ class Refused(BusError):
         self.reason = reason
 
 
+class Superseded(BusError):
+    """Another process has become the writer of a stream."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(f"another process writes to {stream}")
+        self.stream = stream
+
+
 class MessageGone(BusError):
     """A stored message is no longer in its stream."""
 

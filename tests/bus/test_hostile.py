@@ -128,8 +128,7 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
         return Welcome(b"", "r", "", 1, 1.0, {}, 1.0, NO_LOCK)
 
     async with open_bus("kernel") as kernel:
-        await kernel.store.make_log(names.journal_stream, [names.journal])
-        await kernel.store.make_log(names.leases_stream, [names.leases])
+        await kernel.store.make_log(names.journal_stream, [names.journal, names.leases])
         lease = await kernel.store.append(names.leases, KernelLease("here"), id="here1")
         await kernel.serve(names.kernel("rollout", "join"), Join, welcome)
         attacker = await raw("rollout")
@@ -197,10 +196,9 @@ async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
 ) -> None:
     """The server answers on any subject that a request names. The attacker names those of the kernel."""
     async with open_bus("kernel") as kernel, open_bus("rollout") as honest:
-        await kernel.store.make_log(names.journal_stream, [names.journal])
+        await kernel.store.make_log(names.journal_stream, [names.journal, names.leases])
         await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
         await kernel.store.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=60)
-        await kernel.store.make_log(names.leases_stream, [names.leases])
         lease = await kernel.store.append(names.leases, KernelLease("here"), id="here3")
         await honest.store.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
         attacker, trainer = await raw("rollout"), await raw("trainer")

@@ -88,11 +88,8 @@ MUTATIONS: list[Mutation] = [
         "a repeated step without a digest gets none",
         "stretto.kernel.durable.recovery",
         old="""        if record is None:
-            await bus.store.append(
-                names.journal,
-                JournalStep(incarnation, note.version, note.digest),
-                id=f"{incarnation}/{note.version}/step/again",
-            )
+            entry = JournalStep(incarnation, note.version, note.digest)
+            await writer.append(entry, "step/again", note.version)
         elif record.digest != note.digest:\n""",
         new="""        if record is not None and record.digest != note.digest:\n""",
     ),

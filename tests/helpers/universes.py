@@ -78,5 +78,6 @@ def _run(rng: Random, *, steps: int, engines: int, rollouts: int, verifiers: int
         "weights": {"keep": rng.choice([2, 3])},
     }
     if rng.random() < 0.6:
-        run["evaluation"] = {"every": rng.choice([2, 3]), "rows": rng.choice([4, 16]), "sampling": {"temperature": 0}}
+        every, rows = rng.choice([2, 3]), rng.choice([4, 16])
+        run["evaluation"] = {"every": every, "rows": rows, "sampling": {"temperature": 0}}
     return run

@@ -136,7 +136,7 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
         await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
         scheduler = Scheduler(SchedulerSettings(2, 2, 0, 8))
         scheduler.start()
-        queue = TicketQueue(kernel, names, samples=True)
+        queue = TicketQueue(kernel, names, 1, samples=True)
         for command in scheduler.commands():
             assert isinstance(command, Issue)
             await queue.issue(command.ticket)

@@ -38,6 +38,7 @@ from stretto.errors import ConfigError, RunError
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.durable.changes import fingerprint_changes, is_complete
 from stretto.kernel.durable.checkpoint import KernelState, LostData
+from stretto.kernel.durable.journal import own_journal
 from stretto.kernel.durable.recovery import Recovered, Stored, read_store, repeat_journal
 from stretto.kernel.ending import Ending
 from stretto.kernel.kernel import own_run
@@ -67,7 +68,7 @@ class History:
     async def make_streams(self) -> None:
         names = self.names
         await self.bus.store.make_log(names.log_stream, [names.trajectories, names.groups])
-        await self.bus.store.make_log(names.journal_stream, [names.journal])
+        await self.bus.store.make_log(names.journal_stream, [names.journal, names.leases])
 
     async def finish(self, ticket: int, images: tuple[int, ...] = ()) -> None:
         """Append the outcome of a ticket."""
@@ -147,8 +148,7 @@ async def recovered(
         raise AssertionError(facts)
 
     result = await repeat_journal(
-        history.bus,
-        history.names,
+        await own_journal(history.bus, history.names, "here"),
         scheduler,
         Trainers(),
         checkpoint,
@@ -357,6 +357,23 @@ async def test_a_journal_that_ends_early_costs_its_steps_and_what_they_sampled(
         # Groups of the lost steps that weights up to version 3 have sampled are trained again.
         assert scheduler.training
         assert [group.ticket for group in scheduler.done_groups] == [8, 9]
+
+
+async def test_an_evaluation_that_only_the_checkpoint_has_gets_its_entry(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    """The former kernel ended between the last row of the evaluation and its entry."""
+    result = Evaluation(1, 0.5, 4, 0)
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        folder, state = history.checkpoint(tmp_path)
+        snapshot = msgspec.structs.replace(state.snapshot, evaluations=[result])
+        checkpoint = folder, msgspec.structs.replace(state, snapshot=snapshot)
+        for _ in range(2):  # the second kernel finds the entry of the first one
+            _, _, scheduler = await recovered(history, checkpoint)
+            assert scheduler.evaluation.results == [result]
+        stored, _, _ = await recovered(history, checkpoint)
+        assert stored.journal.evaluations == [result]
 
 
 async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(

@@ -217,7 +217,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         ticket = self.queue.pop(pick.randrange(len(self.queue)))
         self.held[worker].append((ticket, None))
         if tell:
-            self.scheduler.ticket_started(ticket.purpose, ticket.id, ticket.attempt, worker)
+            scheduler = self.scheduler
+            tickets = scheduler.tickets if ticket.purpose == "train" else scheduler.evaluation.tickets
+            found = tickets.find(ticket.id)
+            is_wanted = found is not None and found.done is None and found.attempt == ticket.attempt
+            scheduler.ticket_started(ticket.purpose, ticket.id, ticket.attempt, worker)
+            if not is_wanted:
+                assert scheduler.commands() == [Withdraw(ticket.purpose, ticket.id, ticket.attempt)]
             self.told[ticket.purpose, ticket.id, ticket.attempt] = worker
         self.obey()
 
@@ -584,6 +590,22 @@ def test_first_token_moves_a_deadline_back() -> None:
     assert scheduler.commands() == []  # `late_start` may hold tokens of version 0
     scheduler.first_token(late_start.id, late_start.attempt, 1)
     assert len(batches(list(scheduler.commands()))) == 1  # it does not: there is time
+
+
+def test_a_ticket_that_is_taken_after_its_end_is_withdrawn() -> None:
+    """The acknowledgement of its worker was lost, so the server has delivered it again."""
+    settings = SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100, evaluation_rows=1)
+    scheduler = Scheduler(settings)
+    scheduler.start()
+    training, evaluation = sorted(issued(scheduler), key=lambda ticket: ticket.purpose != "train")
+    for ticket in (training, evaluation):
+        scheduler.ticket_started(ticket.purpose, ticket.id, ticket.attempt, "w")
+        scheduler.ticket_started(ticket.purpose, ticket.id, ticket.attempt, "w")  # the message came twice
+        assert scheduler.commands() == []
+        scheduler.group_done(done(ticket, 0))
+        scheduler.commands()
+        scheduler.ticket_started(ticket.purpose, ticket.id, ticket.attempt, "w")
+        assert scheduler.commands() == [Withdraw(ticket.purpose, ticket.id, ticket.attempt)]
 
 
 def test_the_first_complete_attempt_wins_and_doubles_change_nothing() -> None:

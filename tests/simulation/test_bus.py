@@ -248,7 +248,7 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
 
 async def test_every_lease_has_a_higher_number(open_bus: OpenBus, names: Subjects) -> None:
     async with open_bus("kernel") as kernel:
-        await kernel.store.make_log(names.leases_stream, [names.leases])
+        await kernel.store.make_log(names.journal_stream, [names.journal, names.leases])
         first = await kernel.store.append(names.leases, KernelLease("here"), id="here1")
         second = await kernel.store.append(names.leases, KernelLease("there"), id="there2")
         assert second > first

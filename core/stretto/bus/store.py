@@ -5,6 +5,8 @@ The store promises:
 - A message is stored before `append` returns, once for each id.
 - With several servers of a cluster, what is stored survives the loss of a server if it has replicas; while
   the others elect a leader, the client repeats what it asked the store.
+- A message is stored at the end of its stream that its writer knows, or not at all: `append` with `after`. So
+  a process that was replaced as the writer of a stream cannot write into it any more.
 - A stream that stores large messages keeps them in parts, and joins the parts before a reader sees them.
 """
 
@@ -42,7 +44,7 @@ from stretto.bus.messages.base import Message
 from stretto.bus.messages.membership import SERVER
 from stretto.bus.payloads import decoder, encode, join_stored, list_parts, split, with_parts
 from stretto.bus.server import Bootstrap
-from stretto.errors import BusError, Malformed, MessageGone, NoAnswer
+from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Superseded
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -65,6 +67,8 @@ _OTHER_CONFIGURATION = 10058
 _ELECTING = (10005, 10009, 10118, 10119, 10158)
 """Error codes of a cluster that has lost a server a moment ago: too few servers for the replicas, no leader
 here, a stream or a consumer whose server is away, and a message whose first copy is still being stored."""
+_OTHER_END = 10071
+"""Error code for a message with another last sequence number than the stream's."""
 _COPYING = (10023,)
 """Error codes for a consumer with more replicas than its stream has now: a stream that gets more replicas is
 copied first."""
@@ -103,6 +107,15 @@ class Extent:
 
     def __contains__(self, sequence: int) -> bool:
         return self.first <= sequence <= self.last and sequence not in self.missing
+
+
+@dataclass
+class StreamEnd:
+    """The end of a stream, as one writer knows it."""
+
+    stream: str
+    sequence: int
+    """Sequence number of the last message. `append` moves it."""
 
 
 class Store:
@@ -168,19 +181,27 @@ class Store:
             )
             await self._storing(lambda c=consumer: self._jetstream.add_consumer(stream, c), stream)
 
-    async def append(self, subject: str, message: Message, *, id: str) -> int:
+    async def append(self, subject: str, message: Message, *, id: str, after: StreamEnd | None = None) -> int:
         """Store a message in the stream of its subject, once for each `id`, and return its sequence number.
+
+        Args:
+            after: the end of the stream as this writer knows it: the server stores the message there, or not
+                at all. One append at a time may have it.
 
         Raises:
             NoAnswer: if the server does not confirm in time.
+            Superseded: if another writer has stored something after `after`.
             BusError: if the server cannot store the message, for example because the disk is full.
         """
         whole, *more = parts = split(encode(message), payload_limit(self._client))
         if not more:
-            return await self._store(subject, whole, id)
+            return await self._store(subject, whole, id, after)
         _, of_parts = with_parts(subject)
-        numbers = [await self._store(of_parts, part, f"{id}.{index}") for index, part in enumerate(parts)]
-        return await self._store(subject, list_parts(numbers), id)
+        ids = (f"{id}.{index}" for index in range(len(parts)))
+        numbers = [
+            await self._store(of_parts, part, each, after) for part, each in zip(parts, ids, strict=True)
+        ]
+        return await self._store(subject, list_parts(numbers), id, after)
 
     async def read(self, stream: str, sequence: int, kind: type[M]) -> M:
         """Return the message at a sequence number.
@@ -403,12 +424,43 @@ class Store:
             await anyio.sleep(0.2)
             remaining_s -= clock.now() - began
 
-    async def _store(self, subject: str, data: bytes, id: str) -> int:
+    async def _store(self, subject: str, data: bytes, id: str, after: StreamEnd | None) -> int:
         headers = {"Nats-Msg-Id": id}
-        ack = await self._storing(
-            lambda: self._jetstream.publish(subject, data, headers=headers), f"append to {subject}"
-        )
-        return ack.seq
+        if after is not None:
+            headers["Nats-Expected-Last-Sequence"] = str(after.sequence)
+
+        async def publish() -> int:
+            try:
+                return (await self._jetstream.publish(subject, data, headers=headers)).seq
+            except APIError as error:
+                if after is None or error.err_code != _OTHER_END:
+                    raise
+                return await self._stored_before(after, id)
+
+        sequence = await self._storing(publish, f"append to {subject}")
+        if after is not None:
+            after.sequence = sequence
+        return sequence
+
+    async def _stored_before(self, after: StreamEnd, id: str) -> int:
+        """Return the sequence number of a message that an earlier attempt has stored after `after`, where the
+        acknowledgement was lost. The server compares the end of the stream before it looks for the id.
+
+        Raises:
+            Superseded: if another writer has stored something there.
+            TimeoutError: if what is there is still being copied to other servers.
+        """
+        following = after.sequence + 1
+        try:
+            message = await self._jetstream.get_msg(after.stream, following)  # of the leader
+        except NotFoundError:
+            info = await self._jetstream.stream_info(after.stream)
+            if info.state.last_seq < following:
+                raise TimeoutError from None
+            raise Superseded(after.stream) from None
+        if (message.headers or {}).get("Nats-Msg-Id") != id:
+            raise Superseded(after.stream)
+        return following
 
     async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
         """Return a stored message: the one with this number, or the newest one of a subject. Any server of a

@@ -7,7 +7,6 @@ checkpoints.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -32,7 +31,6 @@ from stretto.bus.messages.journal import (
     JournalDraws,
     JournalEvaluation,
     JournalStep,
-    KernelLease,
 )
 from stretto.bus.messages.membership import (
     AskRanks,
@@ -55,7 +53,7 @@ from stretto.kernel.calls.trainers import StepResult, Trainers
 from stretto.kernel.durable.changes import differences, values_file
 from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name
 from stretto.kernel.durable.checkpointer import Checkpointer
-from stretto.kernel.durable.journal import JournalWriter
+from stretto.kernel.durable.journal import JournalWriter, newest_epoch, own_journal
 from stretto.kernel.durable.recovery import Stored, read_store, repeat_journal
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.fleet import FleetMember, receive_heartbeats
@@ -120,24 +118,20 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
             answer it.
     """
     names = setup.names
-    await bus.store.make_log(names.leases_stream, [names.leases])
-    lease = KernelLease(str(setup.folder))
-    lease_epoch = await bus.store.append(names.leases, lease, id=secrets.token_hex(16))
+    journal = await own_journal(bus, names, str(setup.folder))
     tickets = [names.ticket("train"), names.ticket("eval")]
     await bus.store.make_queue(names.tickets_stream, tickets, redeliver_s=_REDELIVER_S)
     await bus.store.make_log(names.log_stream, names.of_log)
-    await bus.store.make_log(names.journal_stream, [names.journal])
     records = RecordServer(setup.folder)
     await records.serve(bus, names)
     try:
         async with anyio.create_task_group() as tasks:
-            await Kernel(setup, bus, lease_epoch, ending, tasks).run()
+            await Kernel(setup, bus, journal, ending, tasks).run()
             tasks.cancel_scope.cancel()
     finally:
         if ending.status in ("running", "failed") and bus.connected:  # another may have taken the workers
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LOOK_S), suppress(BusError):
-                newest = (await bus.store.extent(names.leases_stream)).last
-                ending.replaced = newest > lease_epoch
+                ending.replaced = await newest_epoch(bus, names) > journal.epoch
     if ending.status != "repeated" and records.copied_lately and not ending.replaced:
         setup.report.finish(ending.status, ending.reason)
         setup.status_writer.write_end()
@@ -147,7 +141,9 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
 class Kernel:
     """One kernel of a run, from its first message to the end of its workers."""
 
-    def __init__(self, setup: RunSetup, bus: Bus, lease_epoch: int, ending: Ending, tasks: TaskGroup) -> None:
+    def __init__(
+        self, setup: RunSetup, bus: Bus, journal: JournalWriter, ending: Ending, tasks: TaskGroup
+    ) -> None:
         self._setup = setup
         self._config = setup.config
         self._scheduler = setup.scheduler
@@ -156,7 +152,10 @@ class Kernel:
         self._fleet = setup.fleet
         self._names = setup.names
         self._bus = bus
-        self._lease_epoch = lease_epoch
+        self._journal = journal
+        if setup.resumed:
+            journal.incarnation = setup.resumed[1].incarnation
+        self._lease_epoch = lease_epoch = journal.epoch
         self._lock = KernelLock.of(setup.folder / "bus")
         self._ending = ending
         self._tasks = tasks
@@ -178,9 +177,7 @@ class Kernel:
         self._routes = RouteSender(
             bus, setup.names, setup.fleet, lease_epoch, finish_s=self._config.workflow.timeout_s
         )
-        incarnation = setup.resumed[1].incarnation if setup.resumed else 0
-        self._journal = JournalWriter(bus, setup.names, lease_epoch, incarnation)
-        self._tickets = TicketQueue(bus, setup.names, samples=setup.graph.samples)
+        self._tickets = TicketQueue(bus, setup.names, lease_epoch, samples=setup.graph.samples)
         self._samples = SampleWriterSupervisor(setup, bus, lease_epoch)
         self._checkpointer = Checkpointer(
             setup, bus, self._trainers, self._engines, self._tickets, self._journal, self._samples
@@ -327,8 +324,7 @@ class Kernel:
         assert self._setup.resumed is not None
         self._status.note = "replaying the journal" if self._setup.replays else "repeating the journal"
         recovered = await repeat_journal(
-            self._bus,
-            self._names,
+            self._journal,
             self._scheduler,
             self._trainers,
             self._setup.resumed,
@@ -601,6 +597,7 @@ class Kernel:
     def _ticket_started(self, message: TicketStarted) -> None:
         self._timeline.taken(message)
         self._scheduler.ticket_started(message.purpose, message.ticket, message.attempt, message.worker)
+        self._wake_carry_out()
 
     def _progress(self, message: Progress) -> None:
         for ticket, attempt, version in message.oldest:

@@ -17,7 +17,7 @@ from stretto.testing.tiny_model import TinyModel
 __all__ = ["SwapTests"]
 
 _LONG = 600
-"""Tokens of an answer that is still generated when a swap comes, also where a server on a GPU or an idle machine is fast."""
+"""Tokens of an answer that is still generated when a swap comes, also by a fast server."""
 
 _BLOCK = 16
 """Engines store keys and values in blocks of a multiple of this many tokens, or token by token."""

@@ -88,7 +88,8 @@ JournalEntry = JournalBatch | JournalStep | JournalEvaluation | JournalChange | 
 
 
 class KernelLease(Message, frozen=True):
-    """Kernel to the stream of leases, at its start: it owns the run. Its sequence number is the fencing
-    number."""
+    """Kernel to the journal's stream, at its start: it owns the run, and from here on it alone writes the
+    journal. The sequence number is the lease epoch."""
 
     place: str
+    """The run's folder."""

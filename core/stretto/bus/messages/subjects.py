@@ -53,11 +53,10 @@ class Subjects:
         self.retired = f"{self.log}.retired"
         self.tickets = f"{self.root}.tickets"
         self.journal = f"{self.root}.journal"
-        self.leases = f"{self.root}.leases"
+        self.leases = f"{self.journal}.leases"
         self.tickets_stream = f"TICKETS_{run}"
         self.log_stream = f"LOG_{run}"
         self.journal_stream = f"JOURNAL_{run}"
-        self.leases_stream = f"LEASES_{run}"
 
     def image(self, digest: str) -> str:
         """Subject of an image in the log; `*` for all images."""

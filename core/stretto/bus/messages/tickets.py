@@ -66,9 +66,10 @@ class Progress(Message, frozen=True):
     """(training ticket, attempt, version of its oldest token)."""
 
 
-class AbortTicket(Message, frozen=True):
+class AbortTicket(Message, frozen=True, tag="AbortTicket/2"):
     """Kernel to all rollout workers: stop this attempt, because nobody waits for it any more."""
 
+    lease_epoch: int
     purpose: Purpose
     ticket: int
     attempt: int

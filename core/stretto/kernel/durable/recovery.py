@@ -35,6 +35,7 @@ from stretto.bus.store import Extent
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.durable.checkpoint import KernelState, LostData
+from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.draws import RecordedDraw
 from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes
@@ -70,6 +71,8 @@ class Journal:
     steps: dict[int, JournalStep] = field(default_factory=dict[int, JournalStep])
     """Complete steps, by the version that they led to."""
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    evaluated: set[int] = field(default_factory=set[int])
+    """Versions whose evaluation the journal records, of any incarnation."""
     draws: dict[int, RecordedDraw] = field(default_factory=dict[int, RecordedDraw])
     """Draws of a curriculum, by ticket, of those tickets that the checkpoint does not know."""
     change: JournalChange | None = None
@@ -184,8 +187,7 @@ async def read_store(
 
 
 async def repeat_journal(
-    bus: Bus,
-    names: Subjects,
+    writer: JournalWriter,
     scheduler: Scheduler,
     trainers: _Steps,
     checkpoint: tuple[Path | None, KernelState],
@@ -219,6 +221,7 @@ async def repeat_journal(
             journal records.
 
     Raises:
+        BusError: if the server cannot store a step's digest, also because another kernel has taken the run.
         RunError: if the loaded weights do not have the digest that the checkpoint records.
     """
     folder, state = checkpoint
@@ -239,6 +242,9 @@ async def repeat_journal(
         await on_change(tuple(notes), change_at, journal.change)
     scheduler.evaluation.recall(journal.evaluations)
     incarnation, differs = state.incarnation, False
+    for result in scheduler.evaluation.results:
+        if result.version not in journal.evaluated:  # the former kernel ended before it recorded the result
+            await writer.append(JournalEvaluation(incarnation, result), "evaluation", result.version)
     for batch in journal.batches.values():
         start = scheduler.replay(batch.tickets, [done[name] for name in _names(batch)])
         result = await trainers.step(incarnation, batch.version, batch.rows)
@@ -250,11 +256,8 @@ async def repeat_journal(
         on_repeated(start, result, divergence)
         notes.append(note)
         if record is None:
-            await bus.store.append(
-                names.journal,
-                JournalStep(incarnation, note.version, note.digest),
-                id=f"{incarnation}/{note.version}/step/again",
-            )
+            entry = JournalStep(incarnation, note.version, note.digest)
+            await writer.append(entry, "step/again", note.version)
         elif record.digest != note.digest:
             log.error("repetition differs", version=note.version, digest=note.digest, expected=record.digest)
             differs = True
@@ -317,6 +320,8 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState, values: i
             names.journal_stream, names.journal, JournalEntry, start=1
         ):
             journal.newest_incarnation = max(journal.newest_incarnation, entry.incarnation)
+            if isinstance(entry, JournalEvaluation):
+                journal.evaluated.add(entry.result.version)
             if isinstance(entry, JournalDraws):  # a new incarnation keeps the draws of the previous one
                 journal.draws |= {
                     ticket: RecordedDraw(entry.version, row)

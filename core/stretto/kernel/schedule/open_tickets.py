@@ -185,13 +185,12 @@ class OpenTickets:
         begun."""
         return [self.open[id] for id in self._holders.of(*workers)]
 
-    def started(self, ticket: OpenTicket, attempt: int, worker: str) -> None:
-        """A worker has taken an attempt."""
-        if ticket.attempt == attempt and not ticket.worker:
+    def started(self, ticket: OpenTicket, worker: str) -> None:
+        """A worker has taken the current attempt of an unfinished ticket."""
+        if not ticket.worker:
             ticket.worker = worker
             ticket.tries += 1
-            if ticket.done is None:
-                self._holders.put(ticket.id, worker)
+            self._holders.put(ticket.id, worker)
 
     def issue(self, ticket: OpenTicket, version: int, reason: str, variant: str = "") -> str:
         """Issue the next attempt of a ticket, unless `max_attempts` attempts have been begun.

@@ -326,10 +326,14 @@ class Scheduler:
         self._closing = True
 
     def ticket_started(self, purpose: Purpose, ticket: int, attempt: int, worker: str) -> None:
-        """A rollout worker has taken an attempt."""
+        """A rollout worker has taken an attempt. If nobody waits for it any more, the worker has to stop: the
+        server delivers a ticket that has ended again if the acknowledgement was late or lost, and the engines
+        of an evaluation that is over do not return."""
         found = self._find(purpose, ticket)
-        if found is not None:
-            (self.tickets if purpose == "train" else self.evaluation.tickets).started(found, attempt, worker)
+        if found is not None and found.done is None and found.attempt == attempt:
+            (self.tickets if purpose == "train" else self.evaluation.tickets).started(found, worker)
+        elif self._state != "new":
+            self._commands.append(Withdraw(purpose, ticket, attempt))
 
     def first_token(self, ticket: int, attempt: int, version: int) -> None:
         """The version of an attempt's oldest token is known, although its group is not finished."""

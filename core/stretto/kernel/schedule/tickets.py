@@ -24,9 +24,10 @@ class TicketQueue:
             the dataset, and a training ticket is finished as soon as it is issued.
     """
 
-    def __init__(self, bus: Bus, names: Subjects, *, samples: bool) -> None:
+    def __init__(self, bus: Bus, names: Subjects, lease_epoch: int, *, samples: bool) -> None:
         self._bus = bus
         self._names = names
+        self._lease_epoch = lease_epoch
         self._samples = samples
         self._queued: dict[tuple[Purpose, int, int], int] = {}
         """(purpose, ticket, attempt) -> sequence number in the work queue."""
@@ -57,7 +58,8 @@ class TicketQueue:
         sequence = self._queued.pop((purpose, ticket, attempt), None)
         if sequence is not None:
             await self._bus.store.delete(self._names.tickets_stream, sequence)
-        await self._bus.publish(self._names.abort_ticket, AbortTicket(purpose, ticket, attempt))
+        abort = AbortTicket(self._lease_epoch, purpose, ticket, attempt)
+        await self._bus.publish(self._names.abort_ticket, abort)
 
     async def clear(self) -> None:
         """Remove the tickets that a previous kernel left in the queue. No worker of this kernel may take

@@ -489,6 +489,8 @@ class SimulatedServer:
             raise StreamRefusal(404, 10037, "no message found")
         data = base64.b64encode(message.data).decode()
         content = {"subject": message.subject, "seq": message.sequence, "data": data, "time": _CREATED}
+        if message.head:
+            content["hdrs"] = base64.b64encode(message.head).decode()
         return {"message": content}
 
 

@@ -173,6 +173,8 @@ class RolloutWorker:
                         await newest.acknowledge()
 
     def _abort(self, message: AbortTicket) -> None:
+        if message.lease_epoch != self._context.kernel_epoch:
+            return  # a kernel that was replaced does not know this attempt
         if running := self._running.get((message.purpose, message.ticket, message.attempt)):
             running[0].cancel()
 
