@@ -96,6 +96,26 @@ async def test_a_rollout_worker_hears_at_once_of_engines_that_come_and_go() -> N
         assert "inference-2" not in case.peers("rollout-0"), "a lost rollout worker is told nothing"
 
 
+async def test_a_rollout_worker_is_lost_and_joins_again_while_others_get_their_routes() -> None:
+    class Joining(Case):
+        async def publish(self, subject: str, message: Routes) -> None:
+            await super().publish(subject, message)
+            if "rollout-1" not in self.heard and self.members["rollout-1"].callable:
+                self.lose("rollout-1")
+                self.members["rollout-1"] = FleetMember("rollout-1", "rollout", "m", "here", 0.0)
+
+    case = Joining()
+    case.add("rollout-0")
+    case.add("rollout-1")
+    async with case.sending():
+        await case.until(lambda: "rollout-0" in case.heard)
+        case.add("inference-0")
+        await case.until(lambda: case.peers("rollout-0") == {"inference-0"})
+        assert "rollout-1" not in case.heard
+        case.add("rollout-1")
+        await case.until(lambda: "rollout-1" in case.heard)
+
+
 async def test_a_busy_rollout_worker_may_finish_its_calls_at_a_former_candidate() -> None:
     case = Case()
     async with case.sending():

@@ -30,6 +30,10 @@ class Candidates:
         """Number of rollout workers."""
         return len(self._rollouts)
 
+    def __contains__(self, rollout: str) -> bool:
+        """Whether this is a current rollout worker."""
+        return rollout in self._rollouts
+
     @property
     def rollouts(self) -> list[str]:
         """The current rollout workers."""

@@ -98,7 +98,8 @@ class RouteSender:
 
     async def _send(self, rollouts: Iterable[str]) -> None:
         for rollout in rollouts:
-            if member := self._fleet.members.get(rollout):
+            # While others got theirs, its process may have been lost, and another one may have joined.
+            if rollout in self._candidates and (member := self._fleet.members.get(rollout)):
                 routes = Routes(self._lease_epoch, self._peers_of(rollout))
                 subject = self._names.worker("rollout", rollout, member.nonce, "routes")
                 await self._bus.publish(subject, routes)
