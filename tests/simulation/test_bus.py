@@ -15,11 +15,13 @@ from nats.aio.client import Client
 
 from bus_testing import NO_LOCK, bundle, until
 from stretto.bus.client import Bus
-from stretto.bus.messages.journal import KernelLease
+from stretto.bus.messages.journal import JournalStep, KernelLease
 from stretto.bus.messages.membership import Heartbeat, Join, Welcome
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Ticket, TrajectoryBundle
-from stretto.errors import BusError, Malformed, NoAnswer, Refused
+from stretto.bus.store import StreamEnd
+from stretto.errors import BusError, Malformed, NoAnswer, Refused, Superseded
+from stretto.kernel.durable.journal import newest_epoch, own_journal
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
@@ -246,12 +248,71 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
         assert again.message == at_one.message
 
 
-async def test_every_lease_has_a_higher_number(open_bus: OpenBus, names: Subjects) -> None:
+@pytest.mark.parametrize("size", [10, 3_000_000], ids=["whole", "in parts"])
+async def test_only_the_newest_writer_of_a_stream_appends(
+    open_bus: OpenBus, names: Subjects, size: int
+) -> None:
+    stream = names.journal_stream
     async with open_bus("kernel") as kernel:
-        await kernel.store.make_log(names.journal_stream, [names.journal, names.leases])
-        first = await kernel.store.append(names.leases, KernelLease("here"), id="here1")
-        second = await kernel.store.append(names.leases, KernelLease("there"), id="there2")
-        assert second > first
+        store = kernel.store
+        await store.make_log(stream, [names.journal, names.leases])
+        former = StreamEnd(stream, 0)
+        first = await store.append(names.leases, KernelLease("here"), id="a", after=former)
+        newer = StreamEnd(stream, former.sequence)
+        second = await store.append(names.leases, KernelLease("x" * size), id="b", after=newer)
+        assert (await store.extent(stream)).last == newer.sequence == second > first
+        with pytest.raises(Superseded):
+            await store.append(names.leases, KernelLease("x" * size), id="c", after=former)
+        third = await store.append(names.leases, KernelLease("there"), id="d", after=newer)
+        assert third == second + 1
+        assert await store.read(stream, second, KernelLease) == KernelLease("x" * size)
+        await store.purge(stream, below=third + 1)  # nothing says any more what was stored there
+        with pytest.raises(Superseded):
+            await store.append(names.leases, KernelLease("here"), id="c", after=former)
+
+
+@pytest.mark.parametrize("size", [10, 3_000_000], ids=["whole", "in parts"])
+async def test_what_was_stored_without_an_acknowledgement_is_recognised(
+    open_bus: OpenBus, names: Subjects, size: int
+) -> None:
+    """Also if another writer came meanwhile: then the next append is refused."""
+    stream = names.journal_stream
+    async with open_bus("kernel") as kernel:
+        store = kernel.store
+        await store.make_log(stream, [names.journal, names.leases])
+        end = StreamEnd(stream, 0)
+        await store.append(names.leases, KernelLease("x" * size), id="a", after=end)
+        again = StreamEnd(stream, 0)  # as if no acknowledgement had come
+        await store.append(names.leases, KernelLease("x" * size), id="a", after=again)
+        assert again == end
+        assert (await store.extent(stream)).last == end.sequence
+
+        newer = StreamEnd(stream, end.sequence)
+        await store.append(names.leases, KernelLease("there"), id="b", after=newer)
+        again = StreamEnd(stream, 0)
+        await store.append(names.leases, KernelLease("x" * size), id="a", after=again)
+        assert again == end
+        with pytest.raises(Superseded):
+            await store.append(names.leases, KernelLease("here"), id="c", after=again)
+        assert (await store.extent(stream)).last == newer.sequence
+
+
+async def test_a_kernel_that_takes_the_lease_becomes_the_only_writer(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    async with open_bus("kernel") as kernel:
+        former = await own_journal(kernel, names, "here")
+        await former.append(JournalStep(0, 1, "digest"), "step", 1)
+        async with anyio.create_task_group() as tasks:  # each entry waits for the one before
+            for version in (2, 3, 4):
+                tasks.start_soon(former.append, JournalStep(0, version, "digest"), "step", version)
+        newer = await own_journal(kernel, names, "there")
+        assert newer.epoch > former.epoch == 1
+        assert await newest_epoch(kernel, names) == newer.epoch
+        with pytest.raises(Superseded):
+            await former.append(JournalStep(0, 5, "digest"), "step", 5)
+        await newer.append(JournalStep(0, 5, "another digest"), "step", 5)
+        assert (await kernel.store.extent(names.journal_stream)).last == newer.epoch + 1
 
 
 async def test_everything_goes_on_after_the_server_was_killed(

@@ -1,0 +1,68 @@
+"""The writers of a stream with three replicas, whose servers are killed one after the other."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+
+import anyio
+import pytest
+
+from nats_cluster import LOGIN, Cluster
+from stretto.bus.client import connect
+from stretto.bus.messages.journal import JournalStep
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.server import Bootstrap
+from stretto.errors import Superseded
+from stretto.kernel.durable.journal import JournalWriter, own_journal
+
+KERNELS = 4
+ENTRIES, KILLED_AT, STARTED_AT = 60, 20, 40
+"""Number of entries of each kernel, and the entries before which a server is killed and started again."""
+
+
+@pytest.mark.slow
+async def test_each_entry_is_stored_once_and_by_the_newest_writer(tmp_path: Path) -> None:
+    names = Subjects("r")
+    with Cluster(tmp_path / "cluster") as cluster:
+        bootstrap = Bootstrap(
+            url=cluster.url,
+            run="r",
+            role="kernel",
+            user=LOGIN["user"],
+            password=LOGIN["password"],
+            outage_s=60.0,
+            replicas=3,
+        )
+        async with connect(bootstrap) as bus, anyio.create_task_group() as tasks:
+            await anyio.sleep(2)  # until the cluster has a leader
+
+            writers = [await own_journal(bus, names, "0")]
+            for kernel, server in zip(range(KERNELS), cycle(cluster.servers), strict=False):
+                for version in range(ENTRIES):
+                    if version == KILLED_AT:  # while entries are on their way
+                        tasks.start_soon(anyio.to_thread.run_sync, server.kill)
+                    elif version == STARTED_AT:
+                        await anyio.to_thread.run_sync(server.start)
+                    await writers[-1].append(JournalStep(kernel, version, "digest"), "step", version)
+                writers.append(await own_journal(bus, names, str(kernel + 1)))
+                for former in writers[:-1]:
+                    await refused(former)
+        for server in cluster.servers:
+            server.kill()
+            server.start()
+        async with connect(bootstrap) as bus:
+            last = await bus.store.last_sequence(names.journal_stream, names.journal)
+            found = list[tuple[int, int]]()
+            async for sequence, entry in bus.store.follow(
+                names.journal_stream, names.journal, JournalStep, start=1
+            ):
+                found.append((entry.incarnation, entry.version))
+                if sequence == last:
+                    break
+    assert found == [(kernel, version) for kernel in range(KERNELS) for version in range(ENTRIES)]
+
+
+async def refused(writer: JournalWriter) -> None:
+    with pytest.raises(Superseded):
+        await writer.append(JournalStep(0, 0, "former"), "step", -1)
