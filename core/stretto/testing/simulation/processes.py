@@ -36,6 +36,8 @@ log = structlog.get_logger()
 
 _START_S = (0.2, 1.0)
 """Shortest and longest time that a worker needs to start."""
+_END_S = 0.05
+"""Time that a worker's process needs to end. Its last messages arrive before."""
 _CHILD_S = (0.1, 0.5)
 _SCORE_S = 0.01
 
@@ -62,6 +64,7 @@ class SimulatedMachine:
                 status = 1
                 for each in leaves(error):
                     log.error("worker failed", error=f"{type(each).__name__}: {each}")
+            await anyio.sleep(_END_S)
             process.end(status)
 
         def start() -> None:
