@@ -175,7 +175,6 @@ class Worker:
         self.id = bootstrap.worker
         self.nonce = secrets.token_hex(4)
         self.inbox = f"{self.names.inbox(self.role)}.{secrets.token_hex(11)}"
-        self.version = -1
         self.joins = 0
         self._welcome = asyncio.Event()
 
@@ -257,7 +256,6 @@ class Worker:
 
     def _beacon(self, subject: str, reply: str, payload: bytes) -> None:
         beacon = decoder(Beacon)(payload)
-        self.version = beacon.version
         if beacon.state == "over":
             counts["over"] += 1
             if counts["over"] >= counts["ready"]:

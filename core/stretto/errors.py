@@ -10,6 +10,7 @@ The tree contains every exception of core. The module is in brackets if it is no
     ├── BusError             a failure of communication between processes
     │   ├── NoAnswer         another process did not answer in time: `who`, `subject`, `waited_s`
     │   ├── Refused          another process answered with a refusal: `who`, `reason`
+    │   ├── Superseded       a stream that another process writes now: `stream`
     │   ├── MessageGone      a stored message that is no longer in its stream
     │   └── Malformed        bytes that are not the expected message: `subject`, `expected`
     ├── EngineError          an engine that cannot do what a worker asked
@@ -58,6 +59,7 @@ __all__ = [
     "RewardError",
     "RunError",
     "StrettoError",
+    "Superseded",
     "WeightsError",
     "foreign_frames",
     "leaves",

@@ -220,7 +220,7 @@ async def test_each_role_may_do_its_own_work_only(
         errors.append(str(error).lower())
 
     async with open_bus("kernel") as kernel:
-        await kernel.store.make_log(names.journal_stream, [names.journal, names.leases])
+        await kernel.store.make_log(names.journal_stream, names.of_journal)
         raw = await raw_client(tmp_path, "verifier", error_cb=note)
         forbidden = (
             *(names.beacon, names.journal, names.trajectories, names.ticket("train")),

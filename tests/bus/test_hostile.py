@@ -128,7 +128,7 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
         return Welcome(b"", "r", "", 1, 1.0, {}, 1.0, NO_LOCK)
 
     async with open_bus("kernel") as kernel:
-        await kernel.store.make_log(names.journal_stream, [names.journal, names.leases])
+        await kernel.store.make_log(names.journal_stream, names.of_journal)
         lease = await kernel.store.append(names.leases, KernelLease("here"), id="here1")
         await kernel.serve(names.kernel("rollout", "join"), Join, welcome)
         attacker = await raw("rollout")
@@ -171,7 +171,7 @@ async def test_only_the_operator_can_give_a_run_commands(
             heard: list[Beacon] = []
             for mine in (names.beacon, names.kernel("rollout", "leaving"), names.ticket("train")):
                 await kernel.subscribe(mine, Beacon, heard.append)
-                await operator.publish(mine, Beacon(1, 0, "over"))
+                await operator.publish(mine, Beacon(1, "over"))
             await operator.request(subject, command, RunScaled, who="kernel", deadline_s=10)
             assert not heard
     assert received == [command] * 2
@@ -196,7 +196,7 @@ async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
 ) -> None:
     """The server answers on any subject that a request names. The attacker names those of the kernel."""
     async with open_bus("kernel") as kernel, open_bus("rollout") as honest:
-        await kernel.store.make_log(names.journal_stream, [names.journal, names.leases])
+        await kernel.store.make_log(names.journal_stream, names.of_journal)
         await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
         await kernel.store.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=60)
         lease = await kernel.store.append(names.leases, KernelLease("here"), id="here3")

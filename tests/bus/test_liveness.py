@@ -82,7 +82,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
         return LoadReport(Load(0, 0, 0, 1, 0, 0.0, 0, 0.0, 0.0))
 
     async with open_bus("kernel") as kernel, open_bus("inference") as inference:
-        await kernel.store.make_log(names.journal_stream, [names.journal, names.leases])
+        await kernel.store.make_log(names.journal_stream, names.of_journal)
         await inference.serve(subject, AskLoad, answer)
         async with anyio.create_task_group() as tasks:
             answers: list[LoadReport] = []
@@ -118,7 +118,7 @@ async def test_a_killed_guard_is_started_again_with_the_same_server(
 ) -> None:
     pid_file = tmp_path / "bus" / "guard.pid"
     async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
-        await kernel.store.make_log(names.journal_stream, [names.journal, names.leases])
+        await kernel.store.make_log(names.journal_stream, names.of_journal)
         before = await kernel.store.append(names.leases, KernelLease("before"), id="before2")
         tasks.start_soon(server.look_after_guard)
         former = psutil.Process(int(pid_file.read_text()))
@@ -141,7 +141,7 @@ async def test_a_store_that_a_full_disk_has_broken_is_named_and_works_after_a_re
         return Refusal(f"{number}" * 100_000)
 
     async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
-        await kernel.store.make_log(names.journal_stream, [names.journal, names.leases])
+        await kernel.store.make_log(names.journal_stream, names.of_journal)
         await kernel.store.append(names.journal, message(0), id="0")
         assert kernel.unanswered.longest() is None
         server = psutil.Process(server_pid(tmp_path))
@@ -543,8 +543,8 @@ def test_a_worker_leaves_when_a_later_kernel_owns_the_run() -> None:
     context = WorkerContext(
         no_bus, Subjects("r"), "rollout-0", "rollout", "n", welcome("r", 1), HostProcess()
     )
-    context.receive_beacon(Beacon(1, 0, "running"))
+    context.receive_beacon(Beacon(1, "running"))
     assert not context.leave.is_set()
-    context.receive_beacon(Beacon(2, 0, "running"))  # that kernel has workers of its own
+    context.receive_beacon(Beacon(2, "running"))  # that kernel has workers of its own
     assert context.leave.is_set()
     assert context.reason == "another kernel owns the run now"

@@ -74,7 +74,7 @@ async def test_a_client_with_a_certificate_of_the_authority_is_accepted(
 ) -> None:
     names = Subjects("r")
     async with connect(bootstrap(f"tls://{tls_server.address}", identity(certs))) as bus:
-        await bus.store.make_log(names.journal_stream, [names.journal, names.leases])
+        await bus.store.make_log(names.journal_stream, names.of_journal)
         await bus.store.append(names.leases, KernelLease("here"), id="here1")
 
 
@@ -253,7 +253,7 @@ async def test_a_server_for_other_machines_admits_bootstrap_files_of_its_run_alo
             for file in (*folder.glob("*.key"), *folder.glob("*.json"), folder / "nats.conf"):
                 assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
             async with connect(kernel) as bus, connect(worker) as other:
-                await bus.store.make_log(names.journal_stream, [names.journal, names.leases])
+                await bus.store.make_log(names.journal_stream, names.of_journal)
                 assert await bus.store.append(names.leases, KernelLease("here"), id="here2")
                 assert other.connected
             bare = msgspec.structs.replace(worker, tls=TlsIdentity(ca=worker.tls.ca))

@@ -114,7 +114,7 @@ class Books:
         bootstrap = Bootstrap.read(folder / "bus" / "kernel.json")
         async with connect(bootstrap) as bus:
             await bus.store.make_log(names.log_stream, [names.trajectories, names.groups])
-            await bus.store.make_log(names.journal_stream, [names.journal, names.leases])
+            await bus.store.make_log(names.journal_stream, names.of_journal)
             await self._append(bus, names)
         await server.stop()
         lock.close()

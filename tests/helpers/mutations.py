@@ -93,6 +93,14 @@ MUTATIONS: list[Mutation] = [
         elif record.digest != note.digest:\n""",
         new="""        if record is not None and record.digest != note.digest:\n""",
     ),
+    # Events. Breaks "state = fold(events)": the loss of a worker changes the schedule and is in no event.
+    Mutation(
+        "the loss of a worker is not written",
+        _KERNEL,
+        old="""        self._journal.hear(event)\n""",
+        new="""        if not isinstance(event, WorkerGone):
+            self._journal.hear(event)\n""",
+    ),
     # Checkpoints. Breaks "one evaluation of each due version": that under way at a checkpoint is forgotten
     # (kernel killed after a checkpoint, before the evaluation is complete).
     Mutation(

@@ -13,7 +13,9 @@ from stretto.kernel.schedule.scheduler import Ledger, Snapshot
 
 def state(version: int, lowest: int = 1) -> KernelState:
     snapshot = Snapshot(version, Ledger(), 0, 0, [], [], [], {}, {})
-    return KernelState(version, 0, "digest", snapshot, 9, lowest, "layout", 1, 0, 0, 0.0)
+    return KernelState(
+        version, 0, "digest", snapshot, 9, lowest, "layout", 1, 0, 0, 0.0, events_after=10 * lowest
+    )
 
 
 async def write(root: Path, version: int, lowest: int = 1) -> None:
@@ -53,7 +55,8 @@ async def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
 async def test_pruning_keeps_the_newest_and_says_what_they_need(tmp_path: Path) -> None:
     for version, lowest in ((10, 5), (20, 17), (30, 25)):
         await write(tmp_path, version, lowest)
-    assert prune(tmp_path, 2, checkpoint_name(30), {10}) == 17  # nobody continues from one that is spared
+    needed = 17, 170  # nobody continues from one that is spared
+    assert prune(tmp_path, 2, checkpoint_name(30), {10}) == needed
     assert (tmp_path / "step-000010").exists()
-    assert prune(tmp_path, 2, checkpoint_name(30)) == 17
+    assert prune(tmp_path, 2, checkpoint_name(30)) == needed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020", "step-000030"]

@@ -149,7 +149,7 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
         seen: list[Outcome] = []
         with anyio.move_on_after(20) as until_both:
 
-            def accept(outcome: Outcome) -> None:
+            def accept(sequence: int, outcome: Outcome) -> None:
                 seen.append(outcome)
                 if isinstance(outcome, GroupDone):
                     scheduler.group_done(outcome)

@@ -68,7 +68,7 @@ class History:
     async def make_streams(self) -> None:
         names = self.names
         await self.bus.store.make_log(names.log_stream, [names.trajectories, names.groups])
-        await self.bus.store.make_log(names.journal_stream, [names.journal, names.leases])
+        await self.bus.store.make_log(names.journal_stream, names.of_journal)
 
     async def finish(self, ticket: int, images: tuple[int, ...] = ()) -> None:
         """Append the outcome of a ticket."""

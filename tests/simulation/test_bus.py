@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import anyio
+import msgspec
 import nats.aio.client
 import nats.js.client
 import nats.nuid
@@ -15,10 +16,27 @@ from nats.aio.client import Client
 
 from bus_testing import NO_LOCK, bundle, until
 from stretto.bus.client import Bus
+from stretto.bus.messages.events import (
+    BatchesReleased,
+    Event,
+    EventBatch,
+    OutcomeRead,
+    RunClosing,
+    ScheduleStarted,
+    StepTrained,
+    WorkerGone,
+)
 from stretto.bus.messages.journal import JournalStep, KernelLease
 from stretto.bus.messages.membership import Heartbeat, Join, Welcome
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, Ticket, TrajectoryBundle
+from stretto.bus.messages.tickets import (
+    GroupDone,
+    GroupFailed,
+    Progress,
+    Ticket,
+    TicketStarted,
+    TrajectoryBundle,
+)
 from stretto.bus.store import StreamEnd
 from stretto.errors import BusError, Malformed, NoAnswer, Refused, Superseded
 from stretto.kernel.durable.journal import newest_epoch, own_journal
@@ -255,7 +273,7 @@ async def test_only_the_newest_writer_of_a_stream_appends(
     stream = names.journal_stream
     async with open_bus("kernel") as kernel:
         store = kernel.store
-        await store.make_log(stream, [names.journal, names.leases])
+        await store.make_log(stream, names.of_journal)
         former = StreamEnd(stream, 0)
         first = await store.append(names.leases, KernelLease("here"), id="a", after=former)
         newer = StreamEnd(stream, former.sequence)
@@ -279,7 +297,7 @@ async def test_what_was_stored_without_an_acknowledgement_is_recognised(
     stream = names.journal_stream
     async with open_bus("kernel") as kernel:
         store = kernel.store
-        await store.make_log(stream, [names.journal, names.leases])
+        await store.make_log(stream, names.of_journal)
         end = StreamEnd(stream, 0)
         await store.append(names.leases, KernelLease("x" * size), id="a", after=end)
         again = StreamEnd(stream, 0)  # as if no acknowledgement had come
@@ -313,6 +331,56 @@ async def test_a_kernel_that_takes_the_lease_becomes_the_only_writer(
             await former.append(JournalStep(0, 5, "digest"), "step", 5)
         await newer.append(JournalStep(0, 5, "another digest"), "step", 5)
         assert (await kernel.store.extent(names.journal_stream)).last == newer.epoch + 1
+
+
+async def test_events_are_stored_in_order_and_before_an_entry_that_follows(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    heard: list[Event] = [
+        ScheduleStarted(0),
+        TicketStarted("rollout-0", "train", 1, 1),
+        Progress("rollout-0", ((1, 1, 0),)),
+        OutcomeRead(7),
+        StepTrained(1, hold=True, divergence=float("inf")),
+        WorkerGone("rollout-0", drained=False),
+    ]
+    messages: list[EventBatch] = []
+    async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
+        store, stream = kernel.store, names.journal_stream
+        writer = await own_journal(kernel, names, "here")
+        for event in heard[:2]:
+            writer.hear(event)
+        await writer.append(JournalStep(0, 1, "digest"), "step", 1)
+        assert await store.last_sequence(stream, names.events) == writer.epoch + 1
+        assert await store.last_sequence(stream, names.journal) == writer.epoch + 2
+        writer.hear(heard[2])
+        before = writer.stored_to
+        await writer.flush()
+        await writer.flush()  # has nothing to do
+        assert writer.stored_to == before + 1
+        tasks.start_soon(writer.keep)
+        for event in heard[3:]:
+            writer.hear(event)  # nobody waits for it
+        async for _, message in store.follow(stream, names.events, EventBatch, start=1):
+            messages.append(message)
+            if sum(len(each.events) for each in messages) == len(heard):
+                break
+        newer = await own_journal(kernel, names, "there")
+        newer.hear(BatchesReleased())
+        await newer.flush()
+        await store.purge(stream, below=newer.stored_to, subject=names.events)
+        assert await store.read_newest(stream, names.events, EventBatch) == EventBatch(
+            newer.epoch, 0, (msgspec.Raw(msgspec.msgpack.encode(BatchesReleased())),)
+        )
+        entry = await store.last_sequence(stream, names.journal)
+        assert (await store.read(stream, entry, JournalStep)).digest == "digest"  # of another subject
+        writer.hear(RunClosing())
+        with pytest.raises(Superseded):
+            await writer.flush()
+        tasks.cancel_scope.cancel()
+    assert [each.first for each in messages] == [0, 2, 3]
+    decode = msgspec.msgpack.Decoder(Event).decode
+    assert [decode(event) for each in messages for event in each.events] == heard
 
 
 async def test_everything_goes_on_after_the_server_was_killed(

@@ -121,7 +121,7 @@ class Case:
         for listener in self._routes_listeners:
             listener(Routes(1, tuple(peers)))
         for listener in self._listeners:
-            listener(Beacon(1, 0, "running"))
+            listener(Beacon(1, "running"))
 
     async def until_asked_again(self, engine: Engine, times: int) -> GenerateRequest:
         """At beacons, which come more often than every second here."""

@@ -332,12 +332,20 @@ class Store:
             return False
         return True
 
-    async def purge(self, stream: str, *, below: int | None = None) -> None:
+    async def end(self, stream: str) -> StreamEnd:
+        """Return the present end of a stream, for its next writer."""
+        info = await self._storing(lambda: self._jetstream.stream_info(stream), stream)
+        return StreamEnd(stream, info.state.last_seq)
+
+    async def purge(self, stream: str, *, below: int | None = None, subject: str | None = None) -> None:
         """Remove the messages with a sequence number lower than `below`, or all messages if it is None.
 
         If the stream has not reached `below`, its next message gets that sequence number.
+
+        Args:
+            subject: the subject whose messages are removed; None for all.
         """
-        await self._storing(lambda: self._jetstream.purge_stream(stream, seq=below), stream)
+        await self._storing(lambda: self._jetstream.purge_stream(stream, below, subject), stream)
 
     async def delete(self, stream: str, sequence: int) -> None:
         """Remove one message. If it is not there, do nothing."""

@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 import anyio
 import msgspec
@@ -24,6 +23,15 @@ from stretto import tracing
 from stretto.bus.client import Bus
 from stretto.bus.joining import check_operator, own_version
 from stretto.bus.lock import KernelLock
+from stretto.bus.messages.events import (
+    BatchesReleased,
+    Event,
+    OutcomeRead,
+    RunClosing,
+    ScheduleStarted,
+    StepTrained,
+    WorkerGone,
+)
 from stretto.bus.messages.inference import SwapDone
 from stretto.bus.messages.journal import (
     JournalBatch,
@@ -42,7 +50,7 @@ from stretto.bus.messages.membership import (
     WorkerProcess,
 )
 from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
-from stretto.bus.messages.tickets import GroupDone, Progress, TicketStarted
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Progress, TicketStarted
 from stretto.bus.messages.training import RowRef
 from stretto.config import MetricsConfig
 from stretto.errors import BusError, ConfigError, RunError, one_error
@@ -75,6 +83,7 @@ from stretto.kernel.schedule.commands import (
     StartBatch,
     Withdraw,
 )
+from stretto.kernel.schedule.fold import apply
 from stretto.kernel.schedule.lending import Demand
 from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.tickets import TicketQueue
@@ -184,7 +193,8 @@ class Kernel:
         )
         self._scaler = WorkerScaler(setup, bus, lease_epoch, ending, tasks)
         self._engine_errors = EngineErrors()
-        self._commands_ready = anyio.Event()
+        self._heard = anyio.Event()
+        """Set by each event."""
         self._changed = anyio.Event()
         self._published = anyio.Event()
         """The newest version is published, in the journal, and announced."""
@@ -220,6 +230,7 @@ class Kernel:
         self._tasks.start_soon(watch_bus, self._setup, self._bus, self._ending)
         self._tasks.start_soon(watch_store, self._setup, self._bus, self._ending)
         self._tasks.start_soon(self._status.publish, self._bus, self._names)
+        self._tasks.start_soon(self._journal.keep)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
         if self._setup.continues:
@@ -248,7 +259,7 @@ class Kernel:
         await bus.serve(names.kernel("operator", "stop"), StopRun, self._stop)
         await self._samples.serve()
         await bus.subscribe(names.ticket_started, TicketStarted, self._ticket_started)
-        await bus.subscribe(names.progress, Progress, self._progress)
+        await bus.subscribe(names.progress, Progress, self._hear)
 
     async def _serve_metrics(self, config: MetricsConfig) -> str:
         """Start to serve the figures to Prometheus, and return their URL.
@@ -308,10 +319,9 @@ class Kernel:
         self._started = self._status.started = True
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._report.first_ticket()
-        self._scheduler.start()
+        self._hear(ScheduleStarted(self._scheduler.version))
         if self._config.elastic.ranges():
             self._tasks.start_soon(self._scaler.follow)
-        self._wake_carry_out()
 
     async def _repeat(self, stored: Stored) -> tuple[WeightsNote, ...]:
         """Load the checkpoint and train the journal's later batches again.
@@ -453,7 +463,7 @@ class Kernel:
         ending = self._ending
         await ending.drain_requested.wait()
         if self._started:
-            self._scheduler.close()
+            self._hear(RunClosing())
             self._status.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
             while self._scheduler.training:
                 await self._changed.wait()
@@ -472,7 +482,7 @@ class Kernel:
         self._status.note = "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
-                await self._bus.publish(self._names.beacon, self._beacon("over"))
+                await self._bus.publish(self._names.beacon, Beacon(self._lease_epoch, "over"))
         at_once = self._ending.forced or not self._bus.connected
         await self._fleet.stop(0 if at_once else _LEAVE_S)
         await self._samples.stop(at_once=at_once)
@@ -534,8 +544,7 @@ class Kernel:
         self._timeline.worker(member.worker, "left", why)
         self._on_change(member)
         if member.role == "rollout":
-            self._scheduler.worker_left(member.worker)
-            self._wake_carry_out()
+            self._hear(WorkerGone(member.worker, drained=True))
 
     def _on_change(self, member: FleetMember) -> None:
         """A worker is lost, has left, or begins to drain."""
@@ -569,24 +578,17 @@ class Kernel:
                 f"`stretto resume {self._setup.folder}` continues the run",
             )
         elif member.role == "rollout":
-            self._scheduler.worker_lost(member.worker)
-            self._wake_carry_out()
+            self._hear(WorkerGone(member.worker, drained=False))
 
     def _notify(self) -> None:
-        """Wake the tasks that wait for a change. One of them sends a beacon, if the beacon has changed."""
+        """Wake the tasks that wait for a change."""
         self._changed.set()
         self._changed = anyio.Event()
 
     async def _beacons(self) -> None:
         while True:
-            sent = self._beacon("running")
-            await self._bus.publish(self._names.beacon, sent)
-            with anyio.move_on_after(1):
-                while self._beacon("running") == sent:
-                    await self._changed.wait()
-
-    def _beacon(self, state: Literal["running", "over"]) -> Beacon:
-        return Beacon(self._lease_epoch, self._scheduler.version, state)
+            await self._bus.publish(self._names.beacon, Beacon(self._lease_epoch, "running"))
+            await anyio.sleep(1)
 
     def _take_in_swap(self, worker: str, done: SwapDone) -> None:
         self._engine_errors.add(worker, done)
@@ -596,44 +598,43 @@ class Kernel:
 
     def _ticket_started(self, message: TicketStarted) -> None:
         self._timeline.taken(message)
-        self._scheduler.ticket_started(message.purpose, message.ticket, message.attempt, message.worker)
-        self._wake_carry_out()
+        self._hear(message)
 
-    def _progress(self, message: Progress) -> None:
-        for ticket, attempt, version in message.oldest:
-            self._scheduler.first_token(ticket, attempt, version)
-        self._wake_carry_out()
-
-    def _take_in(self, outcome: Outcome) -> None:
-        if isinstance(outcome, GroupDone):
-            self._timeline.done(outcome)
-            if outcome.purpose == "eval":
-                self._traces.evaluated(outcome)
-            else:
-                self._scaler.groups += 1
-            self._scheduler.group_done(outcome)
-            if self._setup.graph.samples and self._scheduler.is_finished(outcome):
-                self._tasks.start_soon(partial(self._trainers.prefetch, _rows((outcome,)), complete=False))
+    def _take_in(self, sequence: int, outcome: Outcome) -> None:
+        self._hear(OutcomeRead(sequence), outcome)
+        if isinstance(outcome, GroupFailed):
+            return
+        self._timeline.done(outcome)
+        if outcome.purpose == "eval":
+            self._traces.evaluated(outcome)
         else:
-            self._scheduler.group_failed(outcome)
-        self._wake_carry_out()
+            self._scaler.groups += 1
+        if self._setup.graph.samples and self._scheduler.is_finished(outcome):
+            self._tasks.start_soon(partial(self._trainers.prefetch, _rows((outcome,)), complete=False))
+
+    def _hear(self, event: Event, outcome: Outcome | None = None) -> None:
+        """Let the scheduler take in an event, and queue it for the journal."""
+        apply(self._scheduler, event, outcome)
+        self._journal.hear(event)
+        self._report.waits.lacks(self._scheduler.waits_for)
+        self._heard.set()
 
     # ---------------------------------------------------------------------- the scheduler's commands
 
-    def _wake_carry_out(self) -> None:
-        """Wake the task that carries out the scheduler's commands. Called after every event that may produce
-        commands, or change what the next step waits for."""
-        self._report.waits.lacks(self._scheduler.waits_for)
-        self._commands_ready.set()
-
     async def _carry_out(self) -> None:
-        """Carry out the scheduler's commands in order, until cancelled. Tickets are issued concurrently."""
+        """Carry out the scheduler's commands in order, until cancelled. Tickets are issued concurrently.
+
+        Nothing that follows from an event leaves the kernel before the server has stored the event.
+        """
+        known = None
         while True:
-            await self._commands_ready.wait()
-            self._commands_ready = anyio.Event()
-            for are_issues, commands in groupby(
-                self._scheduler.commands(), lambda each: isinstance(each, Issue)
-            ):
+            await self._heard.wait()
+            self._heard = anyio.Event()
+            all_commands, demand = self._scheduler.commands(), self._demand()
+            if all_commands or demand != known:
+                await self._journal.flush()
+            known = demand
+            for are_issues, commands in groupby(all_commands, lambda each: isinstance(each, Issue)):
                 if are_issues:  # an evaluation issues thousands of tickets at once
                     async with anyio.create_task_group() as issues:
                         for command in commands:
@@ -641,10 +642,13 @@ class Kernel:
                 else:
                     for command in commands:
                         await self._do(command)
-            scheduler, rounds = self._scheduler, self._scheduler.evaluation
-            resting = scheduler.tickets.resting or not self._setup.graph.samples
-            demand = Demand(rounds.under_way, rounds.needed_versions, resting, scheduler.version == 0)
             self._engines.lend(demand)
+
+    def _demand(self) -> Demand:
+        """Return what evaluations need from the engines now."""
+        scheduler, rounds = self._scheduler, self._scheduler.evaluation
+        resting = scheduler.tickets.resting or not self._setup.graph.samples
+        return Demand(rounds.under_way, rounds.needed_versions, resting, scheduler.version == 0)
 
     async def _do(self, command: Command) -> None:
         match command:
@@ -691,7 +695,7 @@ class Kernel:
         beside = self._scheduler.settings.max_staleness > 0 and not due
         note = None if beside else await self._publish(version, divergence)
         # No await up to `announce`: no task may see the new ledger without the step's figures.
-        self._scheduler.step_finished(hold=due, divergence=divergence)
+        self._hear(StepTrained(version, due, divergence))
         self._report.step(start, result, waits, generate_busy_s=busy_s, divergence=divergence)
         self._record_step(start, result, waits)
         self._traces.trained(trace, result.began)
@@ -700,13 +704,11 @@ class Kernel:
             self._tasks.start_soon(self._publish_beside, version, divergence, self._published)
         else:
             self._engines.announce(note)
-        self._wake_carry_out()
         self._notify()
         self._drain_if_failing(version)
         if due:
             await self._checkpointer.save()
-            self._scheduler.release()
-            self._wake_carry_out()
+            self._hear(BatchesReleased())
 
     async def _train(self, start: StartBatch, trace: StepTrace) -> tuple[StepResult, float]:
         """Write the batch to the journal, run the calls of its step, and end the step.

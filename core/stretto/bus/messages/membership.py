@@ -12,13 +12,11 @@ from stretto.engine import Load
 from stretto.launcher import Role
 
 
-class Beacon(Message, frozen=True, tag="Beacon/2"):
-    """Kernel to all workers, every second and at every change: the kernel is alive."""
+class Beacon(Message, frozen=True, tag="Beacon/3"):
+    """Kernel to all workers, every second and at the end: the kernel is alive."""
 
     lease_epoch: int
     """Fencing number of the kernel's lease. A worker obeys the highest number that it has seen."""
-    version: int
-    """Training version."""
     state: Literal["running", "over"]
     """At `over` every worker leaves."""
 

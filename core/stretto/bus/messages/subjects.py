@@ -54,6 +54,7 @@ class Subjects:
         self.tickets = f"{self.root}.tickets"
         self.journal = f"{self.root}.journal"
         self.leases = f"{self.journal}.leases"
+        self.events = f"{self.journal}.events"
         self.tickets_stream = f"TICKETS_{run}"
         self.log_stream = f"LOG_{run}"
         self.journal_stream = f"JOURNAL_{run}"
@@ -61,6 +62,11 @@ class Subjects:
     def image(self, digest: str) -> str:
         """Subject of an image in the log; `*` for all images."""
         return f"{self.log}.images.{digest}"
+
+    @property
+    def of_journal(self) -> list[str]:
+        """All subjects of the journal's stream."""
+        return [self.journal, self.leases, self.events]
 
     @property
     def of_log(self) -> list[str]:

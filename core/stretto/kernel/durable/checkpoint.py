@@ -89,6 +89,9 @@ class KernelState(msgspec.Struct, frozen=True):
     """Older versions that still have to be evaluated. Their weights are in the checkpoint too."""
     lost: LostData = LostData()
     """All losses up to the checkpoint."""
+    events_after: int = 0
+    """Sequence number in the journal's stream. The snapshot has taken in all events up to it, and of the
+    later ones those that the kernel had not stored yet."""
 
     @classmethod
     def initial(cls) -> KernelState:
@@ -242,9 +245,9 @@ def state_of(folder: Path) -> KernelState:
     return msgspec.json.decode((folder / "kernel.json").read_bytes(), type=KernelState)
 
 
-def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> int:
-    """Remove old checkpoints, and return the lowest `lowest_sequence` of the newest `keep`; 0 if none
-    can be read.
+def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> tuple[int, int]:
+    """Remove old checkpoints, and return the lowest `lowest_sequence` and the lowest `events_after` of the
+    newest `keep`; 0 if none can be read.
 
     Args:
         keep: number of the newest checkpoints that stay.
@@ -257,13 +260,16 @@ def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> i
     for folder in folders[:-keep]:
         if folder.name not in names:
             _remove(folder)
-    needed: list[int] = []
+    states: list[KernelState] = []
     for folder in folders[-keep:]:
         try:
-            needed.append(state_of(folder).lowest_sequence)
+            states.append(state_of(folder))
         except (OSError, msgspec.DecodeError) as error:
             log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
-    return min(needed, default=0)
+    return (
+        min((state.lowest_sequence for state in states), default=0),
+        min((state.events_after for state in states), default=0),
+    )
 
 
 # --------------------------------------------------------------------------------------- private

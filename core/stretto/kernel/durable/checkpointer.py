@@ -102,8 +102,8 @@ class Checkpointer:
             await anyio.sleep(pause_s)
 
     async def prune(self) -> None:
-        """Remove old checkpoints as `checkpoint.keep` says, and the part of the log that only they needed and
-        whose samples are on disk.
+        """Remove old checkpoints as `checkpoint.keep` says, the events that only they needed, and the part of
+        the log that only they needed and whose samples are on disk.
 
         With `checkpoint.keep_best`, the checkpoints of the best version and of versions that still have to be
         evaluated stay.
@@ -115,9 +115,12 @@ class Checkpointer:
         if config.keep_best:
             best = scheduler.evaluation.best
             spared = {*scheduler.evaluation.needed_versions, *([best.version] if best else [])}
-        below = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
+        below, events = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
+        store, names = self._bus.store, self._setup.names
         if below := self._samples.purgeable(below):
-            await self._bus.store.purge(self._setup.names.log_stream, below=below)
+            await store.purge(names.log_stream, below=below)
+        if events:
+            await store.purge(names.journal_stream, below=events + 1, subject=names.events)
 
     def _unsaved(self) -> WeightsNote | None:
         """Return the note of the current version; None if it has its checkpoint."""
@@ -127,6 +130,7 @@ class Checkpointer:
         return self._engines.note
 
     async def _write(self, name: str, state: KernelState) -> None:
+        await self._journal.flush()  # what the snapshot has taken in
         async with writing(self._root, name, state, self._store) as draft:
             await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))
         self._saved, self._newest = (state.version, state.incarnation), name
@@ -157,6 +161,7 @@ class Checkpointer:
             wall_s=setup.report.wall_s,
             values=setup.values,
             lost=setup.report.lost,
+            events_after=self._journal.stored_to,
             needed=tuple(
                 self._engines.notes[version] for version in snapshot.evaluating if version != snapshot.version
             ),

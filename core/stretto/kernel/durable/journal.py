@@ -10,16 +10,22 @@ from __future__ import annotations
 import secrets
 
 import anyio
+import msgspec
 
 from stretto.bus.client import Bus
+from stretto.bus.messages.events import Event, EventBatch
 from stretto.bus.messages.journal import JournalEntry, KernelLease
 from stretto.bus.messages.subjects import Subjects
+from stretto.bus.payloads import encode
 from stretto.bus.store import StreamEnd
 from stretto.errors import Superseded
 
+_BATCH_S = 0.05
+"""Seconds for which an event for which nobody waits may wait for others."""
+
 
 class JournalWriter:
-    """Appends the entries of the kernel that owns the run to the journal.
+    """Appends the entries of the kernel that owns the run to the journal, and the events of its scheduler.
 
     Args:
         epoch: number of the kernel's lease.
@@ -28,15 +34,19 @@ class JournalWriter:
 
     def __init__(self, bus: Bus, names: Subjects, epoch: int, end: StreamEnd) -> None:
         self._bus = bus
-        self._names = names
+        self.names = names
         self.epoch = epoch
         self._end = end
         self._appending = anyio.Lock()
+        self._stored = 0
+        """Number of events that the server has stored."""
+        self._pending: list[msgspec.Raw] = []
+        self._any_pending = anyio.Event()
         self.incarnation = 0
         """Incarnation of the weights. It rises when a repeated step does not reach its recorded digest."""
 
     async def append(self, entry: JournalEntry, what: str, version: int) -> None:
-        """Store an entry.
+        """Store an entry, after all events that were heard before.
 
         Args:
             what: the entry among those of its version, for the id by which a repeated attempt of this call
@@ -48,7 +58,47 @@ class JournalWriter:
         """
         id = f"{entry.incarnation}/{version}/{what}/{self.epoch}"
         async with self._appending:
-            await self._bus.store.append(self._names.journal, entry, id=id, after=self._end)
+            await self._store_events()
+            await self._bus.store.append(self.names.journal, entry, id=id, after=self._end)
+
+    def hear(self, event: Event) -> None:
+        """Queue an event. It is stored by the next `flush` or `append`, or by `keep`."""
+        self._pending.append(msgspec.Raw(encode(event)))
+        self._any_pending.set()
+
+    async def flush(self) -> None:
+        """Wait until the server has stored all events that were heard.
+
+        Raises:
+            Superseded, BusError: as `append`.
+        """
+        async with self._appending:
+            await self._store_events()
+
+    async def keep(self) -> None:
+        """Store the events for which nobody waits, until cancelled.
+
+        Raises:
+            Superseded, BusError: as `append`.
+        """
+        while True:
+            await self._any_pending.wait()
+            await anyio.sleep(_BATCH_S)
+            await self.flush()
+
+    @property
+    def stored_to(self) -> int:
+        """Sequence number of the last message in the stream: later events have higher ones."""
+        return self._end.sequence
+
+    async def _store_events(self) -> None:
+        if not self._pending:
+            return
+        events = EventBatch(self.epoch, self._stored, tuple(self._pending))
+        self._pending, self._any_pending = [], anyio.Event()
+        id = f"events/{self.epoch}/{events.first}"
+        await self._bus.store.append(self.names.events, events, id=id, after=self._end)
+        self._stored += len(events.events)
 
 
 async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
@@ -61,9 +111,9 @@ async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
     Raises:
         BusError: if the server cannot store the lease.
     """
-    await bus.store.make_log(names.journal_stream, [names.journal, names.leases])
+    await bus.store.make_log(names.journal_stream, names.of_journal)
     while True:
-        end = StreamEnd(names.journal_stream, (await bus.store.extent(names.journal_stream)).last)
+        end = await bus.store.end(names.journal_stream)
         try:
             epoch = await bus.store.append(
                 names.leases, KernelLease(place), id=secrets.token_hex(16), after=end

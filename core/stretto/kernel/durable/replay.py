@@ -192,7 +192,7 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource) ->
     rows = rows_of(segment.batches)
     async with served(setup), connect(Bootstrap.read(setup.folder / "bus" / "kernel.json")) as bus:
         await bus.store.make_log(names.log_stream, names.of_log)
-        await bus.store.make_log(names.journal_stream, [names.journal, names.leases])
+        await bus.store.make_log(names.journal_stream, names.of_journal)
         placed: dict[str, RowRef] = {}
         draws = dict(segment.draws)
         if setup.graph.samples:

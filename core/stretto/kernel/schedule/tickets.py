@@ -67,8 +67,9 @@ class TicketQueue:
         end."""
         await self._bus.store.purge(self._names.tickets_stream)
 
-    async def follow(self, accept: Callable[[Outcome], None]) -> None:
-        """Call `accept` with every later outcome of a ticket, in the order of the log. It never ends."""
+    async def follow(self, accept: Callable[[int, Outcome], None]) -> None:
+        """Call `accept` with (sequence number, outcome) of every later outcome of a ticket, in the order of
+        the log. It never ends."""
         start = self.log_sequence + 1
         outcomes = follow_outcomes(self._bus, self._names, start=start, samples=self._samples)
         async for sequence, outcome in outcomes:
@@ -79,7 +80,7 @@ class TicketQueue:
                 )
                 write(event, ticket=outcome.ticket, worker=outcome.worker, reason=outcome.reason)
             # No await between these two lines: a checkpoint stores the ledger together with this number.
-            accept(outcome)
+            accept(sequence, outcome)
             self.log_sequence = sequence
 
     def evaluation_ended(self) -> None:

@@ -63,7 +63,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def changes_model(self) -> bool:
         """Whether a run without staleness may end with another model: other tickets are trained, or several
         trainers of `mock`, which then have no checksum."""
-        return self.kind == "fail" or self.who == "training"
+        return self.kind in ("fail", "full store") or self.who == "training"
 
 
 class Tape(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ KINDS = {
     "slow": 1,
     "fail": 1,
     "scale": 3,
-    "rival": 0,  # only if it is named: a replaced kernel may write one more entry into the journal
+    "rival": 0,  # only if it is named: a trainer of a replaced kernel may join the next one
     "clock": 1,
     "tear": 1,
     "full disk": 1,

@@ -108,7 +108,9 @@ class Oracle:
             if sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
                 self._violated(f"the ledger does not add up: {ledger}")
         failed = (each for each in summary.get("reasons", ()) if each.startswith(("failed", "not evaluated")))
-        if not tape.may_fail and (without := [each for each in failed if PLANTED not in each]):
+        causes = [PLANTED, *("insufficient resources" for each in tape.faults if each.kind == "full store")]
+        without = [each for each in failed if not any(cause in each for cause in causes)]
+        if not tape.may_fail and without:
             self._violated(f"tickets have failed without a cause: {without}")
         if summary["status"] == "completed":
             self._judge_completed(tape)

@@ -451,7 +451,8 @@ class SimulatedServer:
                 self._stream(name).config = question
                 return self._info(self._stream(name))
             case ["STREAM", "PURGE", name]:
-                return {"success": True, "purged": self._stream(name).purge(question.get("seq"))}
+                purged = self._stream(name).purge(question.get("seq"), question.get("filter"))
+                return {"success": True, "purged": purged}
             case ["STREAM", "DELETE", name]:
                 del self.streams[self._stream(name).name]
                 self._homes.clear()

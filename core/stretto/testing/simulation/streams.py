@@ -119,12 +119,16 @@ class Stream:
         for consumer in self.consumers.values():
             consumer.forget(sequence)
 
-    def purge(self, below: int | None) -> int:
-        """Remove the messages below a number, or all; return how many there were."""
-        gone = [each for each in self.messages if not below or each < below]
+    def purge(self, below: int | None, subject: str | None) -> int:
+        """Remove the messages below a number, or all, of one subject or all; return how many there were."""
+        gone = [
+            each.sequence
+            for each in self.messages.values()
+            if (not below or each.sequence < below) and subject in (None, each.subject)
+        ]
         for each in gone:
             self.remove(each)
-        if below:
+        if below and subject is None:
             self.last = max(self.last, below - 1)
         return len(gone)
 

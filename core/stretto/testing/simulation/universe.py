@@ -19,11 +19,13 @@ import msgspec
 import structlog
 import torch
 
+import stretto.kernel.kernel
 import stretto.kernel.observe.report
 from stretto.assembly.assembly import Assembly, new_run_id
 from stretto.assembly.compose import Composed, compose_mapping
 from stretto.base.cores import CoreUse
 from stretto.bus.joining import operator_bootstrap
+from stretto.bus.messages.events import Event
 from stretto.bus.messages.operation import ScaleRun
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
@@ -32,11 +34,13 @@ from stretto.cli.audit.audit import audit
 from stretto.errors import RequestError, StrettoError
 from stretto.kernel import life
 from stretto.kernel.durable.changes import write_values
+from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.ending import Interruptions
 from stretto.models.tokenizer import load_tokenizer
 from stretto.serving.intake import Intake
 from stretto.testing.simulation import processes
 from stretto.testing.simulation.faults import Tape, inject
+from stretto.testing.simulation.folds import FoldOracle
 from stretto.testing.simulation.loop import Deadlock, Livelock, SimulatedLoop, SimulatedProcess
 from stretto.testing.simulation.oracles import PLANTED, Oracle
 from stretto.testing.simulation.patches import World, patched, replaced
@@ -162,12 +166,13 @@ class Universe:
         torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
         load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
         processes.SimulatedLauncher.machine = self.machine
-        with patched(self.world), _replaced(self.server), _logged(self.report):
+        self.folds = FoldOracle(self._read_log)
+        with patched(self.world), _replaced(self.server, self.folds), _logged(self.report):
             self._composed = compose_mapping(self._document())
             out = self.folder / "run"
             self._run = new_run_id(out)
             self.oracle = Oracle(self._composed.config.queue.max_staleness)
-            self.server.observers += [self.oracle, self._watch]
+            self.server.observers += [self.oracle, self.folds, self._watch]
             inject(self, self.tape.faults)
             with lock_run(out / "bus"):
                 write_values(out, self._composed)
@@ -176,13 +181,17 @@ class Universe:
     def judge(self, summary: dict[str, Any]) -> list[str]:
         """Return what the oracles and the audit find in a run that has ended."""
         self.oracle.end(summary, self._ledgers(), self.tape)
-        self.oracle.violations += self.server.strangers
+        self.oracle.violations += self.server.strangers + self.folds.violations
         if summary["status"] == "completed":
             audited = self._live(self._audit())
             self.oracle.violations += audited.get("violations", [f"the audit: {audited.get('reason')}"])
             if (version := life.newest_checkpoint(self.folder / "run")[1].version) != self.oracle.steps:
                 self.oracle.violations.append(f"completed with a checkpoint of version {version}")
         return self.oracle.violations
+
+    def _read_log(self, run: str, sequence: int) -> bytes:
+        """Return a message of a run's log."""
+        return self.server.streams[Subjects(run).log_stream].messages[sequence].data
 
     def _ledgers(self) -> Iterator[dict[str, int]]:
         """Yield the ledger of each step."""
@@ -272,6 +281,7 @@ class Universe:
                 setup = next(turns)
                 while True:
                     setup.check_datasets(accept=accept_dataset)
+                    self.folds.samples = setup.graph.samples
                     ended = await life.live_and_sum_up(setup, interruptions)
                     if ended[0]["status"] == "repeated":
                         await anyio.sleep(_BETWEEN_KERNELS_S)
@@ -350,7 +360,7 @@ def _resumable(summary: dict[str, Any]) -> bool:
     return summary["status"] == "interrupted" or (summary["status"] != "completed" and lost)
 
 
-def _replaced(server: SimulatedServer) -> AbstractContextManager[None]:
+def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextManager[None]:
     """Replace what stretto uses of its machine."""
     engine = import_module("stretto_mock.inference")  # by its name, because core knows no plugin
     composed: dict[bytes, Composed] = {}
@@ -371,6 +381,9 @@ def _replaced(server: SimulatedServer) -> AbstractContextManager[None]:
 
         return call
 
+    def hear(writer: JournalWriter, event: Event) -> None:
+        folds.hear(writer, event)  # a method of the oracle would not get the writer
+
     places: list[tuple[Any, str, Any]] = [
         (reward.Scorer, "answer", failing(reward.Scorer.answer)),
         (Intake, "accept", failing(Intake.accept)),
@@ -378,6 +391,8 @@ def _replaced(server: SimulatedServer) -> AbstractContextManager[None]:
         (life, "View", _NoView),
         (context, "compose_mapping", compose_once),
         (reward, "compose_mapping", compose_once),
+        (stretto.kernel.kernel, "apply", folds.apply),
+        (JournalWriter, "hear", hear),
         (engine, "_TICK_S", 0.03),  # a finer tick only costs more callbacks
     ]
     return replaced(places)
