@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import pickle
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -117,6 +118,8 @@ def _facts(part: Any) -> Any:
     """Return what is compared of an object."""
     if isinstance(part, deque):
         return list(cast("deque[Any]", part))
+    if not hasattr(part, "__dict__"):
+        return pickle.dumps(part)  # such as an array of a curriculum
     compared = ((name, value) for name, value in vars(part).items() if name != _COMMANDS)
     return {name: _in_order(value) for name, value in compared if not callable(value)}
 

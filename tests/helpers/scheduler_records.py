@@ -1,0 +1,248 @@
+"""What the schedulers of simulated runs were told and what they commanded: records to compare code with.
+
+    python scheduler_records.py write FILE [--small 20] [--large 3]
+    python scheduler_records.py check FILE
+
+A rebuild of the scheduler, or of how it recovers, has to give the same commands in the same order. `check`
+prints each kernel whose scheduler gives others today, with the first ones that differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import inspect
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from stretto.algorithm import Group
+from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
+from stretto.kernel.schedule.commands import SchedulerSettings
+from stretto.kernel.schedule.draws import RecordedDraw
+from stretto.kernel.schedule.evaluation import EvaluationRounds
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
+from stretto.testing.simulation import Tape
+from stretto.testing.simulation.search import enter_fork
+from stretto.testing.simulation.universe import Universe
+from universes import large, small
+
+CALLS: dict[str, Any] = {
+    "restore": tuple[Snapshot, int, dict[int, RecordedDraw] | None],
+    "recall": tuple[list[Evaluation]],
+    "replay": tuple[list[int], list[GroupDone]],
+    "expire_finished": tuple[str],
+    "fit": tuple[()],
+    "start": tuple[()],
+    "close": tuple[()],
+    "ticket_started": tuple[Purpose, int, int, str],
+    "first_token": tuple[int, int, int],
+    "group_done": tuple[GroupDone],
+    "group_failed": tuple[GroupFailed],
+    "worker_lost": tuple[str],
+    "worker_left": tuple[str],
+    "step_finished": tuple[bool, float | None],
+    "release": tuple[()],
+}
+"""Methods by which a scheduler is told something, and their arguments."""
+KEYWORDS = {"restore": ("attempts_from", "recorded"), "step_finished": ("hold", "divergence")}
+"""Names of the last arguments, where a method takes them by name."""
+
+
+class Call(msgspec.Struct, array_like=True):
+    """A call of a method, or of `commands`."""
+
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"\xc0")
+    digest: bytes = b""
+    """Of the commands, where the call has taken them."""
+
+
+class Life(msgspec.Struct, array_like=True):
+    """What the scheduler of one kernel was told."""
+
+    settings: SchedulerSettings
+    calls: list[Call]
+    kept: list[bool]
+    """What the algorithm's filter said of each group."""
+
+
+class Record(msgspec.Struct, array_like=True):
+    """The lives of a universe's kernels."""
+
+    size: str
+    seed: int
+    lives: list[Life]
+
+
+def digest_of(commands: Iterable[object]) -> bytes:
+    """Return a digest of commands, in order."""
+    named = [(type(command).__name__, command) for command in commands]
+    return hashlib.blake2b(msgspec.msgpack.encode(named), digest_size=8).digest()
+
+
+def record(tape: Tape) -> bytes:
+    """Run a universe in a fork, and return what its schedulers were told, as a list of `Life`."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            enter_fork()
+            with os.fdopen(writing, "wb") as pipe:
+                pipe.write(msgspec.msgpack.encode(lives_of(tape)))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(pid, 0)
+    return data
+
+
+def lives_of(tape: Tape) -> list[Life]:
+    """Run a universe in this process, which can run no other, and return what its schedulers were told."""
+    lives: list[Life] = []
+    of: dict[int, Life] = {}
+    depth = 0
+
+    def begin(scheduler: Scheduler, settings: SchedulerSettings, *args: Any, **options: Any) -> None:
+        life = Life(settings, [], [])
+
+        def keep(group: Group, decide: Callable[[Group], bool] = args[0]) -> bool:
+            life.kept.append(decide(group))
+            return life.kept[-1]
+
+        original(scheduler, settings, keep, *args[1:], **options)
+        lives.append(life)
+        of[id(scheduler)] = of[id(scheduler.evaluation)] = life
+
+    def noted(method: Any) -> Any:
+        parameters = inspect.signature(method)
+
+        @wraps(method)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                bound = parameters.bind(self, *args, **options)
+                bound.apply_defaults()
+                if depth == 1 and (life := of.get(id(self))):  # not a copy of the simulation
+                    arguments = [
+                        [*each] if isinstance(each, Iterator) else each for each in bound.arguments.values()
+                    ]
+                    bound = parameters.bind(
+                        self, **dict(zip(list(bound.arguments)[1:], arguments[1:], strict=True))
+                    )
+                    life.calls.append(
+                        Call(method.__name__, msgspec.Raw(msgspec.msgpack.encode(arguments[1:])))
+                    )
+                return method(*bound.args, **bound.kwargs)
+            finally:
+                depth -= 1
+
+        return call
+
+    def commands(scheduler: Scheduler) -> list[Any]:
+        taken = taking(scheduler)
+        if taken and (life := of.get(id(scheduler))):
+            life.calls.append(Call("commands", digest=digest_of(taken)))
+        return taken
+
+    original, taking = Scheduler.__init__, Scheduler.commands
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+        mock.patch.multiple(
+            Scheduler,
+            __init__=begin,
+            commands=commands,
+            **{name: noted(getattr(Scheduler, name)) for name in CALLS if name != "recall"},
+        ),
+        mock.patch.object(EvaluationRounds, "recall", noted(EvaluationRounds.recall)),
+    ):
+        Universe(tape, Path(folder)).run()
+    return lives
+
+
+def differences(life: Life) -> Iterator[str]:
+    """Yield where a scheduler of today gives other commands."""
+    kept = iter(life.kept)
+    scheduler = Scheduler(life.settings, lambda group: next(kept))
+    for number, call in enumerate(life.calls):
+        if call.name == "commands":
+            taken = scheduler.commands()
+            if digest_of(taken) != call.digest:
+                yield f"call {number} takes other commands: {taken}"
+                return
+            continue
+        arguments = msgspec.msgpack.decode(call.arguments, type=CALLS[call.name])
+        names = KEYWORDS.get(call.name, ())
+        place = len(arguments) - len(names)
+        target = scheduler.evaluation if call.name == "recall" else scheduler
+        method = getattr(target, call.name)
+        method(*arguments[:place], **dict(zip(names, arguments[place:], strict=True)))
+
+
+def write(file: Path, tapes: Iterable[tuple[str, Tape]], jobs: int) -> None:
+    """Record universes into a file."""
+    named = [*tapes]
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        found = pool.map(record, [tape for _, tape in named])
+        decode = msgspec.msgpack.Decoder(list[Life]).decode
+        records = [
+            Record(size, tape.seed, decode(lives)) for (size, tape), lives in zip(named, found, strict=True)
+        ]
+    file.write_bytes(gzip.compress(msgspec.msgpack.encode(records), mtime=0))
+
+
+def read(file: Path) -> list[Record]:
+    """Read recorded universes."""
+    return msgspec.msgpack.decode(gzip.decompress(file.read_bytes()), type=list[Record])
+
+
+def check(records: Iterable[Record]) -> list[str]:
+    """Return what differs."""
+    return [
+        f"{each.size} {each.seed}, kernel {number}: {difference}"
+        for each in records
+        for number, life in enumerate(each.lives)
+        for difference in differences(life)
+    ]
+
+
+def main() -> int:
+    """Run the command; its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("action", choices=["write", "check"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--small", type=int, default=20, help="number of small universes")
+    parser.add_argument("--large", type=int, default=3, help="number of large universes")
+    chosen = parser.parse_args()
+    if chosen.action == "write":
+        tapes = [("small", small(seed)) for seed in range(chosen.small)]
+        tapes += [("large", large(seed)) for seed in range(chosen.large)]
+        write(chosen.file, tapes, os.cpu_count() or 1)
+    records = read(chosen.file)
+    found = check(records)
+    lives = [life for each in records for life in each.lives]
+    calls = sum(len(life.calls) for life in lives)
+    print(
+        f"{len(records)} universes, {len(lives)} kernels, {calls} calls: {len(found)} differences",
+        *found,
+        sep="\n",
+    )
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
