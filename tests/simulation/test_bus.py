@@ -315,6 +315,21 @@ async def test_what_was_stored_without_an_acknowledgement_is_recognised(
         assert (await store.extent(stream)).last == newer.sequence
 
 
+async def test_an_append_that_was_cancelled_is_no_other_writer(open_bus: OpenBus, names: Subjects) -> None:
+    stream = names.journal_stream
+    async with open_bus("kernel") as kernel:
+        store = kernel.store
+        await store.make_log(stream, names.of_journal)
+        end = StreamEnd(stream, 0)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await store.append(names.leases, KernelLease("sent"), id="a", after=end)
+        assert end == StreamEnd(stream, 0, {"a"})  # no acknowledgement has come
+        assert await store.append(names.leases, KernelLease("next"), id="b", after=end) == 2
+        assert end == StreamEnd(stream, 2)
+        assert await store.read(stream, 1, KernelLease) == KernelLease("sent")
+
+
 async def test_a_kernel_that_takes_the_lease_becomes_the_only_writer(
     open_bus: OpenBus, names: Subjects
 ) -> None:

@@ -16,7 +16,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -116,6 +116,8 @@ class StreamEnd:
     stream: str
     sequence: int
     """Sequence number of the last message. `append` moves it."""
+    unsure: set[str] = field(default_factory=set[str])
+    """Ids of messages that the server may have stored or not: their append was cancelled."""
 
 
 class Store:
@@ -433,11 +435,10 @@ class Store:
             remaining_s -= clock.now() - began
 
     async def _store(self, subject: str, data: bytes, id: str, after: StreamEnd | None) -> int:
-        headers = {"Nats-Msg-Id": id}
-        if after is not None:
-            headers["Nats-Expected-Last-Sequence"] = str(after.sequence)
-
         async def publish() -> int:
+            headers = {"Nats-Msg-Id": id}
+            if after is not None:
+                headers["Nats-Expected-Last-Sequence"] = str(after.sequence)
             try:
                 return (await self._jetstream.publish(subject, data, headers=headers)).seq
             except APIError as error:
@@ -445,9 +446,12 @@ class Store:
                     raise
                 return await self._stored_before(after, id)
 
+        if after is not None:
+            after.unsure.add(id)
         sequence = await self._storing(publish, f"append to {subject}")
         if after is not None:
             after.sequence = sequence
+            after.unsure.clear()
         return sequence
 
     async def _stored_before(self, after: StreamEnd, id: str) -> int:
@@ -456,7 +460,8 @@ class Store:
 
         Raises:
             Superseded: if another writer has stored something there.
-            TimeoutError: if what is there is still being copied to other servers.
+            TimeoutError: if what is there is still being copied to other servers, or was stored by an append
+                that was cancelled; `after` is moved then. Try again.
         """
         following = after.sequence + 1
         try:
@@ -466,9 +471,13 @@ class Store:
             if info.state.last_seq < following:
                 raise TimeoutError from None
             raise Superseded(after.stream) from None
-        if (message.headers or {}).get("Nats-Msg-Id") != id:
+        found = (message.headers or {}).get("Nats-Msg-Id")
+        if found == id:
+            return following
+        if found not in after.unsure:
             raise Superseded(after.stream)
-        return following
+        after.sequence = following
+        raise TimeoutError
 
     async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
         """Return a stored message: the one with this number, or the newest one of a subject. Any server of a
