@@ -14,7 +14,7 @@ import pytest
 from stretto.errors import ConfigError, RunError
 from stretto.testing.simulation import Fault, Tape, describe, run_tape, search, shrink, tapes_of
 from stretto.testing.simulation.oracles import PLANTED
-from universes import small
+from universes import large, small
 
 RUN = """\
 name: tiny
@@ -57,9 +57,9 @@ def score(prompt, completion):
     os.system("true")
 """
 DIGEST = """\
-from universes import small
+from universes import large
 from stretto.testing.simulation import run_tape
-print(run_tape(small(3)).digest)
+print(run_tape(large(3)).digest)
 """
 
 
@@ -96,7 +96,7 @@ def digest_of_another_process(hash_seed: int) -> str:
 
 
 def test_a_universe_is_the_same_in_each_process() -> None:
-    [(_, warm)] = search([small(3)])
+    [(_, warm)] = search([large(3)])
 
     assert warm.messages > 500
     assert {digest_of_another_process(1), digest_of_another_process(2)} == {warm.digest}

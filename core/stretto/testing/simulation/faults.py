@@ -207,8 +207,8 @@ def happen(universe: Universe, fault: Fault) -> None:
 def _lasts_s(fault: Fault, victim: SimulatedProcess | None) -> float:
     """Return for how long a fault hinders the run. A worker whose heartbeats end is replaced; the kernel
     waits for one that has sent none yet."""
-    has_beaten = victim is not None and len(victim.threads) > 1
-    return min(fault.seconds, _REPLACED_S) if fault.kind in _SILENCING and has_beaten else fault.seconds
+    is_replaced = fault.kind in _SILENCING and victim is not None and victim.beats
+    return min(fault.seconds, _REPLACED_S) if is_replaced else fault.seconds
 
 
 def _change_world(universe: Universe, fault: Fault) -> None:

@@ -99,7 +99,7 @@ class SimulatedConnection:
     ) -> None:
         self.number = server.new_number()
         self.name, self.began = (process.name, process.began) if process else ("world", 0.0)
-        self.transport = transport
+        self.transport, self.process = transport, process
         self.to_server = Link(server, self._take)
         self.to_client = Link(server, transport.receive)
         self._server = server
@@ -321,6 +321,8 @@ class SimulatedServer:
             if reply and not self.happens(self.weather.unconfirmed):
                 self.send(sender.name, reply, "", b"", json.dumps(answer).encode())
         else:
+            if sender.process and subject.endswith(".heartbeat"):
+                sender.process.beats = True
             self._show(sender.name, subject, data, head)
             self._match(sender, subject, reply)
             if self.happens(self.weather.lost):
