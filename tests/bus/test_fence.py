@@ -35,8 +35,6 @@ async def test_each_entry_is_stored_once_and_by_the_newest_writer(tmp_path: Path
             replicas=3,
         )
         async with connect(bootstrap) as bus, anyio.create_task_group() as tasks:
-            await anyio.sleep(2)  # until the cluster has a leader
-
             writers = [await own_journal(bus, names, "0")]
             for kernel, server in zip(range(KERNELS), cycle(cluster.servers), strict=False):
                 for version in range(ENTRIES):

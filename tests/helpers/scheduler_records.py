@@ -34,7 +34,7 @@ from stretto.kernel.schedule.draws import RecordedDraw
 from stretto.kernel.schedule.evaluation import EvaluationRounds
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.testing.simulation import Tape
-from stretto.testing.simulation.search import enter_fork
+from stretto.testing.simulation.search import in_fork
 from stretto.testing.simulation.universe import Universe
 from universes import large, small
 
@@ -56,8 +56,6 @@ CALLS: dict[str, Any] = {
     "release": tuple[()],
 }
 """Methods by which a scheduler is told something, and their arguments."""
-KEYWORDS = {"restore": ("attempts_from", "recorded"), "step_finished": ("hold", "divergence")}
-"""Names of the last arguments, where a method takes them by name."""
 
 
 class Call(msgspec.Struct, array_like=True):
@@ -94,20 +92,7 @@ def digest_of(commands: Iterable[object]) -> bytes:
 
 def record(tape: Tape) -> bytes:
     """Run a universe in a fork, and return what its schedulers were told, as a list of `Life`."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            enter_fork()
-            with os.fdopen(writing, "wb") as pipe:
-                pipe.write(msgspec.msgpack.encode(lives_of(tape)))
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        data = pipe.read()
-    os.waitpid(pid, 0)
-    return data
+    return in_fork(lambda: msgspec.msgpack.encode(lives_of(tape)))[0]
 
 
 def lives_of(tape: Tape) -> list[Life]:
@@ -138,16 +123,9 @@ def lives_of(tape: Tape) -> list[Life]:
                 bound = parameters.bind(self, *args, **options)
                 bound.apply_defaults()
                 if depth == 1 and (life := of.get(id(self))):  # not a copy of the simulation
-                    arguments = [
-                        [*each] if isinstance(each, Iterator) else each for each in bound.arguments.values()
-                    ]
-                    bound = parameters.bind(
-                        self, **dict(zip(list(bound.arguments)[1:], arguments[1:], strict=True))
-                    )
-                    life.calls.append(
-                        Call(method.__name__, msgspec.Raw(msgspec.msgpack.encode(arguments[1:])))
-                    )
-                return method(*bound.args, **bound.kwargs)
+                    _, *arguments = bound.arguments.values()
+                    life.calls.append(Call(method.__name__, msgspec.Raw(msgspec.msgpack.encode(arguments))))
+                return method(self, *args, **options)
             finally:
                 depth -= 1
 
@@ -186,11 +164,9 @@ def differences(life: Life) -> Iterator[str]:
                 return
             continue
         arguments = msgspec.msgpack.decode(call.arguments, type=CALLS[call.name])
-        names = KEYWORDS.get(call.name, ())
-        place = len(arguments) - len(names)
         target = scheduler.evaluation if call.name == "recall" else scheduler
         method = getattr(target, call.name)
-        method(*arguments[:place], **dict(zip(names, arguments[place:], strict=True)))
+        method(**dict(zip(inspect.signature(method).parameters, arguments, strict=True)))
 
 
 def write(file: Path, tapes: Iterable[tuple[str, Tape]], jobs: int) -> None:

@@ -43,6 +43,8 @@ from stretto.kernel.durable.journal import newest_epoch, own_journal
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
+whole_and_in_parts = pytest.mark.parametrize("size", [10, 3_000_000], ids=["whole", "in parts"])
+
 
 async def test_published_messages_arrive_in_order(open_bus: OpenBus, names: Subjects) -> None:
     heartbeat = names.kernel("rollout", "heartbeat")
@@ -266,7 +268,7 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
         assert again.message == at_one.message
 
 
-@pytest.mark.parametrize("size", [10, 3_000_000], ids=["whole", "in parts"])
+@whole_and_in_parts
 async def test_only_the_newest_writer_of_a_stream_appends(
     open_bus: OpenBus, names: Subjects, size: int
 ) -> None:
@@ -289,7 +291,7 @@ async def test_only_the_newest_writer_of_a_stream_appends(
             await store.append(names.leases, KernelLease("here"), id="c", after=former)
 
 
-@pytest.mark.parametrize("size", [10, 3_000_000], ids=["whole", "in parts"])
+@whole_and_in_parts
 async def test_what_was_stored_without_an_acknowledgement_is_recognised(
     open_bus: OpenBus, names: Subjects, size: int
 ) -> None:

@@ -89,7 +89,7 @@ def simulate(folder: Path, *arguments: str) -> Ended:
 
 def digest_of_another_process(hash_seed: int) -> str:
     helpers = Path(__file__).parents[1] / "helpers"
-    path = os.pathsep.join([str(helpers), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(helpers), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": path}
     command = [sys.executable, "-c", DIGEST]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()

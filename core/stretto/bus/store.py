@@ -117,7 +117,8 @@ class StreamEnd:
     sequence: int
     """Sequence number of the last message. `append` moves it."""
     unsure: set[str] = field(default_factory=set[str])
-    """Ids of messages that the server may have stored or not: their append was cancelled."""
+    """Ids of messages that the server may have stored or not: that under way, and those whose append was
+    cancelled."""
 
 
 class Store:

@@ -18,6 +18,7 @@ run_file.py   the run file of a universe
 universe.py   one universe: its kernels in turn, and its outcome
 faults.py     what goes wrong, as data
 oracles.py    what must hold whatever goes wrong
+folds.py      the state of each scheduler is the fold of the events in the store
 search.py     many universes, and the fewest faults with which one fails
 loop.py       the event loop: virtual time, processes, and the order that a seed draws
 processes.py  workers as processes of the loop, and what they use of their machine

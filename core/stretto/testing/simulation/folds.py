@@ -18,6 +18,9 @@ from stretto.kernel.schedule.fold import apply
 from stretto.kernel.schedule.outcomes import Outcome, admit
 from stretto.kernel.schedule.scheduler import Scheduler
 
+_EVERY = 16
+"""The comparison is at each event with a number that this divides."""
+
 
 class _KernelLife:
     """What one kernel heard, and the fold of what it has stored of that."""
@@ -35,17 +38,13 @@ class FoldOracle:
 
     Args:
         read: returns the message at a sequence number of a run's log.
-        every: the comparison is at each event with a number that this divides.
     """
 
-    def __init__(self, read: Callable[[str, int], bytes], every: int = 16) -> None:
+    def __init__(self, read: Callable[[str, int], bytes]) -> None:
         self.violations: list[str] = []
-        self.compared = 0
-        """Number of comparisons."""
         self.samples = True
         """Whether the policy samples the sequences of the run."""
         self._read = read
-        self._every = every
         self._lives: dict[tuple[str, int], _KernelLife] = {}
         """Subject of a run's events and lease epoch -> the kernel."""
         self._heard: dict[tuple[str, int], int] = {}
@@ -71,7 +70,7 @@ class FoldOracle:
             self._lives[kernel] = _KernelLife(self._started, number)
             self._started = None
         life = self._lives.get(kernel)
-        if life is not None and self._latest is not None and number % self._every == 0:
+        if life is not None and self._latest is not None and number % _EVERY == 0:
             life.digests[number] = _digest(*self._latest)
 
     def __call__(self, sender: str, subject: str, data: bytes, head: bytes) -> None:
@@ -88,13 +87,11 @@ class FoldOracle:
             if isinstance(event, OutcomeRead):
                 outcome = self._outcome(subject.split(".")[1], event.sequence)
             commands = _apply(life.fold, event, outcome)
-            if (digest := life.digests.pop(number, None)) is not None:
-                self.compared += 1
-                if digest != _digest(life.fold, commands):
-                    self.violations.append(
-                        f"after {event} the scheduler of the kernel of lease {events.lease_epoch} is not the "
-                        "fold of its events"
-                    )
+            if number in life.digests and life.digests.pop(number) != _digest(life.fold, commands):
+                self.violations.append(
+                    f"after {event} the scheduler of the kernel of lease {events.lease_epoch} is not the "
+                    "fold of its events"
+                )
 
     def _outcome(self, run: str, sequence: int) -> Outcome:
         outcome = msgspec.msgpack.decode(self._read(run, sequence), type=Outcome)

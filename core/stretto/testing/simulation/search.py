@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -120,20 +121,12 @@ def run_tape(tape: Tape) -> Outcome:
     """Run a universe in a forked process, with an own folder, and return what became of it. Nothing of it is
     left afterwards."""
     folder = _new_folder()
-    reading, writing = os.pipe()
     try:
-        pid = os.fork()
-        if not pid:
-            os.close(reading)
-            _child(tape, folder, writing)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            data = pipe.read()
-        _, status = os.waitpid(pid, 0)
+        data, status = in_fork(partial(_run_in, folder, tape))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if not data:
-        return Outcome(status="died", reason=f"exit status {os.waitstatus_to_exitcode(status)}")
+        return Outcome(status="died", reason=f"exit status {status}")
     return msgspec.msgpack.decode(data, type=Outcome)
 
 
@@ -201,16 +194,34 @@ def enter_fork() -> None:
     gc.disable()  # it ends what nobody awaits any more, at a moment that no seed decides
 
 
-def _child(tape: Tape, folder: Path, writing: int) -> None:
-    """Body of the fork. It does not return: what is left of the universe's coroutines never runs."""
-    try:
-        enter_fork()
+def in_fork(work: Callable[[], bytes]) -> tuple[bytes, int]:
+    """Run a universe in a forked process: call `work` there, and return what it returns and the exit status
+    of the process. There are no bytes if the process ended before. It does not come to its own end: what is
+    left of the universe's coroutines never runs."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
         try:
-            os.dup2(os.open(folder, os.O_PATH), _FOLDER)
-            outcome = Universe(tape, Path(f"/proc/self/fd/{_FOLDER}")).run()
-        except BaseException as error:  # noqa: BLE001 - the parent reports it
-            outcome = Outcome(status="crashed", reason="".join(traceback.format_exception(error)))
-        with os.fdopen(writing, "wb") as pipe:
-            pipe.write(msgspec.msgpack.encode(outcome))
-    finally:
-        os._exit(0)
+            os.close(reading)
+            enter_fork()
+            with os.fdopen(writing, "wb") as pipe:
+                pipe.write(work())
+        except BaseException:  # noqa: BLE001 - nobody above it shows it
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    return data, os.waitstatus_to_exitcode(status)
+
+
+def _run_in(folder: Path, tape: Tape) -> bytes:
+    """Run a universe in this folder, and return what became of it."""
+    try:
+        os.dup2(os.open(folder, os.O_PATH), _FOLDER)
+        outcome = Universe(tape, Path(f"/proc/self/fd/{_FOLDER}")).run()
+    except BaseException as error:  # noqa: BLE001 - the parent reports it
+        outcome = Outcome(status="crashed", reason="".join(traceback.format_exception(error)))
+    return msgspec.msgpack.encode(outcome)
