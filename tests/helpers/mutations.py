@@ -37,13 +37,13 @@ _SCHEDULER = "stretto.kernel.schedule.scheduler"
 _SUBJECTS = "stretto.bus.messages.subjects"
 
 MUTATIONS: list[Mutation] = [
-    # Scheduler. Breaks "no group is lost": finished groups in the log fail as too old when a kernel is killed
-    # and the next one repeats steps (bound on staleness of 1 or more).
+    # Checkpoints. Breaks exact recovery: the deadlines of tickets follow from other versions than before
+    # (kernel killed after a checkpoint, bound on staleness of 1 or more).
     Mutation(
-        "a resumed run takes tickets of the log for younger than they are",
+        "a checkpoint forgets how old the tokens of an attempt may be",
         _SCHEDULER,
-        old="""        oldest_possible = self._floor if self._state == "new" else self.version\n""",
-        new="""        oldest_possible = self.version\n""",
+        old="""            open=[msgspec.structs.replace(ticket) for""",
+        new="""            open=[msgspec.structs.replace(ticket, bounds={}) for""",
     ),
     # Ledger of tickets. Breaks the bound on staleness: a ticket is issued again, its deadline moves, and then
     # the group of its first attempt arrives late (rollout worker lost while its outcome is on its way).
@@ -88,8 +88,9 @@ MUTATIONS: list[Mutation] = [
         "a repeated step without a digest gets none",
         "stretto.kernel.durable.recovery",
         old="""        if record is None:
-            entry = JournalStep(incarnation, note.version, note.digest)
-            await writer.append(entry, "step/again", note.version)
+            await self._writer.append(
+                JournalStep(incarnation, note.version, note.digest), "step/again", note.version
+            )
         elif record.digest != note.digest:\n""",
         new="""        if record is not None and record.digest != note.digest:\n""",
     ),
@@ -105,11 +106,11 @@ MUTATIONS: list[Mutation] = [
     # (kernel killed after a checkpoint, before the evaluation is complete).
     Mutation(
         "a checkpoint has only the evaluations that wait, not that under way",
-        _SCHEDULER,
-        old="""            evaluating=list(self.evaluation.needed_versions),\n""",
-        new="""            evaluating=[
-                each for each in self.evaluation.needed_versions if each != self.evaluation.under_way
-            ],\n""",
+        "stretto.kernel.schedule.evaluation",
+        old="""scores=list(under_way.scores)),
+            open=[msgspec""",
+        new="""scores=list(under_way.scores)) and None,
+            open=[] and [msgspec""",
     ),
     # Leases. Breaks "never stands still" and "no group is lost": workers of the former kernel stay, and take
     # tickets for engines with old weights (kernel killed and resumed within the grace time).
@@ -170,42 +171,6 @@ MUTATIONS: list[Mutation] = [
                 old="""        return f"{self.root}.worker.{role}.{_checked(worker, nonce)}.{verb}"\n""",
                 new="""        process = "0" if (role, verb) == ("inference", "swap") else nonce
         return f"{self.root}.worker.{role}.{_checked(worker, process)}.{verb}"\n""",
-            ),
-        ),
-    ),
-    # Commit 0193664, bug 2 of the prototype's findings. Rollout workers take evaluation tickets of the former
-    # kernel before they are removed. Both halves are needed: where the next kernel repeats the evaluation of
-    # version 0, these tickets end (kernel killed during the evaluation of version 0, after a step).
-    Mutation(
-        "known: the queue is cleared after new workers have begun to read it",
-        _KERNEL,
-        old="""        await self._tickets.clear()
-        await self._serve()\n""",
-        new="""        await self._serve()\n""",
-        also=(
-            Mutation(
-                "known: the queue is cleared when the journal is repeated",
-                _KERNEL,
-                old="""        self._journal.incarnation = recovered.incarnation\n""",
-                new="""        await self._tickets.clear()
-        self._journal.incarnation = recovered.incarnation\n""",
-            ),
-            Mutation(
-                "known: a resumed run has no evaluation of version 0 from its beginning",
-                _SCHEDULER,
-                old="""        due = snapshot.evaluating if snapshot.version else None\n""",
-                new="""        due = snapshot.evaluating\n""",
-            ),
-            Mutation(
-                "known: the evaluation of version 0 is due only at version 0",
-                _SCHEDULER,
-                old="""        self._state = "training"
-        unfinished =""",
-                new="""        rounds = self.evaluation
-        if self.version == 0 and self.settings.evaluation_rows and not rounds.results:
-            rounds.restore((), [0], rounds.held_back)
-        self._state = "training"
-        unfinished =""",
             ),
         ),
     ),

@@ -27,11 +27,9 @@ from unittest import mock
 import msgspec
 
 from stretto.algorithm import Group
-from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
 from stretto.kernel.schedule.commands import SchedulerSettings
 from stretto.kernel.schedule.draws import RecordedDraw
-from stretto.kernel.schedule.evaluation import EvaluationRounds
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.testing.simulation import Tape
 from stretto.testing.simulation.search import in_fork
@@ -39,19 +37,16 @@ from stretto.testing.simulation.universe import Universe
 from universes import large, small
 
 CALLS: dict[str, Any] = {
-    "restore": tuple[Snapshot, int, dict[int, RecordedDraw] | None],
-    "recall": tuple[list[Evaluation]],
-    "replay": tuple[list[int], list[GroupDone]],
-    "expire_finished": tuple[str],
-    "fit": tuple[()],
+    "restore": tuple[Snapshot, dict[int, RecordedDraw] | None],
+    "fit": tuple[str],
+    "owned": tuple[int],
     "start": tuple[()],
     "close": tuple[()],
     "ticket_started": tuple[Purpose, int, int, str],
     "first_token": tuple[int, int, int],
     "group_done": tuple[GroupDone],
     "group_failed": tuple[GroupFailed],
-    "worker_lost": tuple[str],
-    "worker_left": tuple[str],
+    "worker_gone": tuple[str, bool],
     "step_finished": tuple[bool, float | None],
     "release": tuple[()],
 }
@@ -110,7 +105,7 @@ def lives_of(tape: Tape) -> list[Life]:
 
         original(scheduler, settings, keep, *args[1:], **options)
         lives.append(life)
-        of[id(scheduler)] = of[id(scheduler.evaluation)] = life
+        of[id(scheduler)] = life
 
     def noted(method: Any) -> Any:
         parameters = inspect.signature(method)
@@ -144,9 +139,8 @@ def lives_of(tape: Tape) -> list[Life]:
             Scheduler,
             __init__=begin,
             commands=commands,
-            **{name: noted(getattr(Scheduler, name)) for name in CALLS if name != "recall"},
+            **{name: noted(getattr(Scheduler, name)) for name in CALLS},
         ),
-        mock.patch.object(EvaluationRounds, "recall", noted(EvaluationRounds.recall)),
     ):
         Universe(tape, Path(folder)).run()
     return lives
@@ -164,8 +158,7 @@ def differences(life: Life) -> Iterator[str]:
                 return
             continue
         arguments = msgspec.msgpack.decode(call.arguments, type=CALLS[call.name])
-        target = scheduler.evaluation if call.name == "recall" else scheduler
-        method = getattr(target, call.name)
+        method = getattr(scheduler, call.name)
         method(**dict(zip(inspect.signature(method).parameters, arguments, strict=True)))
 
 

@@ -309,7 +309,8 @@ class SimulatedRun(TestedRun):
 
     def assert_audit_is_clean(self) -> None:
         """Neither the audit nor an oracle of the universe finds anything wrong."""
-        assert self.ask("violations") == []
+        violations = self.ask("violations")
+        assert violations == [], violations
 
     def assert_completed(self, steps: int, batch_size: int = 4, bound: int = 2) -> dict[str, Any]:
         summary = super().assert_completed(steps, batch_size, bound)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from stretto.errors import ConfigError
 from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
-from stretto.kernel.schedule.scheduler import Ledger, Snapshot
+from stretto.kernel.life import newest_checkpoint
+from stretto.kernel.schedule.scheduler import Snapshot
 
 
 def state(version: int, lowest: int = 1) -> KernelState:
-    snapshot = Snapshot(version, Ledger(), 0, 0, [], [], [], {}, {})
+    snapshot = Snapshot(version)
     return KernelState(
         version, 0, "digest", snapshot, 9, lowest, "layout", 1, 0, 0, 0.0, events_after=10 * lowest
     )
@@ -50,6 +52,12 @@ async def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
     assert found[0].name == "step-000010"
     assert json.loads((found[0] / "kernel.json").read_text())["version"] == 10
     assert newest_intact(tmp_path / "nowhere") is None
+
+
+async def test_a_checkpoint_of_another_format_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    await write(tmp_path / "checkpoints", 10)
+    with pytest.raises(ConfigError, match=r"step-000010 was written by a stretto .*resume the run with that"):
+        newest_checkpoint(tmp_path)
 
 
 async def test_pruning_keeps_the_newest_and_says_what_they_need(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from stretto.dataset import Curriculum, TicketEnd
 from stretto.errors import ContractError
 from stretto.kernel.schedule.commands import Fail, Finish, Issue, RecordDraws, SchedulerSettings, StartBatch
 from stretto.kernel.schedule.draws import Draws, RecordedDraw
-from stretto.kernel.schedule.scheduler import Ledger, Scheduler, Snapshot
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto_mix.curriculum import MixCurriculum, Pool
 
 ROWS = 12
@@ -86,11 +86,11 @@ class World:
         self.settings, self.make, self.order, self.kill_every = run, make, order, kill_every
         self.draws: dict[int, RecordedDraw] = {}
         self.batches: dict[int, StartBatch] = {}
-        self.log: list[GroupDone | GroupFailed] = []
+        self.events: list[GroupDone | GroupFailed | Literal["step", "release"]] = []
         self.lives = 0
         self.over = False
         self.scheduler = self.new_scheduler()
-        self.checkpoint: tuple[bytes, int] | None = None
+        self.checkpoint = b""
         self.queue: list[Ticket] = []
         self.training: StartBatch | None = None
 
@@ -100,6 +100,7 @@ class World:
     def run(self) -> Mapping[int, int]:
         """Return the row of every ticket."""
         self.scheduler.start()
+        self.checkpoint = msgspec.json.encode(self.scheduler.snapshot())
         self.obey()
         for event in range(10_000):
             if self.over:
@@ -136,55 +137,60 @@ class World:
             outcome = GroupFailed("train", ticket.id, ticket.attempt, "w", "raised", ticket.row == 9)
         else:
             outcome = done(ticket, self.scheduler.version)
-        self.log.append(outcome)
-        self.report(outcome)
+        self.hear(outcome)
 
-    def report(self, outcome: GroupDone | GroupFailed) -> None:
-        if isinstance(outcome, GroupDone):
-            self.scheduler.group_done(outcome)
+    def hear(self, event: GroupDone | GroupFailed | Literal["step", "release"]) -> None:
+        self.events.append(event)
+        self.apply(event)
+
+    def apply(self, event: GroupDone | GroupFailed | Literal["step", "release"]) -> None:
+        if event == "step":
+            self.scheduler.step_finished(hold=True)
+        elif event == "release":
+            self.scheduler.release()
+        elif isinstance(event, GroupDone):
+            self.scheduler.group_done(event)
         else:
-            self.scheduler.group_failed(outcome)
+            self.scheduler.group_failed(event)
 
     def step(self) -> None:
         self.training = None
-        self.scheduler.step_finished(hold=True)
+        self.hear("step")
         if self.scheduler.version % 2 == 0:
-            self.checkpoint = msgspec.json.encode(self.scheduler.snapshot()), len(self.log)
-        self.scheduler.release()
+            self.checkpoint = msgspec.json.encode(self.scheduler.snapshot())
+            self.events.clear()
+        self.hear("release")
 
     def kill(self) -> None:
-        """A new kernel continues from the checkpoint, the journal and the log, as `recovery.py` does."""
+        """A new kernel continues from the checkpoint, the events and the recorded draws."""
         self.lives += 1
         former = self.scheduler
-        if self.training is not None:  # its batch is in the journal
+        if self.training is not None:  # the new kernel trains its batch
             former.step_finished(hold=True)
+            self.events.append("step")
         self.queue, self.training = [], None
-        self.scheduler, place = self.new_scheduler(), 0
-        issued = 0
-        if self.checkpoint is not None:
-            snapshot, place = msgspec.json.decode(self.checkpoint[0], type=Snapshot), self.checkpoint[1]
-            issued = snapshot.ledger.issued
-        else:
-            snapshot = self.scheduler.snapshot()
-        recorded = {ticket: draw for ticket, draw in self.draws.items() if ticket >= issued}
-        self.scheduler.restore(snapshot, attempts_from=1000 * self.lives, recorded=recorded)
-        groups = [each for each in self.log if isinstance(each, GroupDone)]
-        for version in range(snapshot.version, max(self.batches, default=-1) + 1):
-            tickets = [group.ticket for group in self.batches[version].groups]
-            start = self.scheduler.replay(tickets, [each for each in groups if each.ticket in tickets])
-            assert start.rows == self.batches[version].rows
-            self.scheduler.step_finished()
-        for outcome in self.log[place:]:
-            self.report(outcome)
-        assert self.scheduler.version == former.version
-        assert self.scheduler.staleness == former.staleness
-        assert self.scheduler.reasons == former.reasons
-        assert ends(self.scheduler.ledger) == ends(former.ledger), "a restart loses or doubles an end"
+        self.scheduler = self.new_scheduler()
+        snapshot = msgspec.json.decode(self.checkpoint, type=Snapshot)
+        recorded = {ticket: each for ticket, each in self.draws.items() if ticket >= snapshot.ledger.issued}
+        self.scheduler.restore(snapshot, recorded)
+        for event in self.events:
+            self.apply(event)
+            for command in self.scheduler.commands():
+                if isinstance(command, StartBatch):
+                    assert command == self.batches[command.version]
+                elif isinstance(command, RecordDraws):  # the step that the former kernel did not end
+                    new = {ticket: RecordedDraw(command.version, row) for ticket, row in command.draws}
+                    assert self.draws.keys().isdisjoint(new)
+                    self.draws |= new
+        assert stored(self.scheduler) == stored(former)
+        self.scheduler.owned(1000 * self.lives)
         self.scheduler.start()
+        self.checkpoint = msgspec.json.encode(self.scheduler.snapshot())
+        self.events.clear()
 
 
-def ends(ledger: Ledger) -> tuple[int, int, int, int]:
-    return ledger.trained, ledger.filtered, ledger.expired, ledger.failed
+def stored(scheduler: Scheduler) -> Snapshot:
+    return msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()), type=Snapshot)
 
 
 def keep(group: Group) -> bool:

@@ -15,6 +15,14 @@ import pytest
 from fixture_types import OpenBus
 from kernel_setup import make_setup
 from stretto.bus.client import Bus
+from stretto.bus.messages.events import (
+    Event,
+    EventBatch,
+    OutcomeRead,
+    RunOwned,
+    ScheduleStarted,
+    StepTrained,
+)
 from stretto.bus.messages.journal import (
     Evaluation,
     JournalBatch,
@@ -32,6 +40,7 @@ from stretto.bus.messages.tickets import (
     TrajectoryBundle,
 )
 from stretto.bus.messages.training import RowRef
+from stretto.bus.payloads import encode
 from stretto.bus.server import Bootstrap, run_id
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError, RunError
@@ -39,11 +48,14 @@ from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.durable.changes import fingerprint_changes, is_complete
 from stretto.kernel.durable.checkpoint import KernelState, LostData
 from stretto.kernel.durable.journal import own_journal
-from stretto.kernel.durable.recovery import Recovered, Stored, read_store, repeat_journal
+from stretto.kernel.durable.recovery import Recovered, Repetition, Stored, read_store
 from stretto.kernel.ending import Ending
 from stretto.kernel.kernel import own_run
 from stretto.kernel.observe.metrics_file import MetricsFile
 from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
+from stretto.kernel.schedule.evaluation import EvaluationState
+from stretto.kernel.schedule.fold import apply
+from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
 
@@ -60,10 +72,23 @@ class History:
         self.bus = bus
         self.names = names
         self.scheduler = Scheduler(SETTINGS)
-        self.scheduler.start()
         self.bundles: dict[int, int] = {}
         """Ticket -> sequence number of its bundle."""
         self.log_sequence = 0
+        self.events = 0
+
+    async def begin(self) -> None:
+        """Make the streams, and start the run."""
+        await self.make_streams()
+        await self.hear(RunOwned(0, 1, 0))
+        await self.hear(ScheduleStarted(0))
+
+    async def hear(self, event: Event, outcome: Outcome | None = None) -> None:
+        """Append an event that the scheduler takes in."""
+        apply(self.scheduler, event, outcome)
+        events = EventBatch(1, self.events, (msgspec.Raw(encode(event)),))
+        self.events += 1
+        await self.bus.store.append(self.names.events, events, id=f"event {self.events}")
 
     async def make_streams(self) -> None:
         names = self.names
@@ -79,7 +104,7 @@ class History:
         member = Member(f"{ticket}/1/0", sequence, 0, 9, 5, oldest, oldest, 1.0, {}, "stop")
         group = GroupDone("train", ticket, 1, "rollout-0", (member,), 1.0, images=images)
         self.log_sequence = await self.bus.store.append(self.names.groups, group, id=f"{ticket}/1/end")
-        self.scheduler.group_done(group)
+        await self.hear(OutcomeRead(self.log_sequence), group)
 
     async def train(self, *, complete: bool = True) -> None:
         """Write the next batch to the journal, and unless it is not complete, its step."""
@@ -91,7 +116,7 @@ class History:
         await self.write(JournalBatch(0, version, rows, tickets, "", 1))
         if complete:
             await self.write(JournalStep(0, version + 1, f"digest {version + 1}"))
-            self.scheduler.step_finished()
+            await self.hear(StepTrained(version + 1, hold=False))
 
     async def write(self, entry: JournalEntry) -> None:
         await self.bus.store.append(self.names.journal, entry, id=str(entry))
@@ -104,13 +129,14 @@ class History:
                     await self.finish(ticket)
             await self.train()
 
-    def checkpoint(self, folder: Path) -> Checkpoint:
+    async def checkpoint(self, folder: Path) -> Checkpoint:
         """A checkpoint of the current version."""
+        end = (await self.bus.store.end(self.names.journal_stream)).sequence
         data = msgspec.json.encode(self.scheduler.snapshot())
         snapshot = msgspec.json.decode(data, type=Snapshot)
         version = snapshot.version
         state = KernelState(version, 0, f"digest {version}", snapshot, self.log_sequence, 1, "", 1, 0, 0, 0.0)
-        return folder, state
+        return folder, msgspec.structs.replace(state, events_after=end)
 
 
 class Trainers:
@@ -140,26 +166,31 @@ async def recovered(
     history: History, checkpoint: Checkpoint, *, reached: int = 0
 ) -> tuple[Stored, Recovered, Scheduler]:
     """Recover like a kernel, and start the scheduler."""
-    stored = await read_store(history.bus, history.names, checkpoint, values=1, samples=True, reached=reached)
     scheduler = Scheduler(SETTINGS)
-    scheduler.restore(stored.snapshot, attempts_from=1000)
+    stored = await read_store(
+        history.bus, history.names, checkpoint, scheduler, values=1, samples=True, reached=reached
+    )
 
-    async def no_change(*facts: Any) -> None:
-        raise AssertionError(facts)
+    async def no_batch(start: StartBatch) -> None:
+        raise AssertionError(start)
 
-    result = await repeat_journal(
+    repetition = Repetition(
         await own_journal(history.bus, history.names, "here"),
         scheduler,
         Trainers(),
         checkpoint,
         stored,
-        values=1,
-        on_change=no_change,
+        on_batch=no_batch,
         on_repeated=lambda start, result, divergence: None,
     )
-    assert_fits(scheduler)
+    await repetition.load()
+    result = await repetition.fold()
+    scheduler.owned(1000)
+    for sequence, outcome in result.later:
+        apply(scheduler, OutcomeRead(sequence), outcome)
     scheduler.commands()
     scheduler.start()
+    assert_fits(scheduler)
     return stored, result, scheduler
 
 
@@ -183,7 +214,7 @@ async def delete(history: History, *sequences: int) -> None:
 async def open_history(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[History]:
     async with open_bus("kernel") as bus:
         history = History(bus, names)
-        await history.make_streams()
+        await history.begin()
         yield history
 
 
@@ -219,7 +250,7 @@ async def test_tickets_of_a_former_kernel_are_gone_before_a_worker_can_take_them
 async def test_an_intact_store_loses_nothing(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
-        checkpoint = history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint(tmp_path)
         await history.run_to(4)
         stored, result, scheduler = await recovered(history, checkpoint, reached=4)
         assert (stored.lost, stored.lost_from) == (LostData(), None)
@@ -233,7 +264,7 @@ async def test_a_lost_log_costs_the_steps_since_the_checkpoint(
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
         await history.finish(4)  # finished before the checkpoint, trained after it
-        checkpoint = history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint(tmp_path)
         await history.run_to(4)
         await history.write(JournalEvaluation(0, Evaluation(4, 0.5, 4, 0)))
         await history.bus.store.purge(history.names.log_stream)
@@ -251,7 +282,7 @@ async def test_a_new_log_in_the_place_of_a_lost_one_is_not_taken_for_it(
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
         await history.finish(4)
-        checkpoint = history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint(tmp_path)
         await history.bus.store._jetstream.delete_stream(names.log_stream)  # pyright: ignore[reportPrivateUsage]
         await history.make_streams()
         lost = (await recovered(history, checkpoint, reached=2))[0]
@@ -275,7 +306,7 @@ async def test_groups_whose_data_is_gone_are_issued_again(
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
         await history.finish(4)
-        checkpoint = history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint(tmp_path)
         await history.finish(6)
         await history.finish(7)
         await delete(history, history.bundles[4], history.bundles[6])
@@ -303,7 +334,7 @@ async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(
 ) -> None:
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
-        checkpoint = history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint(tmp_path)
         part = history.log_sequence + 1
         whole = await history.bus.store.append(names.trajectories, StoredImage(b"x" * 3_000_000), id="parts")
         await history.finish(4)
@@ -322,7 +353,7 @@ async def test_a_group_of_which_an_image_is_gone_is_issued_again(
     async with open_history(open_bus, names) as history:
         await history.bus.store.make_log(names.log_stream, names.of_log)
         await history.run_to(2)
-        checkpoint = history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint(tmp_path)
         for ticket in (4, 5):
             subject = names.image(f"{ticket:064}")
             whole = await history.bus.store.append(
@@ -343,13 +374,14 @@ async def test_a_journal_that_ends_early_costs_its_steps_and_what_they_sampled(
 ) -> None:
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
-        checkpoint = history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint(tmp_path)
         await history.run_to(3)
-        journal = await history.bus.store.last_sequence(history.names.journal_stream, history.names.journal)
+        stream = history.names.journal_stream
+        journal = await history.bus.store.end(stream)
         await history.run_to(5)
         await history.finish(10)  # tokens of version 4, which is lost
-        for sequence in range(journal + 1, journal + 5):
-            await history.bus.store.delete(history.names.journal_stream, sequence)
+        for sequence in range(journal.sequence + 1, (await history.bus.store.end(stream)).sequence):
+            await history.bus.store.delete(stream, sequence)
         stored, result, scheduler = await recovered(history, checkpoint, reached=5)
         assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 3)
         assert (result.repeated, result.incarnation) == (1, 1)
@@ -366,14 +398,14 @@ async def test_an_evaluation_that_only_the_checkpoint_has_gets_its_entry(
     result = Evaluation(1, 0.5, 4, 0)
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
-        folder, state = history.checkpoint(tmp_path)
-        snapshot = msgspec.structs.replace(state.snapshot, evaluations=[result])
+        folder, state = await history.checkpoint(tmp_path)
+        snapshot = msgspec.structs.replace(state.snapshot, evaluation=EvaluationState([result]))
         checkpoint = folder, msgspec.structs.replace(state, snapshot=snapshot)
         for _ in range(2):  # the second kernel finds the entry of the first one
             _, _, scheduler = await recovered(history, checkpoint)
             assert scheduler.evaluation.results == [result]
         stored, _, _ = await recovered(history, checkpoint)
-        assert stored.journal.evaluations == [result]
+        assert stored.journal.evaluated == {1}
 
 
 async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(
@@ -381,7 +413,7 @@ async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(
 ) -> None:
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
-        checkpoint = history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint(tmp_path)
         await history.run_to(6)
         failure = GroupFailed("train", 11, 2, "rollout-0", "why")
         await history.bus.store.append(history.names.groups, failure, id="failed")
@@ -397,7 +429,7 @@ async def test_an_incarnation_number_is_never_used_twice(
 ) -> None:
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
-        checkpoint = history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint(tmp_path)
         await history.run_to(4)
         await history.write(JournalStep(7, 3, "of another incarnation"))
         await history.bus.store.purge(history.names.log_stream)
@@ -409,7 +441,7 @@ async def test_a_batch_that_was_not_complete_is_no_lost_step(
 ) -> None:
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
-        checkpoint = history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint(tmp_path)
         await history.finish(4)
         await history.finish(5)
         await history.train(complete=False)

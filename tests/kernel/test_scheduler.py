@@ -18,7 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stretto.algorithm import Group
 from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
-from stretto.kernel.durable.checkpoint import KernelState
 from stretto.kernel.schedule.commands import (
     EvaluationDone,
     Fail,
@@ -299,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lost, self.held[worker] = self.held[worker], []
         if with_message and lost and lost[0][1] is not None:
             self.sent.append(done(lost[0][0], lost[0][1], self.newest(lost[0][0])))
-        self.scheduler.worker_lost(worker)
+        self.scheduler.worker_gone(worker, drained=False)
         before = dict(self.attempts)
         self.obey()
         for (purpose, id), attempt in before.items():
@@ -368,21 +367,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = self.scheduler.ledger
         deadlines = {ticket.id: ticket.deadline for ticket in snapshot.open if ticket.done}
         self.scheduler = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
-        self.scheduler.restore(snapshot, attempts_from=1000 * self.lives)
+        self.scheduler.restore(snapshot)
+        assert self.scheduler.snapshot().open == snapshot.open
         self.scheduler.fit()
+        self.scheduler.owned(1000 * self.lives)
+        self.scheduler.start()
         after = self.scheduler.snapshot()
         for ticket in after.open:
             if ticket.done:
                 assert ticket.deadline <= deadlines[ticket.id], "a finished group got more time"
                 assert ticket.deadline >= self.scheduler.version, "a group is kept that nothing can train"
         expired = {reason: count for reason, count in after.reasons.items() if "does not fit" in reason}
-        assert before.in_flight - len(after.open) == sum(expired.values()) - self.unfit
+        kept = {ticket.id for ticket in after.open} & {ticket.id for ticket in snapshot.open}
+        assert before.in_flight - len(kept) == sum(expired.values()) - self.unfit
         self.unfit = sum(expired.values())
         self.deadlines = {ticket.id: ticket.deadline for ticket in after.open if ticket.done}
         self.lives += 1
         self.queue, self.attempts, self.holds = [], {}, False
-        self.scheduler.start()
         self.obey()
+
+    @rule()
+    def fold_from_a_snapshot(self) -> None:
+        """A scheduler that is restored from a snapshot goes on in the place of the first one."""
+        snapshot = self.scheduler.snapshot()
+        restored = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
+        restored.restore(msgspec.json.decode(msgspec.json.encode(snapshot), type=Snapshot))
+        assert restored.snapshot() == snapshot
+        self.scheduler = restored
 
     # ---- what must hold after each
 
@@ -613,7 +624,7 @@ def test_the_first_complete_attempt_wins_and_doubles_change_nothing() -> None:
     scheduler.start()
     [first] = issued(scheduler)
     scheduler.ticket_started("train", first.id, first.attempt, "w")
-    scheduler.worker_lost("w")
+    scheduler.worker_gone("w", drained=False)
     withdraw, issue = scheduler.commands()
     assert withdraw == Withdraw("train", first.id, 1)
     assert isinstance(issue, Issue)
@@ -635,7 +646,7 @@ def test_what_nobody_has_begun_is_issued_again_when_a_worker_is_lost() -> None:
     begun, waiting = issued(scheduler)
     scheduler.ticket_started("train", begun.id, begun.attempt, "alive")
     for _ in range(5):  # a ticket that was never begun does not use up its attempts
-        scheduler.worker_lost("dead")
+        scheduler.worker_gone("dead", drained=False)
     again = [command.ticket for command in scheduler.commands() if isinstance(command, Issue)]
     assert {ticket.id for ticket in again} == {waiting.id}
     assert again[-1].attempt == 6
@@ -652,7 +663,7 @@ def test_a_worker_that_leaves_hands_back_only_what_it_has_not_finished() -> None
     scheduler.group_done(done(finished, 0))
     for attempt in (1, 2, 3):  # none of them uses up the single attempt
         scheduler.ticket_started("train", unfinished.id, attempt, "w")
-        scheduler.worker_left("w")
+        scheduler.worker_gone("w", drained=True)
     commands = list(scheduler.commands())
     again = [command.ticket for command in commands if isinstance(command, Issue)]
     assert [(ticket.id, ticket.attempt) for ticket in again] == [(unfinished.id, 2 + n) for n in range(3)]
@@ -669,7 +680,7 @@ def test_a_ticket_whose_workers_keep_dying_fails() -> None:
     [ticket] = issued(scheduler)
     for attempt in (1, 2):
         scheduler.ticket_started("train", ticket.id, attempt, "w")
-        scheduler.worker_lost("w")
+        scheduler.worker_gone("w", drained=False)
     assert scheduler.ledger.failed == 1
     assert next(iter(scheduler.reasons)).startswith("failed: begun 2 times")
 
@@ -753,7 +764,8 @@ def test_a_dataset_of_which_every_row_is_left_out_ends_the_run() -> None:
 def test_what_failed_in_a_former_life_does_not_hold_up_the_next() -> None:
     settings = SchedulerSettings(steps=5, batch_size=2, max_staleness=0, rows=100, max_failures=2)
     scheduler = Scheduler(settings)
-    scheduler.restore(Scheduler(settings).snapshot(), attempts_from=1000)
+    scheduler.start()
+    scheduler.owned(1000)
     for id in (0, 1):
         scheduler.group_failed(GroupFailed("train", id, 1, "w", "broken then"))
     scheduler.commands()
@@ -869,44 +881,51 @@ def test_an_evaluation_of_other_versions_than_its_own_is_no_result(oldest: int, 
 
 def test_evaluations_under_way_and_waiting_outlive_their_kernel() -> None:
     scheduler, commands = evaluating(steps=9, every=1)
-    step(scheduler, step(scheduler, commands))
-    snapshot = scheduler.snapshot()
-    assert snapshot.evaluating == [1, 2]
+    commands = step(scheduler, commands)
+    first = evaluation_ticket(commands)
+    step(scheduler, commands)
     again = Scheduler(scheduler.settings)
-    again.restore(snapshot, attempts_from=1000)
-    again.evaluation.recall([Evaluation(1, 0.5, 1, 0)])  # complete since the snapshot
+    again.restore(scheduler.snapshot())
+    again.owned(1000)
+    assert again.evaluation.needed_versions == (1, 2)
     again.start()
-    assert evaluation_ticket(list(again.commands())).exact_version == 2
-    assert again.evaluation.needed_versions == (2,)
+    ticket = evaluation_ticket(list(again.commands()))
+    assert (ticket.id, ticket.attempt, ticket.exact_version) == (first.id, 1001, 1)
+
+
+def test_a_finished_row_of_an_evaluation_is_not_asked_for_again() -> None:
+    settings = SchedulerSettings(steps=2, batch_size=1, max_staleness=0, rows=9, evaluation_rows=3)
+    scheduler = Scheduler(settings)
+    scheduler.start()
+    tickets = [ticket for ticket in issued(scheduler) if ticket.purpose == "eval"]
+    scheduler.group_done(done(tickets[1], 0))
+    again = Scheduler(settings)
+    again.restore(scheduler.snapshot())
+    again.owned(1000)
+    again.group_done(done(tickets[2], 0))  # what the former kernel's worker had finished
+    again.start()
+    [left] = [ticket for ticket in issued(again) if ticket.purpose == "eval"]
+    assert left.id == tickets[0].id
+    again.group_done(done(left, 0))
+    assert again.evaluation.results[-1].samples == 3
 
 
 def test_a_run_that_evaluates_no_more_does_not_wait_for_the_evaluations_of_its_former_values() -> None:
     scheduler, commands = evaluating(steps=9, every=1)
     step(scheduler, commands)
     again = Scheduler(replace(scheduler.settings, steps=1, evaluation_rows=0))
-    again.restore(scheduler.snapshot(), attempts_from=1000)
+    again.restore(scheduler.snapshot())
+    again.fit()
     again.start()
     assert isinstance(again.commands()[-1], Finish)
-
-
-def test_the_evaluation_of_the_untrained_model_outlives_a_kernel_without_a_checkpoint() -> None:
-    scheduler, commands = evaluating(steps=9, every=5)
-    ticket = next(each.ticket for each in commands if isinstance(each, Issue))
-    again = Scheduler(scheduler.settings)
-    again.restore(KernelState.initial().snapshot, attempts_from=1000)
-    again.replay([ticket.id], [done(ticket, 0)])  # the journal has the first batch
-    assert again.evaluation.needed_versions == (0,)  # so the trainers keep its weights
-    again.step_finished()
-    again.start()
-    assert evaluation_ticket(list(again.commands())).exact_version == 0
 
 
 def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
     scheduler, _ = evaluating(steps=9, every=1)
     assert scheduler.evaluation.best == Evaluation(0, 0.25, 1, 0)
-    scheduler.evaluation.recall(
-        Evaluation(version, score, 1, 0) for version, score in enumerate((0.1, 0.7, None, 0.7))
-    )
+    scheduler.evaluation.results += [
+        Evaluation(version, score, 1, 0) for version, score in enumerate((0.7, None, 0.7), start=1)
+    ]
     assert scheduler.evaluation.best == Evaluation(1, 0.7, 1, 0)
 
 
@@ -927,16 +946,19 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
     scheduler.step_finished()
     newest = issued(scheduler)
     finished = done(newest[0], 2)
-    scheduler.group_done(finished)
 
     again = Scheduler(options)
-    again.restore(snapshot, attempts_from=1000)
-    again.worker_lost("rollout-0")  # while the run starts, no ticket is issued
-    assert again.commands() == []
-    repeated = again.replay([group.ticket for group in start.groups], start.groups)
-    assert repeated == start
+    again.restore(snapshot)
+    for group in start.groups:
+        again.group_done(group)
+    assert batches(list(again.commands())) == [start]
     again.step_finished()
-    again.group_done(finished)
+    assert again.snapshot() == scheduler.snapshot()
+    again.commands()
+    again.owned(1000)
+    again.group_done(finished)  # the former kernel had not read it
+    again.worker_gone("rollout-0", drained=False)  # while the run starts, no ticket is issued
+    assert again.commands() == []
     again.start()
     assert again.version == 2
     fresh = issued(again)
@@ -946,6 +968,7 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
         ticket.id: ticket.row for ticket in [later[2], later[3], newest[1]]
     }
     again.group_done(done(later[2], 1))  # a worker of the previous kernel: void
+    assert again.finished == 1
     assert again.ledger == scheduler.ledger
     again.group_done(done(fresh[0], 2))
     assert len(batches(list(again.commands()))) == 1
@@ -956,7 +979,8 @@ def test_rows_beyond_a_dataset_that_has_become_smaller_are_not_asked_for() -> No
     scheduler = Scheduler(settings)
     scheduler.start()
     again = Scheduler(replace(settings, rows=3))
-    again.restore(scheduler.snapshot(), attempts_from=1000)
+    again.restore(scheduler.snapshot())
+    again.owned(1000)
     again.start()
     assert [ticket.row for ticket in issued(again)] == [0, 1, 2, 0]
 
@@ -964,8 +988,9 @@ def test_rows_beyond_a_dataset_that_has_become_smaller_are_not_asked_for() -> No
 def restored(snapshot: Snapshot, settings: SchedulerSettings) -> Scheduler:
     """A scheduler that continues from a snapshot with other settings."""
     scheduler = Scheduler(settings)
-    scheduler.restore(snapshot, attempts_from=1000)
+    scheduler.restore(snapshot)
     scheduler.fit()
+    scheduler.owned(1000)
     scheduler.start()
     return scheduler
 
@@ -1140,16 +1165,16 @@ def test_a_restart_with_the_recorded_figures_has_the_gate_of_the_first_life() ->
     scheduler = Scheduler(options)
     scheduler.start()
     waiting: deque[Ticket] = deque()
-    starts = [trained(scheduler, waiting, divergence)[0] for divergence in figures[:4]]
-    snapshot = scheduler.snapshot()
-    starts += [trained(scheduler, waiting, divergence)[0] for divergence in figures[4:]]
+    for divergence in figures[:4]:
+        trained(scheduler, waiting, divergence)
+    waiting += issued(scheduler)
+    snapshot, then = scheduler.snapshot(), waiting.copy()
+    starts = [trained(scheduler, waiting, divergence)[0] for divergence in figures[4:]]
     assert snapshot.gate != scheduler.snapshot().gate
 
     again = Scheduler(options)
-    again.restore(snapshot, attempts_from=1000)
-    for start, divergence in zip(starts[4:], figures[4:], strict=True):
-        again.replay([group.ticket for group in start.groups], start.groups)
-        again.step_finished(divergence=divergence)
+    again.restore(snapshot)
+    assert [trained(again, then, divergence)[0] for divergence in figures[4:]] == starts
     assert again.snapshot().gate == scheduler.snapshot().gate
     again.start()
     assert again.ledger.in_flight == scheduler.ledger.in_flight

@@ -24,7 +24,7 @@ def test_recorded_schedulers_command_the_same(records: list[Record]) -> None:
     assert check(records) == []
     lives = [life for record in records for life in record.lives]
     names = {call.name for life in lives for call in life.calls}
-    assert {"commands", "restore", "replay", "worker_lost", "step_finished", "recall"} <= names
+    assert {"commands", "restore", "owned", "worker_gone", "step_finished"} <= names
 
 
 def test_a_call_that_is_missing_is_found(records: list[Record]) -> None:

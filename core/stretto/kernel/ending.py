@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import structlog
 
+from stretto.kernel.durable.checkpoint import KernelState
 from stretto.records.status import State
 
 log = structlog.get_logger()
@@ -38,6 +39,9 @@ class Ending:
         self.next_values: int | None = None
         """If the kernel only repeats the journal: number of the values with which the journal continues. None
         if the journal records no later change, or none that still applies."""
+        self.state: KernelState | None = None
+        """The state from which the next kernel continues, in place of that of the newest checkpoint. None if
+        this kernel has written a checkpoint."""
 
     def end(self, status: State, reason: str) -> None:
         """End the run at once."""

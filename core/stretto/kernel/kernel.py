@@ -1,7 +1,7 @@
 """The kernel owns a run on the bus. It carries out the scheduler's commands and never touches token data.
 
 A `Kernel` lives as long as one open bus (see `stretto.kernel.life`). It admits the workers. In a resumed run
-it then repeats the journal. Afterwards it issues tickets, trains batches, announces weights and saves
+it then takes in the stored events. Afterwards it issues tickets, trains batches, announces weights and saves
 checkpoints.
 """
 
@@ -28,6 +28,7 @@ from stretto.bus.messages.events import (
     Event,
     OutcomeRead,
     RunClosing,
+    RunOwned,
     ScheduleStarted,
     StepTrained,
     WorkerGone,
@@ -50,8 +51,7 @@ from stretto.bus.messages.membership import (
     WorkerProcess,
 )
 from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, Progress, TicketStarted
-from stretto.bus.messages.training import RowRef
+from stretto.bus.messages.tickets import GroupFailed, Progress, TicketStarted
 from stretto.config import MetricsConfig
 from stretto.errors import BusError, ConfigError, RunError, one_error
 from stretto.kernel.bus_watch import watch_bus, watch_store
@@ -62,7 +62,7 @@ from stretto.kernel.durable.changes import differences, values_file
 from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter, newest_epoch, own_journal
-from stretto.kernel.durable.recovery import Stored, read_store, repeat_journal
+from stretto.kernel.durable.recovery import Recovered, Repetition, Stored, read_store
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.fleet import FleetMember, receive_heartbeats
 from stretto.kernel.fleet.routes import RouteSender
@@ -85,7 +85,7 @@ from stretto.kernel.schedule.commands import (
 )
 from stretto.kernel.schedule.fold import apply
 from stretto.kernel.schedule.lending import Demand
-from stretto.kernel.schedule.outcomes import Outcome
+from stretto.kernel.schedule.outcomes import Outcome, refs_of
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES, ClusterLauncher, Role
@@ -199,6 +199,8 @@ class Kernel:
         self._published = anyio.Event()
         """The newest version is published, in the journal, and announced."""
         self._published.set()
+        self._owned = False
+        """Whether the scheduler hears events. Before, it may be in the state of a former kernel."""
         self._started = False
         self._fleet.on_ready = self._on_ready
         self._fleet.on_lost = self._on_lost
@@ -213,8 +215,7 @@ class Kernel:
         await self._serve()
         resumed = self._setup.resumed
         stored = None if resumed is None else await self._recover(resumed)
-        if stored is not None and not self._setup.continues and self._has_nothing_to_repeat(stored):
-            self._ending.end("repeated", "")
+        if stored is not None and self._hand_over(stored):
             return
         if self._config.metrics is not None:
             self._status.metrics_url = await self._serve_metrics(self._config.metrics)
@@ -272,7 +273,7 @@ class Kernel:
         return await self._tasks.start(serve_metrics, config, self._setup, self._bus)
 
     async def _recover(self, resumed: tuple[Path | None, KernelState]) -> Stored:
-        """Find out what the store still holds, and restore the ledger. Report what is lost.
+        """Find out what the store still holds. Report what is lost.
 
         Raises:
             ConfigError: if nothing is left to continue from. No file has changed.
@@ -282,9 +283,11 @@ class Kernel:
             self._bus,
             self._names,
             resumed,
+            setup.new_scheduler(),
             values=setup.values,
             samples=setup.graph.samples,
             reached=self._report.reached,
+            replays=setup.replays,
         )
         if stored.lost:
             self._report.add_loss(stored.lost, stored.lost_from)
@@ -292,26 +295,23 @@ class Kernel:
             # The checkpoint names messages by number: new ones must not get the numbers of lost ones.
             await self._bus.store.purge(self._names.log_stream, below=state.log_sequence + 1)
         self._journal.incarnation = stored.incarnation_at(state.version, state.incarnation)
-        self._scheduler.restore(
-            stored.snapshot,
-            attempts_from=self._lease_epoch * _ATTEMPTS_PER_KERNEL,
-            recorded=stored.journal.draws,
-        )
         return stored
 
     async def _begin(self, stored: Stored | None) -> None:
         """Wait for the workers, load the weights or repeat the journal, and issue the first tickets."""
         await self._in_time(self._until_trainers_ready)
-        resumed = self._setup.resumed
-        notes = await (self._trainers.load(None, 0) if stored is None else self._repeat(stored))
+        recovered = None if stored is None else await self._repeat(stored)
+        notes = recovered.notes if recovered else await self._trainers.load(None, 0)
         if self._ending.over.is_set():
             return
         self._engines.remember(notes)
         self._engines.announce(notes[-1])
+        self._owned = True
+        attempts_from = self._lease_epoch * _ATTEMPTS_PER_KERNEL if recovered else 0
+        self._hear(RunOwned(self._journal.incarnation, self._setup.values, attempts_from))
+        for sequence, outcome in recovered.later if recovered else ():
+            self._tickets.take_in(sequence, outcome, self._take_in)
         self._tasks.start_soon(self._engines.look_after_lending)
-        if resumed is not None and self._journal.incarnation != resumed[1].incarnation:
-            # Without this checkpoint, another crash would begin the same incarnation a second time.
-            await self._checkpointer.save()
         self._status.note = "waiting for all workers"
         await self._in_time(self._until_all_callable)
         await self._samples.until_followed()
@@ -323,41 +323,39 @@ class Kernel:
         if self._config.elastic.ranges():
             self._tasks.start_soon(self._scaler.follow)
 
-    async def _repeat(self, stored: Stored) -> tuple[WeightsNote, ...]:
-        """Load the checkpoint and train the journal's later batches again.
-
-        If other values come next, write a checkpoint and end the run.
-
-        Returns:
-            Notes of the versions that evaluations need, and last the note of the newest version.
-        """
-        assert self._setup.resumed is not None
-        self._status.note = "replaying the journal" if self._setup.replays else "repeating the journal"
-        recovered = await repeat_journal(
+    async def _repeat(self, stored: Stored) -> Recovered:
+        """Load the checkpoint and train the batches again that the later events start. Where the events that
+        follow cannot continue the stored ones, write a checkpoint. If other values come next, end the run."""
+        setup = self._setup
+        assert setup.resumed is not None
+        self._status.note = "replaying the journal" if setup.replays else "repeating the journal"
+        repetition = Repetition(
             self._journal,
             self._scheduler,
             self._trainers,
-            self._setup.resumed,
+            setup.resumed,
             stored,
-            values=self._setup.values,
-            on_change=self._change_values,
+            on_batch=self._record_batch,
             on_repeated=self._report_step,
         )
-        for command in self._scheduler.commands():
-            if isinstance(command, Retire):  # the rest withdraws attempts of a previous kernel
-                await self._do(command)
+        notes = await repetition.load()
+        if not stored.fits:
+            await self._change_values(notes, stored)
+        recovered = await (repetition.replay() if setup.replays else repetition.fold())
+        for command in recovered.retired:
+            await self._do(command)
         self._journal.incarnation = recovered.incarnation
         self._tickets.log_sequence = recovered.log_sequence
         self._engines.remember(recovered.notes)
-        if self._setup.continues:
+        if not recovered.is_exact or (recovered.repeated and not setup.continues):
+            await self._checkpointer.save_required(recovered.notes[-1])
+        if setup.continues:
             log.info("resumed", version=recovered.notes[-1].version, repeated=recovered.repeated)
             self._report.recall()
-            return recovered.notes
-        if recovered.repeated or stored.lost:
-            await self._checkpointer.save_required(recovered.notes[-1])
-        self._ending.next_values = recovered.next_values
-        self._ending.end("completed" if self._setup.replays else "repeated", "")
-        return recovered.notes
+        else:
+            self._ending.next_values = recovered.next_values
+            self._ending.end("completed" if setup.replays else "repeated", "")
+        return recovered
 
     def _report_step(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
         self._report.step(start, result, (), generate_busy_s=0.0, divergence=divergence)
@@ -369,35 +367,36 @@ class Kernel:
         tickets = tuple(group.ticket for group in start.groups)
         self._timeline.step(result.began, result.version, waits, tickets)
 
-    def _has_nothing_to_repeat(self, stored: Stored) -> bool:
-        """Whether this kernel has nothing to do, so that it needs no worker: the checkpoint has its values,
-        the journal has no later batch with them, and nothing is lost. Store the number of the next values in
-        the ending."""
-        assert self._setup.resumed is not None
-        journal = stored.journal
-        self._ending.next_values = journal.next.values if journal.next else None
-        return self._setup.values == self._setup.resumed[1].values and not journal.batches and not stored.lost
+    def _hand_over(self, stored: Stored) -> bool:
+        """Return whether this kernel has nothing to do, so that it needs no worker, because other values come
+        next. The next kernel then gets the state after the events."""
+        setup = self._setup
+        if setup.continues or setup.replays or not stored.is_only_read:
+            return False
+        assert setup.resumed is not None
+        self._ending.next_values = stored.fold.next_values
+        self._ending.state = stored.fold.applied_to(setup.resumed[1])
+        self._ending.end("repeated", "")
+        return True
 
-    async def _change_values(
-        self, notes: tuple[WeightsNote, ...], log_sequence: int, record: JournalChange | None
-    ) -> None:
-        """Change to this kernel's values: record the change in the journal and write a checkpoint.
+    async def _change_values(self, notes: tuple[WeightsNote, ...], stored: Stored) -> None:
+        """Change to this kernel's values: record the change in the journal, unless a previous kernel has, and
+        write a checkpoint.
 
         Args:
             notes: notes of older versions that evaluations need, and last the note of the current weights.
-            log_sequence: sequence number of the last log message that the ledger has taken in.
-            record: the journal's entry of this change, if a previous kernel wrote it.
 
         Raises:
             RunError: if the run is beyond the new number of steps, or if the checkpoint cannot be written.
         """
-        note, values = notes[-1], self._setup.values
+        assert self._setup.resumed is not None
+        note, values, log_sequence = notes[-1], self._setup.values, self._setup.resumed[1].log_sequence
         if note.version > self._config.steps:
             raise RunError(
                 f"steps is {self._config.steps}, but the run is already at version {note.version}: resume it "
                 "with more steps"
             )
-        if record is None:
+        if not stored.journal.changed:
             former = yaml.safe_load(values_file(self._setup.folder, values - 1).read_text())
             changes = differences(former, self._setup.composed.document)
             entry = JournalChange(self._journal.incarnation, note.version, values, log_sequence, changes)
@@ -610,10 +609,12 @@ class Kernel:
         else:
             self._scaler.groups += 1
         if self._setup.graph.samples and self._scheduler.is_finished(outcome):
-            self._tasks.start_soon(partial(self._trainers.prefetch, _rows((outcome,)), complete=False))
+            self._tasks.start_soon(partial(self._trainers.prefetch, refs_of((outcome,)), complete=False))
 
     def _hear(self, event: Event, outcome: Outcome | None = None) -> None:
         """Let the scheduler take in an event, and queue it for the journal."""
+        if not self._owned:
+            return
         apply(self._scheduler, event, outcome)
         self._journal.hear(event)
         self._report.waits.lacks(self._scheduler.waits_for)
@@ -719,18 +720,13 @@ class Kernel:
         Returns:
             The step's result, and the engines' mean seconds of work so far.
         """
-        rows = _rows(start.groups)
-        ahead = _rows(tuple(self._scheduler.done_groups))
+        rows, ahead = refs_of(start.groups), refs_of(self._scheduler.done_groups)
         needed = self._scheduler.evaluation.needed_versions
         recorded, results, figures = anyio.Event(), list[StepResult](), list[float]()
 
         async def record() -> None:
-            tickets = tuple(group.ticket for group in start.groups)
-            incarnation, layout = self._journal.incarnation, self._setup.layout
-            seed = self._config.seed
-            batch = JournalBatch(incarnation, start.version, rows, tickets, layout, seed)
             with tracing.span("journal"):
-                await self._journal.append(batch, "batch", start.version)
+                await self._record_batch(start)
             recorded.set()
 
         async def ask_engines() -> None:
@@ -748,6 +744,12 @@ class Kernel:
                 tasks.start_soon(ask_engines)
                 await self._trainers.end(start.version, needed, trace)
         return results[0], figures[0]
+
+    async def _record_batch(self, start: StartBatch) -> None:
+        tickets = tuple(group.ticket for group in start.groups)
+        incarnation, layout, seed = self._journal.incarnation, self._setup.layout, self._config.seed
+        batch = JournalBatch(incarnation, start.version, refs_of(start.groups), tickets, layout, seed)
+        await self._journal.append(batch, "batch", start.version)
 
     async def _publish(self, version: int, divergence: float | None) -> WeightsNote:
         """Wait until a version is published, and write its step to the journal."""
@@ -782,11 +784,3 @@ class Kernel:
         self._traces.evaluation_ended(done.evaluation)
         if self._config.checkpoint.keep_best:
             await self._checkpointer.prune()
-
-
-def _rows(groups: tuple[GroupDone, ...]) -> tuple[RowRef, ...]:
-    return tuple(
-        RowRef(member.id, member.sequence, member.index, group.ticket, member.length)
-        for group in groups
-        for member in group.members
-    )

@@ -34,7 +34,7 @@ from stretto.kernel.durable.changes import (
     values_file,
     write_values,
 )
-from stretto.kernel.durable.checkpoint import KernelState, newest_intact
+from stretto.kernel.durable.checkpoint import FORMAT, KernelState, newest_intact
 from stretto.kernel.durable.clean import cleaner_of
 from stretto.kernel.ending import Ending, Interruptions
 from stretto.kernel.fleet.forks import ForkServer, fork_server
@@ -115,8 +115,8 @@ def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False) -> int:
     return _print_end(summary, assembly.folder)
 
 
-Kernels = Generator[RunSetup, tuple[dict[str, Any], int | None], dict[str, Any]]
-"""The kernels of a run in turn. The generator gets what `live_and_sum_up` returns for each, and returns the
+Kernels = Generator[RunSetup, tuple[dict[str, Any], Ending], dict[str, Any]]
+"""The kernels of a run in turn. The generator gets the summary and the ending of each, and returns the
 summary of the run."""
 
 
@@ -145,12 +145,14 @@ def resumed_kernels(
     while number < newest:
         previous = assemble_existing(compose(values_file(folder, number)), folder)
         with forks_of(previous) as forks:
-            summary, next_values = yield RunSetup(
+            summary, ending = yield RunSetup(
                 previous, resumed=checkpoint, forks=forks, values=number, continues=False
             )
         if summary["status"] != "repeated":
             return summary
-        number, checkpoint = next_values or newest, newest_checkpoint(folder)
+        number, checkpoint = ending.next_values or newest, newest_checkpoint(folder)
+        if ending.state is not None:
+            checkpoint = checkpoint[0], ending.state
     with forks_of(assembly) as forks:
         return (yield from kernels_to_the_end(assembly, checkpoint, forks, values=newest))
 
@@ -183,8 +185,18 @@ def exit_status(summary: Mapping[str, Any]) -> int:
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, KernelState]:
-    """Return a run's newest intact checkpoint and its state; None and the initial state without one."""
-    return newest_intact(folder / "checkpoints") or (None, KernelState.initial())
+    """Return a run's newest intact checkpoint and its state; None and the initial state without one.
+
+    Raises:
+        ConfigError: if another version of stretto has written it, which has another format.
+    """
+    checkpoint = newest_intact(folder / "checkpoints")
+    if checkpoint is not None and checkpoint[1].format != FORMAT:
+        raise ConfigError(
+            f"{checkpoint[0]} was written by a stretto whose runs this one cannot continue: resume the run "
+            "with that version, or start a new run from the weights (`stretto export`)"
+        )
+    return checkpoint or (None, KernelState.initial())
 
 
 def last_lines(summary: Mapping[str, Any], folder: Path) -> str:
@@ -218,8 +230,8 @@ def _live_in_turn(
 
 def live(
     setup: RunSetup, interruptions: Interruptions, accept_dataset: bool = False
-) -> tuple[dict[str, Any], int | None]:
-    """Run one kernel, and return its summary and `Ending.next_values`."""
+) -> tuple[dict[str, Any], Ending]:
+    """Run one kernel, and return its summary and its ending."""
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
     log.info("run", folder=str(setup.folder))
     setup.check_datasets(accept=accept_dataset)
@@ -229,8 +241,8 @@ def live(
         return anyio.run(live_and_sum_up, setup, interruptions)
 
 
-async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tuple[dict[str, Any], int | None]:
-    """Run one kernel with its server, and write the summary.
+async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tuple[dict[str, Any], Ending]:
+    """Run one kernel with its server, write the summary, and return it with the kernel's ending.
 
     Raises:
         RunError: if another kernel has taken the run over, or if the run's folder is gone.
@@ -240,7 +252,7 @@ async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tupl
     with interruptions.obeyed_by(ending):  # before the first process starts
         error = await _live(setup, ending)
         if error is None and not setup.report.begun:  # there was nothing to repeat
-            return {"status": "repeated"}, ending.next_values
+            return {"status": "repeated"}, ending
         status, reason = ending.status, ending.reason
         if ending.replaced:
             await setup.trackers.finish(lambda: True)
@@ -258,7 +270,7 @@ async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tupl
         before = len(interruptions.received)
         await setup.trackers.finish(lambda: ending.forced or len(interruptions.received) > before)
     setup.report.add_late_problems(summary)
-    return summary, ending.next_values
+    return summary, ending
 
 
 async def _live(setup: RunSetup, ending: Ending) -> BaseException | None:

@@ -91,12 +91,7 @@ class RunSetup:
             path: dataset.source_of if isinstance(dataset, CurriculumDataset) else _no_source
             for path, dataset in self.datasets.items()
         }
-        self.scheduler = Scheduler(
-            _settings(composed, self.datasets, self.graph),
-            assembly.algorithm.keep,
-            curriculum=curriculum_of(composed, self.datasets["dataset"]),
-            evaluation_source=self.sources.get("evaluation.dataset", _no_source),
-        )
+        self.scheduler = self.new_scheduler()
         self.fleet = Fleet(
             self.launcher,
             folder / "bus",
@@ -119,6 +114,15 @@ class RunSetup:
             config.name, config.steps, folder, self.report, self.scheduler, self.fleet
         )
         self.trackers = Trackers(folder, config.trackers, self.report.problems)
+
+    def new_scheduler(self) -> Scheduler:
+        """Return a scheduler of the run to which nothing has happened."""
+        return Scheduler(
+            _settings(self.composed, self.datasets, self.graph),
+            self.assembly.algorithm.keep,
+            curriculum=curriculum_of(self.composed, self.datasets["dataset"]),
+            evaluation_source=self.sources.get("evaluation.dataset", _no_source),
+        )
 
     @property
     def bus(self) -> BusConfig:

@@ -12,6 +12,17 @@ from stretto.bus.messages.base import Message
 from stretto.bus.messages.tickets import Progress, TicketStarted
 
 
+class RunOwned(Message, frozen=True):
+    """A kernel owns the run from here on: the first event of each kernel."""
+
+    incarnation: int
+    """Incarnation of the weights from which it continues."""
+    values: int
+    """Number of its values: 1 at the run's start, and one more with each change."""
+    attempts_from: int
+    """Attempts of tickets up to this number are those of former kernels."""
+
+
 class ScheduleStarted(Message, frozen=True):
     """The workers are ready: tickets may be issued."""
 
@@ -54,7 +65,8 @@ class RunClosing(Message, frozen=True):
 
 
 Event = (
-    ScheduleStarted
+    RunOwned
+    | ScheduleStarted
     | TicketStarted
     | Progress
     | OutcomeRead

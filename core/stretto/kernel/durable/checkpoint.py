@@ -33,11 +33,13 @@ import structlog
 
 from stretto.base.remote_folder import RemoteFolder, file_hash
 from stretto.errors import ConfigError
-from stretto.kernel.schedule.scheduler import Ledger, Snapshot
+from stretto.kernel.schedule.scheduler import Snapshot
 from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
+FORMAT = 2
+"""Number of the format of snapshots and events. Runs of another format cannot be resumed."""
 _PREFIX = "step-"
 _MANIFEST = "manifest.json"
 _STORE = "store.json"
@@ -90,14 +92,15 @@ class KernelState(msgspec.Struct, frozen=True):
     lost: LostData = LostData()
     """All losses up to the checkpoint."""
     events_after: int = 0
-    """Sequence number in the journal's stream. The snapshot has taken in all events up to it, and of the
-    later ones those that the kernel had not stored yet."""
+    """Sequence number in the journal's stream. The snapshot has taken in all events up to it, and later ones
+    go on from it."""
+    format: int = 1
+    """`FORMAT` of the stretto that wrote the checkpoint."""
 
     @classmethod
     def initial(cls) -> KernelState:
         """Return the state at the beginning of a run, for a resumed run without an intact checkpoint."""
-        snapshot = Snapshot(0, Ledger(), 0, 0, [], [], [], {}, {})
-        return cls(0, 0, "", snapshot, 0, 0, "", 0, 0, 0, 0.0)
+        return cls(0, 0, "", Snapshot(), 0, 0, "", 0, 0, 0, 0.0, format=FORMAT)
 
 
 def checkpoint_name(version: int, values: int | None = None) -> str:

@@ -10,7 +10,7 @@ from stretto.bus.client import Bus
 from stretto.errors import BusError, RunError
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import Trainers
-from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, prune, writing
+from stretto.kernel.durable.checkpoint import FORMAT, KernelState, checkpoint_name, prune, writing
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.observe.sample_writer_supervisor import SampleWriterSupervisor
 from stretto.kernel.schedule.tickets import TicketQueue
@@ -61,7 +61,7 @@ class Checkpointer:
             if (note := self._unsaved()) is None:
                 return
             try:
-                await self._write(self._name(note.version), self._state(note))
+                await self._write(self._name(note.version), note)
             except (OSError, BusError) as error:
                 log.error("checkpoint failed", version=note.version, error=str(error))
                 problem = f"checkpoint of version {note.version} not written: {error}"
@@ -90,7 +90,7 @@ class Checkpointer:
         """
         for pause_s in (*_PAUSES_S, None):
             try:
-                await self._write(name or self._name(note.version), self._state(note))
+                await self._write(name or self._name(note.version), note)
                 return
             except (OSError, BusError) as error:
                 log.error("checkpoint failed", version=note.version, error=str(error))
@@ -129,8 +129,9 @@ class Checkpointer:
         assert self._engines.note is not None
         return self._engines.note
 
-    async def _write(self, name: str, state: KernelState) -> None:
-        await self._journal.flush()  # what the snapshot has taken in
+    async def _write(self, name: str, note: WeightsNote) -> None:
+        await self._journal.flush()
+        state = self._state(note)  # no await in between: later events go on from this state
         async with writing(self._root, name, state, self._store) as draft:
             await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))
         self._saved, self._newest = (state.version, state.incarnation), name
@@ -147,6 +148,7 @@ class Checkpointer:
         """Return the kernel's part of a checkpoint of these weights."""
         setup = self._setup
         snapshot = setup.scheduler.snapshot()
+        assert not snapshot.batch, "a checkpoint is written between steps"
         return KernelState(
             version=snapshot.version,
             incarnation=self._journal.incarnation,
@@ -161,8 +163,11 @@ class Checkpointer:
             wall_s=setup.report.wall_s,
             values=setup.values,
             lost=setup.report.lost,
-            events_after=self._journal.stored_to,
+            events_after=self._journal.events_after,
+            format=FORMAT,
             needed=tuple(
-                self._engines.notes[version] for version in snapshot.evaluating if version != snapshot.version
+                self._engines.notes[version]
+                for version in snapshot.evaluation.needed_versions
+                if version != snapshot.version
             ),
         )

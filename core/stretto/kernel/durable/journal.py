@@ -38,6 +38,9 @@ class JournalWriter:
         self.epoch = epoch
         self._end = end
         self._appending = anyio.Lock()
+        self.events_after = end.sequence
+        """Sequence number in the stream: the scheduler has taken in all events up to it, and those that are
+        not stored yet. A snapshot that is taken when none is waiting goes on with the later ones."""
         self._stored = 0
         """Number of events that the server has stored."""
         self._pending: list[msgspec.Raw] = []
@@ -67,13 +70,14 @@ class JournalWriter:
         self._any_pending.set()
 
     async def flush(self) -> None:
-        """Wait until the server has stored all events that were heard.
+        """Wait until the server has stored all events that were heard, also meanwhile.
 
         Raises:
             Superseded, BusError: as `append`.
         """
         async with self._appending:
-            await self._store_events()
+            while self._pending:
+                await self._store_events()
 
     async def keep(self) -> None:
         """Store the events for which nobody waits, until cancelled.
@@ -88,7 +92,7 @@ class JournalWriter:
 
     @property
     def stored_to(self) -> int:
-        """Sequence number of the last message in the stream: later events have higher ones."""
+        """Sequence number of the last message in the stream."""
         return self._end.sequence
 
     async def _store_events(self) -> None:
@@ -99,6 +103,7 @@ class JournalWriter:
         id = f"events/{self.epoch}/{events.first}"
         await self._bus.store.append(self.names.events, events, id=id, after=self._end)
         self._stored += len(events.events)
+        self.events_after = self._end.sequence
 
 
 async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:

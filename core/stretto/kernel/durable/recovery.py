@@ -1,16 +1,21 @@
-"""Recovery after a restart: train the journal's batches since the checkpoint again, to the same digests.
+"""Recovery after a restart: the state is the fold of the events since the checkpoint, and the batches that it
+starts are trained again, to the same digests.
 
-A kernel repeats only batches with its own set of values: those up to the next change that the journal
-records.
+There is no second path: the scheduler takes in the stored events as it took them in the first time. What it
+commands again is compared with what the journal says was done; only the train steps are done again.
+
+A kernel takes in only events with its own set of values and its own incarnation: those up to the next
+`RunOwned` with others.
 
 `read_store` first compares what the checkpoint, the journal and the log still hold. If the store is damaged,
-the run continues without the steps and groups that are lost, and their tickets are issued again. If nothing
-is left to continue from, it refuses the resume before anything is changed.
+the events hold as long as they give the batches that were recorded. The run continues without the steps and
+groups that are lost, and their tickets are issued again. If nothing is left to continue from, it refuses the
+resume before anything is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -19,26 +24,26 @@ import msgspec
 import structlog
 
 from stretto.bus.client import Bus
+from stretto.bus.messages.events import Event, EventBatch, OutcomeRead, RunOwned, StepTrained
 from stretto.bus.messages.journal import (
-    Evaluation,
     JournalBatch,
-    JournalChange,
     JournalDraws,
     JournalEntry,
     JournalEvaluation,
     JournalStep,
 )
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import GroupDone, Purpose
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
 from stretto.bus.messages.training import RowRef
 from stretto.bus.store import Extent
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.durable.checkpoint import KernelState, LostData
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.schedule.commands import StartBatch
+from stretto.kernel.schedule.commands import RecordDraws, Retire, StartBatch
 from stretto.kernel.schedule.draws import RecordedDraw
-from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes
+from stretto.kernel.schedule.fold import apply
+from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes, refs_of
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
 
@@ -64,23 +69,51 @@ class _Steps(Protocol):
 
 @dataclass
 class Journal:
-    """The journal's entries of a checkpoint's incarnation, for a kernel with one set of values."""
+    """What the journal's stream holds for a kernel with one set of values, from a checkpoint on."""
 
+    events: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])
+    """(sequence number in the stream, event) of the events after the checkpoint."""
     batches: dict[int, JournalBatch] = field(default_factory=dict[int, JournalBatch])
-    """Batches by version: from the checkpoint's version without a gap, up to the next change."""
+    """Batches of the checkpoint's incarnation, by version."""
     steps: dict[int, JournalStep] = field(default_factory=dict[int, JournalStep])
-    """Complete steps, by the version that they led to."""
-    evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    """Complete steps of that incarnation, by the version that they led to."""
     evaluated: set[int] = field(default_factory=set[int])
     """Versions whose evaluation the journal records, of any incarnation."""
     draws: dict[int, RecordedDraw] = field(default_factory=dict[int, RecordedDraw])
     """Draws of a curriculum, by ticket, of those tickets that the checkpoint does not know."""
-    change: JournalChange | None = None
-    """The change to this kernel's values, if the journal records it at the checkpoint's version."""
-    next: JournalChange | None = None
-    """The first change to later values."""
+    changed: bool = False
+    """Whether the journal records the change to the kernel's values at the checkpoint's version."""
     newest_incarnation: int = 0
     """Highest incarnation of all entries, also of those that do not belong to the checkpoint's."""
+    is_damaged: bool = False
+    """Whether events are missing, or the stream ends before the checkpoint's place in it."""
+
+
+@dataclass
+class Fold:
+    """The events that a scheduler has taken in."""
+
+    position: int
+    """Sequence number in the journal's stream up to which they reach."""
+    log_sequence: int
+    """Sequence number of the last outcome that has been taken in."""
+    events: list[tuple[Event, Outcome | None]] = field(default_factory=list[tuple[Event, Outcome | None]])
+    """Each with its outcome if it has one."""
+    steps: int = 0
+    """Number of batches that they start."""
+    version: int = 0
+    """Training version after these batches."""
+    end: Snapshot = field(default_factory=Snapshot)
+    """The state after the events."""
+
+    def applied_to(self, state: KernelState) -> KernelState:
+        """Return the state of a checkpoint that has taken in these events, which start no batch."""
+        return msgspec.structs.replace(
+            state, snapshot=self.end, log_sequence=self.log_sequence, events_after=self.position
+        )
+
+    next_values: int | None = None
+    """Number of the values with which the journal goes on; None if it does not."""
 
 
 @dataclass(frozen=True)
@@ -88,19 +121,32 @@ class Stored:
     """What checkpoint, journal and log still hold of a run."""
 
     snapshot: Snapshot
-    """The checkpoint's ledger. Tickets whose trajectories are gone are unfinished in it."""
+    """The checkpoint's state. Tickets whose trajectories are gone are unfinished in it."""
+    fits: bool
+    """Whether the snapshot has the kernel's values, and not previous ones."""
     journal: Journal
-    """Its batches can all be repeated."""
     outcomes: tuple[tuple[int, Outcome], ...]
-    """(sequence number, outcome) of the tickets that ended after the checkpoint and can be used."""
-    last: int
-    """Sequence number of the last outcome in the log; that of the checkpoint if there is no later one."""
+    """(sequence number, outcome) of the tickets that ended after the checkpoint."""
+    fold: Fold
+    """The events that can be repeated."""
+    later: tuple[tuple[int, Outcome], ...]
+    """The outcomes that no event has taken in, and that can be used."""
     log_is_short: bool
     """Whether the log ends before the checkpoint's place in it, so that none of its messages can be used."""
     lost: LostData
     lost_from: int | None
     """Version from which steps are lost, which may be one that was not complete. A new incarnation begins
     there. None if no step is lost."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the events give the state that the previous kernel left."""
+        return not self.lost and self.lost_from is None and not self.journal.is_damaged
+
+    @property
+    def is_only_read(self) -> bool:
+        """Whether there is no step to repeat and nothing to mend."""
+        return self.is_exact and self.fits and not self.fold.steps
 
     def incarnation_at(self, version: int, former: int) -> int:
         """Return the incarnation that continues at a version: `former`, or a new one where steps are lost."""
@@ -121,8 +167,14 @@ class Recovered:
     incarnation: int
     log_sequence: int
     """Sequence number of the last log message that the scheduler has taken in."""
+    later: tuple[tuple[int, Outcome], ...]
+    """(sequence number, outcome) of those that it can take in next."""
     repeated: int
     """Number of steps that were trained again."""
+    is_exact: bool
+    """Whether later events can continue the stored ones. If not, a checkpoint has to come first."""
+    retired: tuple[Retire, ...]
+    """What became of tickets meanwhile."""
     next_values: int | None
     """Number of the values with which the journal continues; None if it records no later change that still
     applies."""
@@ -132,18 +184,22 @@ async def read_store(
     bus: Bus,
     names: Subjects,
     checkpoint: tuple[Path | None, KernelState],
+    scheduler: Scheduler,
     *,
     values: int,
     samples: bool,
     reached: int,
+    replays: bool = False,
 ) -> Stored:
     """Read what journal and log hold for a run that continues from a checkpoint. Nothing is changed.
 
     Args:
+        scheduler: a scheduler with the kernel's values, to try the events with.
         values: number of the kernel's values.
         samples: whether the run trains on trajectories in the log, and not on rows of a dataset.
         reached: the newest version that the run has reported. If the journal does not lead to it, the steps
             in between are lost.
+        replays: whether the journal holds batches to train again, and no events.
 
     Raises:
         ConfigError: if there is no intact checkpoint, and the store does not hold the run's first step.
@@ -153,139 +209,281 @@ async def read_store(
     extent = await bus.store.extent(names.log_stream)
     short = extent.last < state.log_sequence
     outcomes = [] if short else await _outcomes(bus, names, state.log_sequence, samples=samples)
-    groups = [ticket.done for ticket in state.snapshot.open if ticket.done]
+    is_new = state.snapshot.phase == "new" and state.version == 0
+    snapshot = scheduler.snapshot() if is_new else state.snapshot
+    groups = [ticket.done for ticket in snapshot.open if ticket.done]
     groups += [each for _, each in outcomes if isinstance(each, GroupDone) and each.purpose == "train"]
     gone: set[int] = set()
     if samples:
         named = {sequence for group in groups for sequence in _messages_of(group)}
-        named |= {row.sequence for batch in journal.batches.values() for row in batch.rows}
         gone = named if short else await _gone(bus, names, extent, named)
     lost = {_name(group) for group in groups if not gone.isdisjoint(_messages_of(group))}
-    is_cut = _cut_at_loss(journal, state.version, {_name(group) for group in groups} - lost, gone, reached)
-    end = state.version + len(journal.batches)
-    lost_steps = max(reached, *journal.steps, end) - end if is_cut else 0
+    snapshot = _without(snapshot, lost)
+    usable = {sequence: each for sequence, each in outcomes if _name(each) not in lost}
+    begin(scheduler, snapshot, journal, fits=values == state.values)
+    fold = _fold(scheduler, journal, usable, state, values)
+    end = fold.version
+    newest = max(reached, *journal.steps, end)
+    is_cut = fold.next_values is None and not replays and (newest > end or end in journal.batches)
+    lost_steps = newest - end if is_cut else 0
     if lost_steps and folder is None and not end:
         raise ConfigError(
             f"the run was at version {lost_steps}, but it has no intact checkpoint, and the store does not "
             "hold its first steps: nothing is left to continue from, and nothing was changed; put back "
             "`checkpoints` or `bus/store` from a copy and resume again, or start a new run"
         )
-    last = outcomes[-1][0] if outcomes else state.log_sequence
     if is_cut:
         lost |= {_name(group) for group in groups if any(each.newest > end for each in group.members)}
-        # A failed ticket may be one of those that the lost steps had made room for.
-        outcomes = [each for each in outcomes if isinstance(each[1], GroupDone)]
+    taken = {event.sequence for event, _ in fold.events if isinstance(event, OutcomeRead)}
+    later = tuple(  # a failed ticket may be one of those that the lost steps had made room for
+        (sequence, each)
+        for sequence, each in outcomes
+        if sequence not in taken
+        and _name(each) not in lost
+        and not (is_cut and isinstance(each, GroupFailed))
+    )
+    missing = sum(each > state.log_sequence for each in extent.missing)
     return Stored(
-        snapshot=_without(state.snapshot, lost),
+        snapshot=snapshot,
+        fits=values == state.values,
         journal=journal,
-        outcomes=tuple(each for each in outcomes if _name(each[1]) not in lost),
-        last=last,
+        outcomes=tuple(outcomes),
+        fold=fold,
+        later=() if fold.next_values else later,
         log_is_short=short,
-        lost=LostData(lost_steps, len(lost), sum(each > state.log_sequence for each in extent.missing)),
+        lost=LostData(lost_steps, len(lost), missing),
         lost_from=end if is_cut else None,
     )
 
 
-async def repeat_journal(
-    writer: JournalWriter,
-    scheduler: Scheduler,
-    trainers: _Steps,
-    checkpoint: tuple[Path | None, KernelState],
-    stored: Stored,
-    *,
-    values: int,
-    on_change: Callable[[tuple[WeightsNote, ...], int, JournalChange | None], Awaitable[object]],
-    on_repeated: Callable[[StartBatch, StepResult, float | None], object],
-) -> Recovered:
-    """Load a checkpoint, or the initial model if there is none, and train the journal's later batches again.
-
-    The scheduler has restored the stored snapshot. The function reports the groups in the log to it, up to
-    the next change of values. Afterwards `scheduler.start()` continues the run. Of the scheduler's commands
-    before that, only the retirements matter: the attempts that it withdraws are of a previous kernel, whose
-    workers leave.
-
-    The trainers publish the versions again that still have to be evaluated. The checkpoint holds the weights
-    of versions before it; the repeated steps produce those of later versions.
-
-    If a repeated step does not reach its recorded digest, a new incarnation begins there. All finished groups
-    then expire, because weights of the previous incarnation sampled them. A new incarnation also begins where
-    steps are lost; the groups that remain were sampled by weights from before that.
+def begin(scheduler: Scheduler, snapshot: Snapshot, journal: Journal, *, fits: bool) -> None:
+    """Bring a scheduler into the state from which the events go on.
 
     Args:
-        values: number of the values of the scheduler and the trainers. If the checkpoint has previous values,
-            the change is made at the checkpoint.
-        on_change: called when the ledger is in the state of the change, with three arguments: the notes as in
-            `Recovered.notes`, the sequence number of the last log message in the ledger, and the journal's
-            record of the change, if there is one.
-        on_repeated: called after each repeated step, with the batch, its result, and the divergence that the
-            journal records.
-
-    Raises:
-        BusError: if the server cannot store a step's digest, also because another kernel has taken the run.
-        RunError: if the loaded weights do not have the digest that the checkpoint records.
+        fits: whether the snapshot has the scheduler's values.
     """
-    folder, state = checkpoint
-    journal, outcomes, last = stored.journal, stored.outcomes, stored.last
-    notes = [*await trainers.load(folder, state.version, state.needed)]
-    note = notes[-1]
-    if folder is not None and note.digest != state.digest:
-        raise RunError(f"the weights loaded from {folder} differ from those that were saved there")
-    done = {  # the first one counts
-        _name(group): group for _, group in reversed(outcomes) if isinstance(group, GroupDone)
-    }
-    done |= {_name(ticket.done): ticket.done for ticket in stored.snapshot.open if ticket.done}
-    if values != state.values:
-        change_at = journal.change.log_sequence if journal.change else last
-        _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= change_at))
-        outcomes = tuple((sequence, outcome) for sequence, outcome in outcomes if sequence > change_at)
+    scheduler.restore(snapshot, journal.draws)
+    if not fits:
         scheduler.fit()
-        await on_change(tuple(notes), change_at, journal.change)
-    scheduler.evaluation.recall(journal.evaluations)
-    incarnation, differs = state.incarnation, False
-    for result in scheduler.evaluation.results:
-        if result.version not in journal.evaluated:  # the former kernel ended before it recorded the result
-            await writer.append(JournalEvaluation(incarnation, result), "evaluation", result.version)
-    for batch in journal.batches.values():
-        start = scheduler.replay(batch.tickets, [done[name] for name in _names(batch)])
-        result = await trainers.step(incarnation, batch.version, batch.rows)
-        await trainers.end(batch.version, scheduler.evaluation.needed_versions)
-        note = await trainers.published(result.version)
-        record = journal.steps.get(batch.version + 1)
-        divergence = record.divergence if record else None
-        scheduler.step_finished(divergence=divergence)
-        on_repeated(start, result, divergence)
-        notes.append(note)
+
+
+class Repetition:
+    """Trains the batches again that the stored events start.
+
+    Args:
+        scheduler: is brought into the state after the events.
+        on_batch: called with a batch that the journal does not record yet; writes it there.
+        on_repeated: called after each repeated step, with the batch, its result, and its divergence if that
+            is known.
+    """
+
+    def __init__(
+        self,
+        writer: JournalWriter,
+        scheduler: Scheduler,
+        trainers: _Steps,
+        checkpoint: tuple[Path | None, KernelState],
+        stored: Stored,
+        *,
+        on_batch: Callable[[StartBatch], Awaitable[None]],
+        on_repeated: Callable[[StartBatch, StepResult, float | None], None],
+    ) -> None:
+        self._writer = writer
+        self._scheduler = scheduler
+        self._trainers = trainers
+        self._folder, self._state = checkpoint
+        self._stored = stored
+        self._on_batch = on_batch
+        self._on_repeated = on_repeated
+        self._notes: list[WeightsNote] = []
+        self._retired: list[Retire] = []
+        self._differs = False
+        """Whether the last step did not reach its recorded digest."""
+
+    async def load(self) -> tuple[WeightsNote, ...]:
+        """Load the checkpoint's weights, and bring the scheduler into its state.
+
+        Returns:
+            Notes of older versions that evaluations need, and last the note of the weights.
+
+        Raises:
+            RunError: if the loaded weights do not have the digest that the checkpoint records.
+        """
+        folder, state, stored = self._folder, self._state, self._stored
+        if not stored.journal.is_damaged:
+            self._writer.events_after = state.events_after
+        begin(self._scheduler, stored.snapshot, stored.journal, fits=stored.fits)
+        self._notes = [*await self._trainers.load(folder, state.version, state.needed)]
+        if folder is not None and self._notes[-1].digest != state.digest:
+            raise RunError(f"the weights loaded from {folder} differ from those that were saved there")
+        return tuple(self._notes)
+
+    async def fold(self) -> Recovered:
+        """Take in the events. Train the batches that they start, also the one that was not complete.
+
+        If a repeated step does not reach its recorded digest, its weights begin a new incarnation. What the
+        weights of the previous one sampled then expires, and the events that follow do not count.
+
+        Raises:
+            BusError: if the server cannot store a step's digest, also because another kernel has taken the
+                run.
+        """
+        scheduler, stored = self._scheduler, self._stored
+        start = await self._note_commands()
+        for event, outcome in stored.fold.events:
+            step: StepResult | None = None
+            if start is not None and isinstance(event, StepTrained):
+                step = await self._train(start)
+                event = msgspec.structs.replace(event, hold=event.hold or self._differs)
+            start = await self._take_in(start, event, outcome, step) or start
+            if self._differs:
+                break
+        else:
+            self._writer.events_after = stored.fold.position
+            if start is not None and scheduler.training:
+                record = stored.journal.steps.get(scheduler.version + 1)
+                step = await self._train(start)
+                event = StepTrained(step.version, hold=True, divergence=record and record.divergence)
+                self._writer.hear(event)
+                await self._take_in(start, event, None, step)
+        return await self._recovered()
+
+    async def replay(self) -> Recovered:
+        """Train the recorded batches, which no events lead to."""
+        groups = {_name(group): group for _, group in self._stored.outcomes if isinstance(group, GroupDone)}
+        batches, version = self._stored.journal.batches, self._state.version
+        while (batch := batches.get(version)) is not None and not self._differs:
+            start = self._scheduler.replay(batch.tickets, [groups[name] for name in _names(batch)])
+            step = await self._train(start)
+            version += 1
+            await self._take_in(start, StepTrained(version, hold=True), None, step)
+        return await self._recovered()
+
+    async def _take_in(
+        self, start: StartBatch | None, event: Event, outcome: Outcome | None, step: StepResult | None
+    ) -> StartBatch | None:
+        """Let the scheduler take in an event. Return the batch that it starts.
+
+        Args:
+            start: the batch that was started last.
+            step: its step, if it is what has happened.
+        """
+        apply(self._scheduler, event, outcome)
+        if start is not None and step is not None and isinstance(event, StepTrained):
+            self._on_repeated(start, step, event.divergence)
+        return await self._note_commands()
+
+    async def _note_commands(self) -> StartBatch | None:
+        """Take the scheduler's commands. Write draws that the journal does not record: the previous kernel
+        ended before that. Return the batch that is started."""
+        started: StartBatch | None = None
+        for command in self._scheduler.commands():
+            if isinstance(command, StartBatch):
+                started = command
+            elif isinstance(command, Retire):
+                self._retired.append(command)
+            elif isinstance(command, RecordDraws):
+                entry = JournalDraws(self._state.incarnation, command.version, command.draws)
+                await self._writer.append(entry, f"draws from {command.draws[0][0]}", command.version)
+        return started
+
+    async def _train(self, start: StartBatch) -> StepResult:
+        """Train a batch again, and compare the digest."""
+        journal, incarnation = self._stored.journal, self._state.incarnation
+        if start.version not in journal.batches:
+            await self._on_batch(start)
+        step = await self._trainers.step(incarnation, start.version, refs_of(start.groups))
+        await self._trainers.end(start.version, self._scheduler.evaluation.needed_versions)
+        note = await self._trainers.published(step.version)
+        self._notes.append(note)
+        record = journal.steps.get(note.version)
         if record is None:
-            entry = JournalStep(incarnation, note.version, note.digest)
-            await writer.append(entry, "step/again", note.version)
+            await self._writer.append(
+                JournalStep(incarnation, note.version, note.digest), "step/again", note.version
+            )
         elif record.digest != note.digest:
             log.error("repetition differs", version=note.version, digest=note.digest, expected=record.digest)
-            differs = True
-            break
+            self._differs = True
         log.info("step repeated", version=note.version)
-    repeated = note.version - state.version
-    next_change = journal.next
-    if differs:
-        incarnation, next_change = stored.next_incarnation, None
-        scheduler.expire_finished(f"sampled by weights of incarnation {state.incarnation}")
-    else:
-        incarnation = stored.incarnation_at(note.version, incarnation)
-        last = next_change.log_sequence if next_change else last  # later messages belong to later values
-        _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= last))
-        if stored.lost:  # without the outcomes that are lost, more tickets may be open than can be trained
-            scheduler.fit()
-    needed = tuple(each for each in notes[:-1] if each.version in scheduler.evaluation.needed_versions)
-    return Recovered(
-        (*needed, note), incarnation, last, repeated, next_change.values if next_change else None
-    )
+        return step
+
+    async def _recovered(self) -> Recovered:
+        scheduler, stored, state = self._scheduler, self._stored, self._state
+        version = scheduler.version
+        incarnation = stored.incarnation_at(version, state.incarnation)
+        is_exact, later = stored.is_exact and not self._differs, stored.later
+        log_sequence = stored.fold.log_sequence
+        if not is_exact:
+            expired = f"sampled by weights of incarnation {state.incarnation}" if self._differs else ""
+            incarnation = stored.next_incarnation if self._differs else incarnation
+            log_sequence = max([log_sequence, *(sequence for sequence, _ in stored.outcomes)])
+            scheduler.owned(scheduler.tickets.attempts_from)  # what comes now begins nothing
+            for sequence, outcome in () if self._differs else later:
+                apply(scheduler, OutcomeRead(sequence), outcome)
+            scheduler.fit(expired)
+            later = ()
+            await self._note_commands()
+            self._writer.events_after = self._writer.stored_to  # they do not give this state
+        for result in scheduler.evaluation.results:
+            if result.version not in stored.journal.evaluated:  # the previous kernel ended before that
+                await self._writer.append(
+                    JournalEvaluation(incarnation, result), "evaluation", result.version
+                )
+        needed = scheduler.evaluation.needed_versions
+        return Recovered(
+            notes=(*(each for each in self._notes[:-1] if each.version in needed), self._notes[-1]),
+            incarnation=incarnation,
+            log_sequence=log_sequence,
+            later=later,
+            repeated=version - state.version,
+            is_exact=is_exact,
+            retired=tuple(self._retired),
+            next_values=None if self._differs else stored.fold.next_values,
+        )
 
 
-def _take_in(scheduler: Scheduler, outcomes: Iterable[Outcome]) -> None:
-    for outcome in outcomes:
-        if isinstance(outcome, GroupDone):
-            scheduler.group_done(outcome)
-        else:
-            scheduler.group_failed(outcome)
+def _fold(
+    scheduler: Scheduler,
+    journal: Journal,
+    outcomes: Mapping[int, Outcome],
+    state: KernelState,
+    values: int,
+) -> Fold:
+    """Let a scheduler take in the journal's events, without training: those up to another set of values or
+    another incarnation, and as long as they start the batches that the journal records.
+
+    Args:
+        outcomes: those that are there, by sequence number in the log. Without its outcome, an event is left
+            out.
+    """
+    fold = Fold(state.events_after, state.log_sequence, version=state.version)
+    for position, event in journal.events:
+        if isinstance(event, RunOwned) and (event.incarnation, event.values) != (state.incarnation, values):
+            fold.next_values = event.values if event.values > values else None
+            break
+        outcome = outcomes.get(event.sequence) if isinstance(event, OutcomeRead) else None
+        if isinstance(event, OutcomeRead) and outcome is None:
+            continue
+        if isinstance(event, StepTrained) and not scheduler.training:
+            break
+        apply(scheduler, event, outcome)
+        starts = [each for each in scheduler.commands() if isinstance(each, StartBatch)]
+        if any(_differs(start, journal) for start in starts):
+            break
+        fold.steps += len(starts)
+        fold.version = scheduler.version + scheduler.training
+        fold.position = position
+        fold.events.append((event, outcome))
+        if isinstance(event, OutcomeRead):
+            fold.log_sequence = event.sequence
+    fold.end = scheduler.snapshot()
+    return fold
+
+
+def _differs(start: StartBatch, journal: Journal) -> bool:
+    """Return whether the journal records another batch of this version."""
+    record = journal.batches.get(start.version)
+    return record is not None and record.rows != refs_of(start.groups)
 
 
 async def _outcomes(bus: Bus, names: Subjects, after: int, *, samples: bool) -> list[tuple[int, Outcome]]:
@@ -311,18 +509,16 @@ async def _gone(bus: Bus, names: Subjects, extent: Extent, sequences: set[int]) 
 
 
 async def _read_journal(bus: Bus, names: Subjects, state: KernelState, values: int) -> Journal:
-    """Read the journal's entries with which a kernel with these values continues from a checkpoint."""
-    journal, batches = Journal(newest_incarnation=state.incarnation), dict[int, JournalBatch]()
-    last = await bus.store.last_sequence(names.journal_stream, names.journal)
+    """Read what a kernel with these values needs to continue from a checkpoint."""
+    journal, stream = Journal(newest_incarnation=state.incarnation), names.journal_stream
+    last = await bus.store.last_sequence(stream, names.journal)
     if last:
         issued = state.snapshot.ledger.issued
-        async for sequence, entry in bus.store.follow(
-            names.journal_stream, names.journal, JournalEntry, start=1
-        ):
+        async for sequence, entry in bus.store.follow(stream, names.journal, JournalEntry, start=1):
             journal.newest_incarnation = max(journal.newest_incarnation, entry.incarnation)
             if isinstance(entry, JournalEvaluation):
                 journal.evaluated.add(entry.result.version)
-            if isinstance(entry, JournalDraws):  # a new incarnation keeps the draws of the previous one
+            elif isinstance(entry, JournalDraws):  # a new incarnation keeps the draws of the previous one
                 journal.draws |= {
                     ticket: RecordedDraw(entry.version, row)
                     for ticket, row in entry.draws
@@ -330,46 +526,34 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState, values: i
                 }
             elif entry.incarnation == state.incarnation:
                 if isinstance(entry, JournalBatch):
-                    batches[entry.version] = entry
+                    journal.batches[entry.version] = entry
                 elif isinstance(entry, JournalStep):
                     journal.steps[entry.version] = entry
-                elif isinstance(entry, JournalEvaluation):
-                    journal.evaluations.append(entry.result)
                 elif entry.values == values and entry.version == state.version:
-                    journal.change = entry
-                elif entry.values > values and journal.next is None:
-                    journal.next = entry
+                    journal.changed = True
             if sequence >= last:
                 break
-    version = state.version
-    while version in batches and (journal.next is None or version < journal.next.version):
-        journal.batches[version] = batches[version]
-        version += 1
+    await _read_events(bus, names, state.events_after, journal)
     return journal
 
 
-def _cut_at_loss(journal: Journal, version: int, finished: Set[Name], gone: Set[int], reached: int) -> bool:
-    """Remove the batches from the first one on that cannot be repeated, and what followed from them. Return
-    whether there is such a batch, or a complete step without one.
-
-    Args:
-        version: version of the checkpoint.
-        finished: names of the groups in checkpoint and log that are complete.
-        gone: sequence numbers of the messages that are not in the log any more.
-    """
-    end = version
-    while (batch := journal.batches.get(end)) is not None and (
-        _names(batch) <= finished and gone.isdisjoint(row.sequence for row in batch.rows)
-    ):
-        end += 1
-    if journal.next is not None and end == journal.next.version:
-        return False  # later steps belong to the kernel with the next values
-    if end not in journal.batches and max(reached, *journal.steps, end) == end:
-        return False
-    journal.batches = {each: batch for each, batch in journal.batches.items() if each < end}
-    journal.evaluations = [each for each in journal.evaluations if each.version <= end]
-    journal.next = None
-    return True
+async def _read_events(bus: Bus, names: Subjects, after: int, journal: Journal) -> None:
+    """Add the events after a sequence number to a journal, up to the first one that is missing."""
+    stream, last = names.journal_stream, await bus.store.last_sequence(names.journal_stream, names.events)
+    journal.is_damaged = (await bus.store.end(stream)).sequence < after
+    if last <= after:
+        return
+    numbers: dict[int, int] = {}
+    """Lease epoch -> number of its next event."""
+    async for sequence, batch in bus.store.follow(stream, names.events, EventBatch, start=after + 1):
+        expected = numbers.get(batch.lease_epoch, 0 if numbers else batch.first)
+        if batch.first != expected:
+            journal.is_damaged = True
+            break
+        numbers[batch.lease_epoch] = batch.first + len(batch.events)
+        journal.events += [(sequence, msgspec.msgpack.decode(each, type=Event)) for each in batch.events]
+        if sequence >= last:
+            break
 
 
 def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:

@@ -93,7 +93,7 @@ class Report:
         if resumed is not None:
             self._resumed_version = resumed.version
             self.lost = resumed.lost
-            for evaluation in resumed.snapshot.evaluations:
+            for evaluation in resumed.snapshot.evaluation.results:
                 adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
             lines = self._metrics.read()
             for line in lines:

@@ -84,6 +84,8 @@ class Draws:
             drops = next((each for again, each in self.again if again == row), 0)
             if (row, drops) in self.again:
                 self.again.remove((row, drops))
+            elif self._curriculum is not None:
+                self._tell_ends(version)
         elif self.again:
             row, drops = self.again.popleft()
         else:
@@ -139,6 +141,7 @@ class Draws:
         self.cursor = cursor
         self.again = deque((row % self._rows, drops) for row, drops in again)  # there may be fewer rows now
         self._recorded = dict(recorded)
+        self._unrecorded = []
         if self._curriculum is not None and state is not None:
             self._pending = {}
             for drawn_at, end in state.pending:
@@ -150,15 +153,20 @@ class Draws:
 
     def _choose(self, ticket: int, version: int) -> int:
         assert self._curriculum is not None
-        heard = [drawn_at for drawn_at in self._pending if drawn_at < version]
-        known = [end for drawn_at in heard for end in self._pending.pop(drawn_at)]
-        for end in sorted(known, key=lambda end: end.ticket):
-            self._curriculum.ended(end)
+        self._tell_ends(version)
         row = self._curriculum.choose(ticket, version)
         if not 0 <= row < self._rows:
             name = type(self._curriculum).__name__
             raise ContractError(f"{name} chose row {row} for ticket {ticket}; expected 0 to {self._rows - 1}")
         return row
+
+    def _tell_ends(self, version: int) -> None:
+        """Tell the curriculum how the tickets ended that were drawn before a version."""
+        assert self._curriculum is not None
+        heard = [drawn_at for drawn_at in self._pending if drawn_at < version]
+        known = [end for drawn_at in heard for end in self._pending.pop(drawn_at)]
+        for end in sorted(known, key=lambda end: end.ticket):
+            self._curriculum.ended(end)
 
     def _next_in_epoch(self) -> int:
         """Return the next row of the dataset. With `shuffle`, each epoch has its own order, drawn from the

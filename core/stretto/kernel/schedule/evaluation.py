@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from stretto.bus.messages.journal import Evaluation
@@ -14,24 +14,19 @@ from stretto.kernel.schedule.commands import Command, EvaluationDone, HeldBack, 
 from stretto.kernel.schedule.open_tickets import OpenTicket, OpenTickets
 
 
-@dataclass
-class _Round:
+class Round(msgspec.Struct):
     """A held-out evaluation under way."""
 
     version: int
-    groups: list[GroupDone] = field(default_factory=list[GroupDone])
+    scores: list[tuple[str, float]] = []
+    """Of each sample so far: the source of its row, empty for none, and its score."""
     failed: int = 0
-    sources: list[str] = field(default_factory=list[str])
-    """Source of the row of each group; empty for none."""
 
     def result(self) -> Evaluation:
-        scores = accuracies(self.groups)
-        sources = {
-            name: accuracies(
-                group for group, source in zip(self.groups, self.sources, strict=True) if source == name
-            )
-            for name in sorted(set(self.sources) - {""})
-        }
+        """Return the evaluation's result."""
+        scores = [score for _, score in self.scores]
+        names = sorted({name for name, _ in self.scores} - {""})
+        sources = {name: [score for each, score in self.scores if each == name] for name in names}
         return Evaluation(
             version=self.version,
             accuracy=float(np.mean(scores)) if scores else None,
@@ -39,6 +34,27 @@ class _Round:
             failed=self.failed,
             sources={name: float(np.mean(each)) for name, each in sources.items()},
         )
+
+
+class EvaluationState(msgspec.Struct):
+    """The state of the evaluations of a run."""
+
+    results: list[Evaluation] = []
+    round: Round | None = None
+    """None if no evaluation is under way."""
+    open: list[OpenTicket] = []
+    """Unfinished tickets of the evaluation under way."""
+    due: list[int] = []
+    """Versions to evaluate after the evaluation under way."""
+    issued: int = 0
+    """Number of tickets so far."""
+    held_back: int = 0
+    holding_back: bool = False
+
+    @property
+    def needed_versions(self) -> tuple[int, ...]:
+        """See `EvaluationRounds.needed_versions`."""
+        return (*([self.round.version] if self.round else []), *self.due)
 
 
 def accuracies(groups: Iterable[GroupDone]) -> list[float]:
@@ -71,7 +87,7 @@ class EvaluationRounds:
         self._source = source
         self._reasons = reasons
         self._commands = commands
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._due: deque[int] = deque([0] if settings.evaluation_rows else [])
         """Versions to evaluate after the evaluation under way."""
         self._holding_back = False
@@ -92,6 +108,19 @@ class EvaluationRounds:
         """Versions whose weights evaluations still need: first the evaluation under way, then those that
         wait."""
         return (*([self._round.version] if self._round else []), *self._due)
+
+    def snapshot(self) -> EvaluationState:
+        """Return the state, for `restore`."""
+        under_way = self._round
+        return EvaluationState(
+            results=list(self.results),
+            round=under_way and msgspec.structs.replace(under_way, scores=list(under_way.scores)),
+            open=[msgspec.structs.replace(ticket) for ticket in self.tickets.open.values()],
+            due=list(self._due),
+            issued=self._ids,
+            held_back=self.held_back,
+            holding_back=self._holding_back,
+        )
 
     @property
     def best(self) -> Evaluation | None:
@@ -131,7 +160,7 @@ class EvaluationRounds:
 
     def begin(self, version: int) -> None:
         """Begin the evaluation of a version, and issue its tickets."""
-        self._round = _Round(version)
+        self._round = Round(version)
         for row in range(self._settings.evaluation_rows):
             ticket = OpenTicket(self._ids, row, version, version)
             self._ids += 1
@@ -153,8 +182,8 @@ class EvaluationRounds:
             self._reasons[f"not evaluated: {reason}"] += 1
             self._commands.append(Retire("eval", ticket.id, ticket.attempt, "failed", reason))
         else:
-            under_way.groups.append(group)
-            under_way.sources.append(self._source(ticket.row))
+            source = self._source(ticket.row)
+            under_way.scores += [(source, score) for score in accuracies([group])]
         if self.tickets.open:
             return
         self._round = None
@@ -162,19 +191,20 @@ class EvaluationRounds:
         self.results.append(under_way.result())
         self._commands.append(EvaluationDone(self.results[-1]))
 
-    def restore(self, results: Iterable[Evaluation], due: Iterable[int] | None, held_back: int) -> None:
-        """Take over a previous kernel's state.
+    def restore(self, state: EvaluationState, attempts_from: int) -> None:
+        """Take over a state, and no other. See `Scheduler.restore`."""
+        self.results = list(state.results)
+        under_way = state.round
+        self._round = under_way and msgspec.structs.replace(under_way, scores=list(under_way.scores))
+        tickets = (msgspec.structs.replace(stored, bounds=dict(stored.bounds)) for stored in state.open)
+        self.tickets.restore(tickets, attempts_from)
+        self._due = deque(state.due)
+        self._ids = state.issued
+        self.held_back, self._holding_back = state.held_back, state.holding_back
 
-        Args:
-            due: versions to evaluate; None for those of a new run.
-        """
-        self.results = list(results)
-        rows = self._settings.evaluation_rows  # 0 if the values that are in force now evaluate nothing
-        due = self._due if due is None else due
-        self._due = deque(each for each in due if rows and not self.is_complete(each))
-        self.held_back = held_back
-
-    def recall(self, results: Iterable[Evaluation]) -> None:
-        """Add the results that are newer than the snapshot. Called after `restore`, before `replay`."""
-        self.results += [each for each in results if not self.is_complete(each.version)]
-        self._due = deque(each for each in self._due if not self.is_complete(each))
+    def fit(self) -> None:
+        """Begin the evaluation under way again, with the rows that the settings say. See `Scheduler.fit`."""
+        due = self.needed_versions if self._settings.evaluation_rows else ()
+        self._due = deque(due)
+        self._round, self._holding_back = None, False
+        self.tickets.restore((), self.tickets.attempts_from)

@@ -7,6 +7,7 @@ from stretto.bus.messages.events import (
     Event,
     OutcomeRead,
     RunClosing,
+    RunOwned,
     ScheduleStarted,
     StepTrained,
     WorkerGone,
@@ -26,6 +27,8 @@ def apply(scheduler: Scheduler, event: Event, outcome: Outcome | None = None) ->
         ValueError: if it is missing.
     """
     match event:
+        case RunOwned(_, _, attempts_from):
+            scheduler.owned(attempts_from)
         case ScheduleStarted():
             scheduler.start()
         case TicketStarted(worker, purpose, ticket, attempt):
@@ -40,10 +43,8 @@ def apply(scheduler: Scheduler, event: Event, outcome: Outcome | None = None) ->
                 scheduler.group_done(outcome)
             else:
                 scheduler.group_failed(outcome)
-        case WorkerGone(worker, drained=True):
-            scheduler.worker_left(worker)
-        case WorkerGone(worker):
-            scheduler.worker_lost(worker)
+        case WorkerGone(worker, drained):
+            scheduler.worker_gone(worker, drained=drained)
         case StepTrained(_, hold, divergence):
             scheduler.step_finished(hold=hold, divergence=divergence)
         case BatchesReleased():

@@ -180,6 +180,15 @@ class OpenTickets:
         """Return an open ticket whose group is still of interest."""
         return self.open.get(id)
 
+    def restore(self, tickets: Iterable[OpenTicket], attempts_from: int) -> None:
+        """Take over open tickets, in the order of their numbers, and no others."""
+        self.attempts_from = attempts_from
+        self.open = {ticket.id: ticket for ticket in tickets}
+        self._holders = Holders()
+        for ticket in self.open.values():
+            if ticket.done is None:
+                self._holders.put(ticket.id, ticket.worker)
+
     def held_by(self, *workers: str) -> list[OpenTicket]:
         """Return the unfinished tickets of some workers, by number. The worker `""` has those that nobody has
         begun."""
@@ -238,6 +247,19 @@ class TrainingTickets(OpenTickets):
     def resting(self) -> bool:
         """Return whether training neither computes nor waits for a group, so that it needs no engine."""
         return not self.batch and not self.unfinished
+
+    def restore(self, tickets: Iterable[OpenTicket], attempts_from: int, batch: Iterable[int] = ()) -> None:
+        """Take over open tickets, and no others.
+
+        Args:
+            batch: those of the batch that is being trained.
+        """
+        super().restore(tickets, attempts_from)
+        self.unfinished, self.finished = DeadlineQueue(), DeadlineQueue()
+        for ticket in self.open.values():
+            self.place(ticket)
+        self.batch = frozenset()
+        self.train(batch)
 
     def by_worker(self) -> Counter[str]:
         """Return the numbers of unfinished tickets by the worker that has begun them; under an empty name,

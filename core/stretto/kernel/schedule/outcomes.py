@@ -7,11 +7,12 @@ place in the log alone, so a resumed run decides as the previous kernel did.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member
+from stretto.bus.messages.training import RowRef
 from stretto.errors import printable
 from stretto.reward import is_number
 
@@ -49,6 +50,15 @@ def admit(outcome: Outcome, sequence: int, *, samples: bool) -> Outcome:
         return outcome
     reason = printable(reason[:_LONGEST_REASON])
     return GroupFailed(outcome.purpose, outcome.ticket, outcome.attempt, outcome.worker, reason, filtered)
+
+
+def refs_of(groups: Iterable[GroupDone]) -> tuple[RowRef, ...]:
+    """Return the rows of groups, in order, as the trainers get them."""
+    return tuple(
+        RowRef(member.id, member.sequence, member.index, group.ticket, member.length)
+        for group in groups
+        for member in group.members
+    )
 
 
 def _faults(group: GroupDone, sequence: int, *, stored: bool) -> Iterator[str]:

@@ -13,13 +13,14 @@ die:
 - No group is trained twice, or at a version after its deadline. The deadline is the version of the group's
   oldest token + η. Only `on_late: drop` lets the scheduler drop a group because it is late. A resumed run may
   have another η or B: groups then keep their deadlines or get earlier ones, and tickets that no longer fit
-  expire (`fit`).
+  expire (`start`).
+- `restore` of a snapshot and the events that followed it give the same state and the same commands as before.
 - Every due evaluation is done once, in the order of versions, on tokens of exactly its version. At most one
   evaluation waits for another: a step that would make one more evaluation due waits too.
 
 With n open tickets, an event costs O(η + log n) on average, plus the commands that it leads to. Only what
-happens once in a kernel's life or once a checkpoint looks at all of them: `restore`, `fit`, `start`,
-`expire_finished` and `snapshot`.
+happens once in a kernel's life or once a checkpoint looks at all of them: `restore`, `fit`, `start` and
+`snapshot`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from typing import Literal
 import msgspec
 
 from stretto.algorithm import Group
-from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
 from stretto.dataset import Curriculum
 from stretto.kernel.schedule.commands import (
@@ -46,7 +46,7 @@ from stretto.kernel.schedule.commands import (
     Withdraw,
 )
 from stretto.kernel.schedule.draws import Draws, DrawState, RecordedDraw
-from stretto.kernel.schedule.evaluation import EvaluationRounds
+from stretto.kernel.schedule.evaluation import EvaluationRounds, EvaluationState
 from stretto.kernel.schedule.gate import DivergenceGate
 from stretto.kernel.schedule.open_tickets import OpenTicket, TrainingTickets, rewards_of, versions_of
 from stretto.kernel.schedule.variants import VariantAccount, VariantAccounts
@@ -64,54 +64,24 @@ class Ledger(msgspec.Struct):
     in_flight: int = 0
 
 
-class Snapshot(msgspec.Struct):
-    """The state that a restart needs. Every checkpoint contains it."""
-
-    version: int
-    ledger: Ledger
-    window: int
-    """Maximum number of tickets in flight when the snapshot was taken, (η + 1)·B."""
-    cursor: int
-    open: list[OpenTicket]
-    again: list[tuple[int, int]]
-    evaluations: list[Evaluation]
-    staleness: dict[int, int]
-    reasons: dict[str, int]
-    gate: DivergenceGate | None = None
-    """None where the run has no bound on divergence."""
-    limits: dict[int, int] = {}
-    evaluating: list[int] = []
-    """Versions whose evaluations are under way or waiting, in order."""
-    held_back: int = 0
-    variants: dict[str, VariantAccount] = {}
-    draws: DrawState | None = None
-    """None where the run has no curriculum."""
-
-
+Phase = Literal["new", "waiting", "training", "ending", "over"]
+"""`new`: nothing has happened yet. `waiting`: a kernel owns the run whose workers are not ready; outcomes are
+taken in, and nothing begins."""
 Setback = Literal["failed", "filtered", "left out"]
 """Why a ticket has no group to train on. The row of one that is left out is not fit to train on."""
 
 
-def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
-    """Sort key for the order of training: earliest deadline first, then finished groups before unfinished
-    ones, then by ticket number."""
-    return ticket.deadline, ticket.done is None, ticket.id
+class Setbacks(msgspec.Struct):
+    """Tickets that failed, were filtered or left out, one after the other."""
 
+    failed: int = 0
+    filtered: int = 0
+    left_out: int = 0
+    rows: set[int] = set()
+    """Rows that are not fit to train on."""
 
-class _Setbacks:
-    """Tickets that failed, were filtered or left out, one after the other. Too many of them end the run."""
-
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self._settings = settings
-        self.failed = 0
-        self.filtered = 0
-        self.left_out = 0
-        self._rows: set[int] = set()
-        """Rows that are not fit to train on."""
-
-    def add(self, setback: Setback, row: int, reason: str) -> Fail | None:
+    def add(self, setback: Setback, row: int, reason: str, settings: SchedulerSettings) -> Fail | None:
         """Count a ticket. Return a command to end the run if there were too many."""
-        settings = self._settings
         if setback == "failed":
             self.failed += 1
             if self.failed == settings.max_failures:
@@ -122,14 +92,47 @@ class _Setbacks:
                 return Fail(f"{self.filtered} groups were filtered one after the other; the last: {reason}")
         else:
             self.left_out += 1
-            self._rows.add(row)
-            if len(self._rows) == settings.rows:
+            self.rows.add(row)
+            if len(self.rows) == settings.rows:
                 return Fail(f"all {settings.rows} rows of the dataset were left out; the last: {reason}")
             if self.left_out == 2 * settings.rows:  # a curriculum may avoid other rows
                 return Fail(
                     f"the last {self.left_out} rows that were drawn were left out; the last: {reason}"
                 )
         return None
+
+
+class Snapshot(msgspec.Struct):
+    """The state of a scheduler. Every checkpoint contains it."""
+
+    version: int = 0
+    phase: Phase = "new"
+    ledger: Ledger = msgspec.field(default_factory=Ledger)
+    attempts_from: int = 0
+    cursor: int = 0
+    open: list[OpenTicket] = []
+    batch: list[int] = []
+    """Tickets of the batch that is being trained; empty between two steps."""
+    again: list[tuple[int, int]] = []
+    held: bool = False
+    closing: bool = False
+    waits_for: Cause | None = None
+    setbacks: Setbacks = msgspec.field(default_factory=Setbacks)
+    staleness: dict[int, int] = {}
+    reasons: dict[str, int] = {}
+    gate: DivergenceGate | None = None
+    """None where the run has no bound on divergence."""
+    limits: dict[int, int] = {}
+    evaluation: EvaluationState = msgspec.field(default_factory=EvaluationState)
+    variants: dict[str, VariantAccount] = {}
+    draws: DrawState | None = None
+    """None where the run has no curriculum."""
+
+
+def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
+    """Sort key for the order of training: earliest deadline first, then finished groups before unfinished
+    ones, then by ticket number."""
+    return ticket.deadline, ticket.done is None, ticket.id
 
 
 class Scheduler:
@@ -168,11 +171,8 @@ class Scheduler:
         self.evaluation = EvaluationRounds(settings, evaluation_source, self.reasons, self._commands)
         self.waits_for: Cause | None = None
         """What the next step waits for, or the end of the run; None while a batch is trained."""
-        self._setbacks = _Setbacks(settings)
-        self._floor = 0
-        """The version that was restored: tickets of previous kernels are no older."""
-        self._window = settings.window
-        self._state: Literal["new", "training", "ending", "over"] = "new"
+        self._setbacks = Setbacks()
+        self._phase: Phase = "new"
         self._closing = False
         self._held = False
         self._gate = DivergenceGate(settings.max_staleness)
@@ -226,100 +226,112 @@ class Scheduler:
         return commands
 
     def snapshot(self) -> Snapshot:
-        """Return the state between two steps, for `restore`."""
-        assert not self.training, "a snapshot is taken between steps"
+        """Return the state, for `restore`."""
+        gate = None if self.settings.max_divergence is None else msgspec.structs.replace(self._gate)
+        setbacks = self._setbacks
         return Snapshot(
             version=self.version,
+            phase=self._phase,
             ledger=self.ledger,
-            window=self.settings.window,
+            attempts_from=self.tickets.attempts_from,
             cursor=self.draws.cursor,
             open=[msgspec.structs.replace(ticket) for ticket in self.tickets.open.values()],
+            batch=sorted(self.tickets.batch),
             again=list(self.draws.again),
-            evaluations=list(self.evaluation.results),
+            held=self._held,
+            closing=self._closing,
+            waits_for=self.waits_for,
+            setbacks=msgspec.structs.replace(setbacks, rows=set(setbacks.rows)),
             staleness=dict(self.staleness),
             reasons=dict(self.reasons),
             limits=dict(self.limits),
-            gate=None if self.settings.max_divergence is None else msgspec.structs.replace(self._gate),
-            evaluating=list(self.evaluation.needed_versions),
-            held_back=self.evaluation.held_back,
+            gate=gate,
+            evaluation=self.evaluation.snapshot(),
             variants=self.variants.snapshot(),
             draws=self.draws.snapshot(),
         )
 
     # ------------------------------------------------------------------------------------ events
 
+    def owned(self, attempts_from: int) -> None:
+        """Another kernel owns the run from here on. Until `start` it takes in what the workers of the former
+        one finished, and nothing begins. After `start`, groups of the former attempts are ignored.
+
+        Args:
+            attempts_from: `start` numbers the attempts of unfinished tickets from here + 1.
+        """
+        self._phase = "waiting"
+        self.tickets.attempts_from = self.evaluation.tickets.attempts_from = attempts_from
+
     def start(self) -> None:
-        """Start the run, or continue it after `restore`. Failures before the restart no longer count."""
-        self._closing = False
-        self._setbacks = _Setbacks(self.settings)
-        self._state = "training"
-        unfinished = [ticket for ticket in self.tickets.open.values() if ticket.done is None]
-        for ticket in unfinished:  # no worker works on them
-            ticket.bounds = {}
-        self._issue(unfinished)
+        """Start the run, or continue it after `owned`: issue the unfinished tickets again. Failures before
+        that no longer count.
+
+        With a new η, B or number of steps, finished groups get no later deadline than η allows. The scheduler
+        then keeps the open tickets that can be trained in time, earliest deadline first. The other tickets
+        expire, and their prompts are issued again in new ones. Afterwards, for every j in 0..η, at most
+        (j + 1)·B tickets have a deadline of version + j or earlier. Admission preserves this condition.
+        """
+        self._closing = self._held = False
+        self._setbacks = Setbacks()
+        self._phase = "training"
+        rows = list(self.evaluation.tickets.open.values())
+        for ticket in (*self.tickets.open.values(), *rows):
+            if ticket.done is None:  # no worker works on it
+                ticket.bounds, ticket.tries = {}, 0
+        self._expire_unfit()
+        self._issue([ticket for ticket in self.tickets.open.values() if ticket.done is None])
+        for ticket in rows:
+            self.evaluation.reissue(ticket, "")
         self._proceed()
 
-    def restore(
-        self, snapshot: Snapshot, *, attempts_from: int, recorded: Mapping[int, RecordedDraw] | None = None
-    ) -> None:
-        """Take over a previous kernel's state.
-
-        Between `restore` and `start`, the caller may report with `replay` and `group_done` what the previous
-        kernel's workers finished. `start` issues the other tickets again. It numbers their attempts from
-        `attempts_from + 1`. After `start`, the scheduler ignores groups of earlier attempts.
+    def restore(self, snapshot: Snapshot, recorded: Mapping[int, RecordedDraw] | None = None) -> None:
+        """Take over the state of a snapshot, and no other state.
 
         Args:
             recorded: draws in the journal of tickets that are not in the snapshot yet, by ticket.
         """
         self.version = snapshot.version
-        self._floor = snapshot.version
-        self.tickets.attempts_from = self.evaluation.tickets.attempts_from = attempts_from
+        self._phase = snapshot.phase
+        self._held, self._closing = snapshot.held, snapshot.closing
+        self.waits_for = snapshot.waits_for
+        self._setbacks = msgspec.structs.replace(snapshot.setbacks, rows=set(snapshot.setbacks.rows))
         self._ledger = msgspec.structs.replace(snapshot.ledger, in_flight=0)
-        self._window = max(snapshot.window, self.settings.window)
-        for stored in snapshot.open:
-            row = stored.row % self.settings.rows  # the dataset may have fewer rows now
-            ticket = msgspec.structs.replace(stored, tries=0, worker="", row=row)
-            self.tickets.open[ticket.id] = ticket
-            self.tickets.place(ticket)
+        self._commands.clear()
+        rows = self.settings.rows  # the dataset may have fewer rows now
+        tickets = (
+            msgspec.structs.replace(stored, row=stored.row % rows, bounds=dict(stored.bounds))
+            for stored in snapshot.open
+        )
+        self.tickets.restore(tickets, snapshot.attempts_from, batch=snapshot.batch)
         self.draws.restore(
             snapshot.draws, cursor=snapshot.cursor, again=snapshot.again, recorded=recorded or {}
         )
         self.staleness = Counter(snapshot.staleness)
+        self.reasons.clear()  # the rounds of evaluation have this counter too
         self.reasons.update(snapshot.reasons)
         self.limits = Counter(snapshot.limits)
         if snapshot.gate is not None and self.settings.max_divergence is not None:
             limit = min(snapshot.gate.limit, self.settings.max_staleness)
             self._gate = msgspec.structs.replace(snapshot.gate, limit=limit)
-        due = snapshot.evaluating if snapshot.version else None
-        self.evaluation.restore(snapshot.evaluations, due, snapshot.held_back)
+        else:
+            self._gate = DivergenceGate(self.settings.max_staleness)
+        self.evaluation.restore(snapshot.evaluation, snapshot.attempts_from)
         self.variants.restore(snapshot.variants)
 
-    def fit(self) -> None:
-        """Fit the open tickets to a new η, B or number of steps. Called after `restore`.
+    def fit(self, expire: str = "") -> None:
+        """Continue with other values than before, or without what is lost. An evaluation under way begins
+        again. As after `owned`, nothing begins before `start`.
 
-        Finished groups get no later deadline than the new η allows. The scheduler then keeps the open tickets
-        that can be trained in time, earliest deadline first. The other tickets expire, and the scheduler
-        issues their prompts again.
-
-        Afterwards, for every j in 0..η, at most (j + 1)·B tickets have a deadline of version + j or earlier.
-        Admission preserves this condition.
+        Args:
+            expire: expire all finished groups, for this reason; none if it is empty.
         """
-        settings, kept = self.settings, 0
-        for ticket in self.tickets.open.values():
-            if ticket.done is not None:
-                ticket.deadline = min(ticket.deadline, ticket.oldest + settings.max_staleness)
-            else:  # `start` issues it again at this version
-                ticket.deadline = self.version + settings.max_staleness
-            self.tickets.place(ticket)
-        for ticket in sorted(self.tickets.open.values(), key=_urgency):
-            batches = min(ticket.deadline + 1, settings.steps) - self.version
-            if kept < batches * settings.batch_size:
-                kept += 1
-            else:
-                terms = f"max_staleness={settings.max_staleness}, batch_size={settings.batch_size}"
-                reason = f"does not fit {terms}, steps={settings.steps} from version {self.version} on"
-                self._retire(ticket, "expired", reason)
-                self.draws.again.append((ticket.row, ticket.drops))
+        assert not self.training
+        self._phase = "waiting"
+        finished = [ticket for ticket in self.tickets.open.values() if ticket.done is not None]
+        for ticket in finished if expire else ():
+            self._retire(ticket, "expired", expire)
+        self.evaluation.fit()
 
     def close(self) -> None:
         """Issue no further ticket and start no further batch, because the run is ending early."""
@@ -332,7 +344,7 @@ class Scheduler:
         found = self._find(purpose, ticket)
         if found is not None and found.done is None and found.attempt == attempt:
             (self.tickets if purpose == "train" else self.evaluation.tickets).started(found, worker)
-        elif self._state != "new":
+        elif self._phase != "waiting":
             self._commands.append(Withdraw(purpose, ticket, attempt))
 
     def first_token(self, ticket: int, attempt: int, version: int) -> None:
@@ -348,8 +360,8 @@ class Scheduler:
         found = self._find(group.purpose, group.ticket)
         if found is None or found.done is not None:
             return
-        if group.attempt <= self.tickets.attempts_from and self._state != "new":
-            return  # a previous kernel's
+        if group.attempt <= self.tickets.attempts_from and self._phase != "waiting":
+            return  # a former kernel's
         oldest, newest = versions_of(group)
         allowed = found.bounds.get(group.attempt, found.since)
         most = self.version if group.purpose == "train" else found.since
@@ -359,7 +371,7 @@ class Scheduler:
             reason = f"tokens of versions {oldest} to {newest}; allowed {allowed} to {most}"
             self.group_failed(GroupFailed(group.purpose, found.id, found.attempt, group.worker, reason))
             return
-        if group.attempt != found.attempt and self._state != "new":
+        if group.attempt != found.attempt and self._phase != "waiting":
             self._commands.append(Withdraw(group.purpose, found.id, found.attempt))
         if group.purpose == "eval":
             self.evaluation.finish(found, group)
@@ -383,7 +395,7 @@ class Scheduler:
         found = self._find(failure.purpose, failure.ticket)
         if found is None or found.done is not None:
             return
-        if failure.attempt != found.attempt and self._state != "new":
+        if failure.attempt != found.attempt:
             return
         if failure.purpose == "eval":
             self.evaluation.finish(found, None, failure.reason)
@@ -391,15 +403,24 @@ class Scheduler:
             self._set_back(found, "left out" if failure.filtered else "failed", failure.reason)
         self._proceed()
 
-    def worker_lost(self, worker: str) -> None:
-        """A rollout worker is gone. The scheduler issues the worker's tickets again. It also issues the
-        tickets again that no worker has begun, because they may have been on their way to the lost worker."""
-        self._reissue_of(("", worker), f"its worker {worker} was lost")
+    def worker_gone(self, worker: str, *, drained: bool) -> None:
+        """A rollout worker is lost, or has left after a drain. Its tickets are issued again.
 
-    def worker_left(self, worker: str) -> None:
-        """A rollout worker has left after a drain. The scheduler issues the tickets again that the worker did
-        not finish. Such an attempt does not count as one of `max_attempts`: nothing went wrong in it."""
-        self._reissue_of((worker,), f"its worker {worker} left", uncounted=1)
+        If it is lost, the tickets that no worker has begun are issued again too, because they may have been
+        on their way to it. If it has left, such an attempt does not count as one of `max_attempts`: nothing
+        went wrong in it.
+        """
+        if self._phase == "waiting":
+            return  # `start` issues all of them
+        workers = (worker,) if drained else ("", worker)
+        reason = f"its worker {worker} {'left' if drained else 'was lost'}"
+        for ticket in self.tickets.held_by(*workers):
+            ticket.tries -= drained
+            self._reissue(ticket, reason)
+        for ticket in self.evaluation.tickets.held_by(*workers):
+            ticket.tries -= drained
+            self.evaluation.reissue(ticket, reason)
+        self._proceed()
 
     def step_finished(self, *, hold: bool = False, divergence: float | None = None) -> None:
         """The batch that was started is trained and its weights are published.
@@ -435,7 +456,8 @@ class Scheduler:
         self._proceed()
 
     def replay(self, tickets: Iterable[int], groups: Iterable[GroupDone]) -> StartBatch:
-        """Start the next batch that the journal records, instead of composing one. Called after `restore`.
+        """Start the batch that a record names, instead of composing one, in a run that only trains recorded
+        batches again.
 
         Args:
             tickets: numbers of the batch's tickets.
@@ -444,38 +466,30 @@ class Scheduler:
         assert not self.training
         ids, finished = sorted(tickets), {group.ticket: group for group in groups}
         for id in ids:
-            while self._ledger.issued <= id:  # the previous kernel had issued it
+            while self._ledger.issued <= id:
                 self._open_next()
-            if self.tickets.open[id].done is None:
-                self.variants.observe(finished[id])
+            self.variants.observe(finished[id])
             self.tickets.open[id].done = finished[id]
         return self._train(ids)
-
-    def expire_finished(self, reason: str) -> None:
-        """Expire all finished groups, because a new incarnation begins and weights of the previous one
-        sampled them. Evaluations of later versions are dropped too. Called after `restore`."""
-        self.evaluation.results = [each for each in self.evaluation.results if each.version <= self.version]
-        for ticket in [ticket for ticket in self.tickets.open.values() if ticket.done]:
-            self._retire(ticket, "expired", reason)
 
     # ----------------------------------------------------------------------------------- private
 
     def _proceed(self) -> None:
         """Do what the state allows: start a batch, issue tickets, begin an evaluation, end the run."""
         evaluation = self.evaluation
-        if self._state == "training":
+        if self._phase == "training":
             self._start_batch()
             self._admit()
             if not self._closing:  # last, because the next batch must not wait for the many tickets
                 evaluation.begin_next()
             if self.version == self.settings.steps and not evaluation.needed_versions and not self._held:
-                self._state = "ending"
+                self._phase = "ending"
                 is_missing = self.settings.evaluation_rows and not evaluation.is_complete(self.version)
                 if is_missing and not self._closing:
                     self.waits_for = Cause("evaluation", self.version)
                     evaluation.begin(self.version)
-        if self._state == "ending" and evaluation.under_way is None:
-            self._state = "over"
+        if self._phase == "ending" and evaluation.under_way is None:
+            self._phase = "over"
             self._commands.append(Finish())
 
     # ------------------------------------------------------------------------- tickets and ledger
@@ -496,16 +510,32 @@ class Scheduler:
 
     def _open_next(self) -> OpenTicket:
         draw = self.draws.next(self._ledger.issued, self.version)
-        oldest_possible = self._floor if self._state == "new" else self.version
-        deadline = oldest_possible + self.settings.max_staleness
-        ticket = OpenTicket(
-            self._ledger.issued, draw.row, oldest_possible, deadline, draw.version, draw.drops
-        )
+        deadline = self.version + self.settings.max_staleness
+        ticket = OpenTicket(self._ledger.issued, draw.row, self.version, deadline, draw.version, draw.drops)
         self._ledger.issued += 1
         self.variants.count(ticket.id, "issued")
         self.tickets.open[ticket.id] = ticket
         self.tickets.place(ticket)
         return ticket
+
+    def _expire_unfit(self) -> None:
+        """Expire the tickets that cannot be trained in time with the settings. See `start`."""
+        settings, kept = self.settings, 0
+        for ticket in self.tickets.open.values():
+            if ticket.done is not None:
+                ticket.deadline = min(ticket.deadline, ticket.oldest + settings.max_staleness)
+            else:  # it is issued again at this version
+                ticket.deadline = self.version + settings.max_staleness
+            self.tickets.place(ticket)
+        for ticket in sorted(self.tickets.open.values(), key=_urgency):
+            batches = min(ticket.deadline + 1, settings.steps) - self.version
+            if kept < batches * settings.batch_size:
+                kept += 1
+            else:
+                terms = f"max_staleness={settings.max_staleness}, batch_size={settings.batch_size}"
+                reason = f"does not fit {terms}, steps={settings.steps} from version {self.version} on"
+                self._retire(ticket, "expired", reason)
+                self.draws.again.append((ticket.row, ticket.drops))
 
     def _reissue(self, ticket: OpenTicket, reason: str) -> None:
         """Issue the next attempt of a ticket, or give the ticket up after `max_attempts` begun attempts."""
@@ -513,27 +543,9 @@ class Scheduler:
         if refusal := self.tickets.issue(ticket, self.version, reason, variant):
             self._set_back(ticket, "failed", refusal)
 
-    def _reissue_of(self, workers: tuple[str, ...], reason: str, uncounted: int = 0) -> None:
-        """Issue the unfinished tickets of these workers again. This many attempts of each do not count."""
-        if self._state == "new":
-            return  # `start` issues all of them
-        for ticket in self.tickets.held_by(*workers):
-            ticket.tries -= uncounted
-            self._reissue(ticket, reason)
-        for ticket in self.evaluation.tickets.held_by(*workers):
-            ticket.tries -= uncounted
-            self.evaluation.reissue(ticket, reason)
-        self._proceed()
-
     def _find(self, purpose: Purpose, ticket: int) -> OpenTicket | None:
         if purpose == "eval":
             return self.evaluation.tickets.find(ticket)
-        if self._state == "new":
-            # The previous kernel had issued all tickets up to this one. A worker sent the number: one that is
-            # too high opens no more than a window.
-            most = self._ledger.issued + self._window
-            while self._ledger.issued <= ticket < most:
-                self._open_next()
         return self.tickets.find(ticket)
 
     def _retire(self, ticket: OpenTicket, account: Account, reason: str) -> None:
@@ -547,7 +559,9 @@ class Scheduler:
     def _set_back(self, ticket: OpenTicket, setback: Setback, reason: str) -> None:
         """Retire a ticket without a group to train on. End the run if there were too many of them."""
         self._retire(ticket, "failed" if setback == "failed" else "filtered", reason)
-        too_many = self._setbacks.add(setback, ticket.row, reason)
+        if self._phase == "waiting":
+            return  # with `start` the count begins
+        too_many = self._setbacks.add(setback, ticket.row, reason, self.settings)
         if too_many and not (self._closing and setback == "left out"):
             self._commands.append(too_many)
             self._closing = True

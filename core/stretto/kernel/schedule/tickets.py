@@ -79,9 +79,12 @@ class TicketQueue:
                     (log.info, "row left out") if outcome.filtered else (log.warning, "ticket failed")
                 )
                 write(event, ticket=outcome.ticket, worker=outcome.worker, reason=outcome.reason)
-            # No await between these two lines: a checkpoint stores the ledger together with this number.
-            accept(sequence, outcome)
-            self.log_sequence = sequence
+            self.take_in(sequence, outcome, accept)
+
+    def take_in(self, sequence: int, outcome: Outcome, accept: Callable[[int, Outcome], None]) -> None:
+        """Take in an outcome. A checkpoint stores the ledger together with its number in the log."""
+        accept(sequence, outcome)
+        self.log_sequence = sequence
 
     def evaluation_ended(self) -> None:
         """Record that the evaluation under way needs no log message any more."""

@@ -1,17 +1,19 @@
-"""An oracle: the state of each scheduler is the fold of the events that its kernel has stored."""
+"""An oracle: the state of each scheduler is the fold of the events that all kernels of its run have stored.
+
+A kernel that continues a run begins in the state that this fold has, however it was recovered.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import pickle
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
-from stretto.bus.messages.events import Event, EventBatch, OutcomeRead, ScheduleStarted
+from stretto.bus.messages.events import Event, EventBatch, OutcomeRead, RunOwned
 from stretto.bus.payloads import is_split
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.schedule.fold import apply
@@ -22,15 +24,8 @@ _EVERY = 16
 """The comparison is at each event with a number that this divides."""
 
 
-class _KernelLife:
-    """What one kernel heard, and the fold of what it has stored of that."""
-
-    def __init__(self, scheduler: Scheduler, begins: int) -> None:
-        self.fold = scheduler
-        self.begins = begins
-        """Number of the event with which the schedule started."""
-        self.digests: dict[int, bytes] = {}
-        """Number of an event -> digest of the living scheduler after it, until the fold has come there."""
+Kernel = tuple[str, int]
+"""Subject of a run's events, and lease epoch."""
 
 
 class FoldOracle:
@@ -45,53 +40,69 @@ class FoldOracle:
         self.samples = True
         """Whether the policy samples the sequences of the run."""
         self._read = read
-        self._lives: dict[tuple[str, int], _KernelLife] = {}
-        """Subject of a run's events and lease epoch -> the kernel."""
-        self._heard: dict[tuple[str, int], int] = {}
-        """The same -> number of events that the kernel has heard."""
-        self._started: Scheduler | None = None
-        """A copy of the scheduler that starts now."""
-        self._latest: tuple[Scheduler, list[Any]] | None = None
-        """The scheduler that has taken in an event, and the commands that it gave."""
+        self._folds: dict[str, tuple[tuple[int, int], Scheduler]] = {}
+        """Subject of a run's events -> incarnation and values, and the fold."""
+        self._heard: Counter[Kernel] = Counter()
+        """Number of events that a kernel has heard."""
+        self._begun: dict[Kernel, Scheduler] = {}
+        """Copies of the schedulers of kernels that begin to own a run."""
+        self._digests: dict[tuple[Kernel, int], bytes] = {}
+        """Kernel and number of an event -> digest of the living scheduler after it, until the fold has come
+        there."""
+        self._latest: tuple[Scheduler, list[Any], Scheduler | None] | None = None
+        """The scheduler that has taken in an event, the commands that it gave, and for `RunOwned` a copy from
+        before that."""
 
     def apply(self, scheduler: Scheduler, event: Event, outcome: Outcome | None = None) -> None:
         """Take the place of `apply` in the kernel."""
-        if isinstance(event, ScheduleStarted):
-            self._started = copy.deepcopy(scheduler)
-        self._latest = scheduler, _apply(scheduler, event, outcome)
+        before = copy.deepcopy(scheduler) if isinstance(event, RunOwned) else None
+        self._latest = scheduler, _apply(scheduler, event, outcome), before
 
     def hear(self, writer: JournalWriter, event: Event) -> None:
         """Take the place of `JournalWriter.hear`."""
         _hear(writer, event)
         kernel = writer.names.events, writer.epoch
-        number = self._heard.get(kernel, 0)
-        self._heard[kernel] = number + 1
-        if self._started is not None:
-            self._lives[kernel] = _KernelLife(self._started, number)
-            self._started = None
-        life = self._lives.get(kernel)
-        if life is not None and self._latest is not None and number % _EVERY == 0:
-            life.digests[number] = _digest(*self._latest)
+        number = self._heard[kernel]
+        self._heard[kernel] += 1
+        if self._latest is None:
+            return  # a step that is repeated
+        scheduler, commands, before = self._latest
+        self._latest = None
+        if before is not None:
+            self._begun[kernel] = before
+        elif number % _EVERY == 0:
+            self._digests[kernel, number] = _digest(scheduler, commands)
 
     def __call__(self, sender: str, subject: str, data: bytes, head: bytes) -> None:
         """Take a message that was published or stored."""
         if not subject.endswith(".journal.events") or is_split(data):
             return
         events = msgspec.msgpack.decode(data, type=EventBatch)
-        life = self._lives.get((subject, events.lease_epoch))
+        kernel = subject, events.lease_epoch
         for number, raw in enumerate(events.events, start=events.first):
-            if life is None or number < life.begins:
-                continue
             event = msgspec.msgpack.decode(raw, type=Event)
+            if isinstance(event, RunOwned):
+                self._begin(kernel, event)
             outcome = None
             if isinstance(event, OutcomeRead):
                 outcome = self._outcome(subject.split(".")[1], event.sequence)
-            commands = _apply(life.fold, event, outcome)
-            if number in life.digests and life.digests.pop(number) != _digest(life.fold, commands):
+            fold = self._folds[subject][1]
+            commands = _apply(fold, event, outcome)
+            living = self._digests.pop((kernel, number), None)
+            if living is not None and living != _digest(fold, commands):
                 self.violations.append(
                     f"after {event} the scheduler of the kernel of lease {events.lease_epoch} is not the "
                     "fold of its events"
                 )
+
+    def _begin(self, kernel: Kernel, event: RunOwned) -> None:
+        """Compare the scheduler of a kernel that begins with the fold. Where it has other values or another
+        incarnation, the fold begins anew."""
+        begun, now = self._begun.pop(kernel), (event.incarnation, event.values)
+        former, fold = self._folds.get(kernel[0], (None, begun))
+        self._folds[kernel[0]] = now, fold if former == now else begun
+        if former == now and _digest(fold, []) != _digest(begun, []):
+            self.violations.append(f"the kernel of lease {kernel[1]} begins in another state than the fold")
 
     def _outcome(self, run: str, sequence: int) -> Outcome:
         outcome = msgspec.msgpack.decode(self._read(run, sequence), type=Outcome)
@@ -111,28 +122,8 @@ def _apply(scheduler: Scheduler, event: Event, outcome: Outcome | None) -> list[
     return commands[before:]
 
 
-def _facts(part: Any) -> Any:
-    """Return what is compared of an object."""
-    if isinstance(part, deque):
-        return list(cast("deque[Any]", part))
-    if not hasattr(part, "__dict__"):
-        return pickle.dumps(part)  # such as an array of a curriculum
-    compared = ((name, value) for name, value in vars(part).items() if name != _COMMANDS)
-    return {name: _in_order(value) for name, value in compared if not callable(value)}
-
-
-def _in_order(value: Any) -> Any:
-    """Sort a set, or the sets of a dictionary: their order depends on what was in them before."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(cast("set[Any]", value))
-    if isinstance(value, dict):
-        items = cast("dict[Any, Any]", value).items()
-        return {key: sorted(each) if isinstance(each, set) else each for key, each in items}
-    return value
-
-
-_encode = msgspec.msgpack.Encoder(enc_hook=_facts).encode
-
-
 def _digest(scheduler: Scheduler, commands: list[Any]) -> bytes:
-    return hashlib.blake2b(_encode([scheduler, commands]), digest_size=8).digest()
+    snapshot = scheduler.snapshot()
+    rows = sorted(snapshot.setbacks.rows)
+    snapshot.setbacks.rows.clear()  # a set is in no order
+    return hashlib.blake2b(msgspec.msgpack.encode([snapshot, rows, commands]), digest_size=8).digest()
