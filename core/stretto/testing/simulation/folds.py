@@ -40,8 +40,8 @@ class FoldOracle:
         self.samples = True
         """Whether the policy samples the sequences of the run."""
         self._read = read
-        self._folds: dict[str, tuple[tuple[int, int], Scheduler]] = {}
-        """Subject of a run's events -> incarnation and values, and the fold."""
+        self._folds: dict[str, tuple[tuple[int, int, int], Scheduler]] = {}
+        """Subject of a run's events -> incarnation, values and number of rows, and the fold."""
         self._heard: Counter[Kernel] = Counter()
         """Number of events that a kernel has heard."""
         self._begun: dict[Kernel, Scheduler] = {}
@@ -96,9 +96,10 @@ class FoldOracle:
                 )
 
     def _begin(self, kernel: Kernel, event: RunOwned) -> None:
-        """Compare the scheduler of a kernel that begins with the fold. Where it has other values or another
-        incarnation, the fold begins anew."""
-        begun, now = self._begun.pop(kernel), (event.incarnation, event.values)
+        """Compare the scheduler of a kernel that begins with the fold. Where it has other values, another
+        incarnation, or a dataset that has become smaller, the fold begins anew."""
+        begun = self._begun.pop(kernel)
+        now = event.incarnation, event.values, begun.settings.rows
         former, fold = self._folds.get(kernel[0], (None, begun))
         self._folds[kernel[0]] = now, fold if former == now else begun
         if former == now and _digest(fold, []) != _digest(begun, []):
