@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class MockTraining:
-    """Its weights are the number of optimizer steps, and a checksum of all that it has trained in order. So
-    versions differ, and runs can be compared. In a group of several processes, each sees other rows, and the
+    """Its weights are the number of optimizer steps, and a checksum of all tokens that it has trained, in
+    order. So versions differ, and runs can be compared. In a group of several processes, each sees other rows, and the
     checksum is 0."""
 
     def __init__(self, config: MockTrainingConfig, context: Context) -> None:
@@ -53,7 +53,7 @@ class MockTraining:
         time.sleep(seconds)
         self._steps += 1
         if self._config.processes == 1:
-            for _, column in sorted({**batch.tokens, **batch.sequences}.items()):
+            for _, column in sorted(batch.tokens.items()):
                 self._checksum = crc32(column.numpy().tobytes(), self._checksum)
         return {"loss": 0.0, "grad_norm": 0.0, "lr": self._config.lr, "micro_batches": 1.0}
 
