@@ -393,7 +393,8 @@ def test_evaluations_outlive_their_engine_and_their_kernel_and_hold_training_bac
     assert len(run.metrics()) == 5  # the next step would lead to version 6, and 4 waits for 2
     run.until(lambda: (run.folder / "checkpoints" / "step-000005").exists())
     state = json.loads((run.folder / "checkpoints" / "step-000005" / "kernel.json").read_text())
-    assert state["snapshot"]["evaluating"] == [2, 4]
+    evaluation = state["snapshot"]["evaluation"]
+    assert (evaluation["round"]["version"], evaluation["due"]) == (2, [4])
     assert [note[0] for note in state["needed"]] == [2, 4]
     run.process.kill()
     run.process.wait()

@@ -57,6 +57,7 @@ from stretto.kernel.schedule.evaluation import EvaluationState
 from stretto.kernel.schedule.fold import apply
 from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
+from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.weights import WeightsNote
 
 Checkpoint = tuple[Path | None, KernelState]
@@ -245,6 +246,19 @@ async def test_tickets_of_a_former_kernel_are_gone_before_a_worker_can_take_them
         with anyio.fail_after(30):
             await own_run(setup, bus, ending)
     assert newest == [0]
+
+
+async def test_tickets_of_a_kernel_that_has_replaced_this_one_stay(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    async with open_bus("kernel") as bus:
+        subject = names.ticket("train")
+        await bus.store.make_queue(names.tickets_stream, [subject, names.ticket("eval")], redeliver_s=60)
+        former = await bus.store.append(subject, Ticket(0, 1, "train", 0, min_version=0, samples=1), id="0/1")
+        later = await bus.store.append(subject, Ticket(1, 1, "train", 0, min_version=0, samples=1), id="1/1")
+        await TicketQueue(bus, names, 1, samples=True).clear(former)
+        extent = await bus.store.extent(names.tickets_stream)
+        assert (former in extent, later in extent) == (False, True)
 
 
 async def test_an_intact_store_loses_nothing(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:

@@ -140,6 +140,15 @@ def test_runs_complete_whatever_goes_wrong() -> None:
     assert failed == []
 
 
+def test_a_replaced_kernel_that_wakes_up_while_the_next_one_starts_changes_nothing() -> None:
+    wakes = (1.0, 1.1, 1.25, 1.5, 1.9, 2.3)
+    for seconds in wakes:
+        rival = Fault(kind="rival", at=2.3, who="kernel", seconds=seconds)
+        tape = msgspec.structs.replace(small(5, 0), faults=(rival,))
+        outcome = run_tape(tape)
+        assert not outcome.failed, "\n".join(describe(tape, outcome))
+
+
 def test_a_run_without_staleness_ends_with_one_model(run_file: Path) -> None:
     [tape] = tapes_of(run_file, [0], overrides=["queue.max_staleness=0"])
     assert run_tape(tape).violations == []

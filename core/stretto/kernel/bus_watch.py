@@ -1,4 +1,5 @@
-"""The kernel's watch over nats-server: it ends the run if the bus or its store is out for too long."""
+"""What the kernel watches on the bus: it ends the run if the bus or its store is out for too long, and
+itself if another kernel owns the run."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import anyio
 import structlog
 
 from stretto.bus.client import Bus
-from stretto.bus.messages.membership import SERVER
+from stretto.bus.messages.membership import SERVER, Beacon
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import restart_server
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.fleet import Fleet
@@ -16,6 +18,20 @@ log = structlog.get_logger()
 
 _STORE_S = 30.0
 """A server that answers pings, but nothing that asks its store, is started again after this many seconds."""
+
+
+async def watch_owner(bus: Bus, names: Subjects, lease_epoch: int, ending: Ending) -> None:
+    """End this kernel when the beacon of a newer one says that that one owns the run.
+
+    The server refuses what this one appends to the journal, but not its answers: a kernel that stood still
+    would answer the workers of the other one before it appends anything.
+    """
+
+    def hear(beacon: Beacon) -> None:
+        if beacon.lease_epoch > lease_epoch:
+            ending.end("failed", f"it heard the beacon of the kernel of lease {beacon.lease_epoch}")
+
+    await bus.subscribe(names.beacon, Beacon, hear)
 
 
 async def watch_bus(setup: RunSetup, bus: Bus, ending: Ending) -> None:

@@ -54,12 +54,12 @@ from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, Sto
 from stretto.bus.messages.tickets import GroupFailed, Progress, TicketStarted
 from stretto.config import MetricsConfig
 from stretto.errors import BusError, ConfigError, RunError, one_error
-from stretto.kernel.bus_watch import watch_bus, watch_store
+from stretto.kernel.bus_watch import watch_bus, watch_owner, watch_store
 from stretto.kernel.calls.canary import EngineErrors
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import StepResult, Trainers
 from stretto.kernel.durable.changes import differences, values_file
-from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name
+from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, checkpoints_in
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter, newest_epoch, own_journal
 from stretto.kernel.durable.recovery import Recovered, Repetition, Stored, read_store
@@ -127,15 +127,22 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
             answer it.
     """
     names = setup.names
-    journal = await own_journal(bus, names, str(setup.folder))
     tickets = [names.ticket("train"), names.ticket("eval")]
     await bus.store.make_queue(names.tickets_stream, tickets, redeliver_s=_REDELIVER_S)
+    former_tickets = await bus.store.end(names.tickets_stream)  # before the lease: a later owner's come later
+    journal = await own_journal(bus, names, str(setup.folder))
+    if setup.checkpoints != checkpoints_in(setup.folder):  # of another kernel, which owned the run until now
+        log.warning("the run has a new checkpoint since this kernel chose one; it begins again")
+        ending.next_values = setup.values
+        ending.end("repeated", "")
+        return
     await bus.store.make_log(names.log_stream, names.of_log)
     records = RecordServer(setup.folder)
     await records.serve(bus, names)
     try:
         async with anyio.create_task_group() as tasks:
-            await Kernel(setup, bus, journal, ending, tasks).run()
+            kernel = Kernel(setup, bus, journal, ending, tasks)
+            await kernel.run(former_tickets.sequence)
             tasks.cancel_scope.cancel()
     finally:
         if ending.status in ("running", "failed") and bus.connected:  # another may have taken the workers
@@ -209,9 +216,10 @@ class Kernel:
         self._fleet.hears = lambda: bus.connected
         self._fleet.reconnect_s = bus.reconnect_s
 
-    async def run(self) -> None:
-        """Own the run until it ends, then dismiss the workers. An error also dismisses them."""
-        await self._tickets.clear()
+    async def run(self, former_tickets: int) -> None:
+        """Own the run until it ends, then dismiss the workers. An error also dismisses them. Tickets in the
+        queue up to the number `former_tickets` are those of former kernels."""
+        await self._tickets.clear(former_tickets)
         await self._serve()
         resumed = self._setup.resumed
         stored = None if resumed is None else await self._recover(resumed)
@@ -251,6 +259,7 @@ class Kernel:
     async def _serve(self) -> None:
         """Subscribe to the workers' messages and requests."""
         bus, names = self._bus, self._names
+        await watch_owner(bus, names, self._lease_epoch, self._ending)
         for role in ROLES:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
             await receive_heartbeats(role, self._fleet, bus, names, self._lease_epoch)
@@ -329,14 +338,9 @@ class Kernel:
         setup = self._setup
         assert setup.resumed is not None
         self._status.note = "replaying the journal" if setup.replays else "repeating the journal"
+        parts = self._journal, self._scheduler, self._trainers
         repetition = Repetition(
-            self._journal,
-            self._scheduler,
-            self._trainers,
-            setup.resumed,
-            stored,
-            on_batch=self._record_batch,
-            on_repeated=self._report_step,
+            *parts, setup.resumed, stored, on_batch=self._record_batch, on_repeated=self._report_step
         )
         notes = await repetition.load()
         if not stored.fits:
@@ -387,7 +391,7 @@ class Kernel:
             notes: notes of older versions that evaluations need, and last the note of the current weights.
 
         Raises:
-            RunError: if the run is beyond the new number of steps, or if the checkpoint cannot be written.
+            RunError: if the run is beyond the new steps, or if the checkpoint cannot be written.
         """
         assert self._setup.resumed is not None
         note, values, log_sequence = notes[-1], self._setup.values, self._setup.resumed[1].log_sequence
@@ -518,6 +522,8 @@ class Kernel:
 
     async def _welcome(self, role: Role, message: Join) -> Welcome:
         """Admit a worker that joined on the subject of `role`."""
+        if self._ending.over.is_set():
+            await anyio.sleep_forever()  # it may be a worker of the kernel that owns the run now
         if message.stretto != own_version():
             raise ConfigError(
                 f"{message.worker} has stretto {message.stretto or 'of an older version'}, and the run has "

@@ -18,7 +18,7 @@ from stretto.config import BusConfig
 from stretto.dataset import Curriculum, CurriculumDataset, Dataset
 from stretto.errors import ConfigError, PluginError
 from stretto.kernel.durable.changes import fingerprint_changes
-from stretto.kernel.durable.checkpoint import KernelState
+from stretto.kernel.durable.checkpoint import KernelState, checkpoints_in
 from stretto.kernel.fleet.fleet import Fleet
 from stretto.kernel.fleet.forks import ForkServer
 from stretto.kernel.observe.advice import Adviser
@@ -65,6 +65,8 @@ class RunSetup:
         self.config = config = assembly.config
         self.folder = folder = assembly.folder
         self.resumed = resumed
+        self.checkpoints = checkpoints_in(folder)
+        """The names of the run's checkpoints when `resumed` was chosen."""
         self.values = values
         self.continues = continues
         self.replays = replays

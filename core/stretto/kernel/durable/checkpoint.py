@@ -113,6 +113,11 @@ def checkpoint_name(version: int, values: int | None = None) -> str:
     return f"{_PREFIX}{version:06d}" + (f"-values-{values}" if values is not None else "")
 
 
+def checkpoints_in(folder: Path) -> set[str]:
+    """Return the names of the checkpoints in a run's folder, also of damaged ones."""
+    return {path.name for path in (folder / "checkpoints").glob(f"{_PREFIX}*")}
+
+
 @dataclass(frozen=True)
 class Draft:
     """A checkpoint that is being written."""

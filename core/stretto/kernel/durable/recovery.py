@@ -206,9 +206,10 @@ async def read_store(
     """
     folder, state = checkpoint
     journal = await _read_journal(bus, names, state, values)
-    extent = await bus.store.extent(names.log_stream)
+    outcomes = await _outcomes(bus, names, state.log_sequence, samples=samples)
+    extent = await bus.store.extent(names.log_stream)  # last: workers of the former kernel may still write
     short = extent.last < state.log_sequence
-    outcomes = [] if short else await _outcomes(bus, names, state.log_sequence, samples=samples)
+    outcomes = [] if short else outcomes
     is_new = state.snapshot.phase == "new" and state.version == 0
     snapshot = scheduler.snapshot() if is_new else state.snapshot
     groups = [ticket.done for ticket in snapshot.open if ticket.done]

@@ -338,13 +338,14 @@ class Scheduler:
         self._closing = True
 
     def ticket_started(self, purpose: Purpose, ticket: int, attempt: int, worker: str) -> None:
-        """A rollout worker has taken an attempt. If nobody waits for it any more, the worker has to stop: the
-        server delivers a ticket that has ended again if the acknowledgement was late or lost, and the engines
-        of an evaluation that is over do not return."""
+        """A rollout worker has taken an attempt. If nobody waits for it, the worker has to stop: the server
+        delivers a ticket that has ended again if the acknowledgement was late or lost, a former kernel may
+        issue one more, and the engines of an evaluation that is over do not return."""
         found = self._find(purpose, ticket)
-        if found is not None and found.done is None and found.attempt == attempt:
+        is_current = found is not None and found.attempt == attempt and self._phase != "waiting"
+        if found is not None and is_current and found.done is None:
             (self.tickets if purpose == "train" else self.evaluation.tickets).started(found, worker)
-        elif self._phase != "waiting":
+        else:
             self._commands.append(Withdraw(purpose, ticket, attempt))
 
     def first_token(self, ticket: int, attempt: int, version: int) -> None:

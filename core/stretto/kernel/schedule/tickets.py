@@ -61,11 +61,11 @@ class TicketQueue:
         abort = AbortTicket(self._lease_epoch, purpose, ticket, attempt)
         await self._bus.publish(self._names.abort_ticket, abort)
 
-    async def clear(self) -> None:
-        """Remove the tickets that a previous kernel left in the queue. No worker of this kernel may take
-        them: no engine is ever lent to an evaluation of the previous kernel, so its tickets would never
-        end."""
-        await self._bus.store.purge(self._names.tickets_stream)
+    async def clear(self, last: int) -> None:
+        """Remove the tickets that a previous kernel left in the queue, up to this sequence number. No worker
+        of this kernel may take them: no engine is ever lent to an evaluation of the previous kernel, so its
+        tickets would never end. Those of a kernel that has replaced this one meanwhile stay."""
+        await self._bus.store.purge(self._names.tickets_stream, below=last + 1)
 
     async def follow(self, accept: Callable[[int, Outcome], None]) -> None:
         """Call `accept` with (sequence number, outcome) of every later outcome of a ticket, in the order of

@@ -102,7 +102,7 @@ KINDS = {
     "slow": 1,
     "fail": 1,
     "scale": 3,
-    "rival": 0,  # only if it is named: a trainer of a replaced kernel may join the next one
+    "rival": 0,  # only if it is named: a replaced kernel without a connection removes weights of the next one
     "clock": 1,
     "tear": 1,
     "full disk": 1,

@@ -20,7 +20,7 @@ from stretto.kernel.schedule.fold import apply
 from stretto.kernel.schedule.outcomes import Outcome, admit
 from stretto.kernel.schedule.scheduler import Scheduler
 
-_EVERY = 16
+_EVERY = 64
 """The comparison is at each event with a number that this divides."""
 
 

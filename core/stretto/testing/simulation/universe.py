@@ -332,7 +332,8 @@ class Universe:
 
     def _interrupt(self, kernel: SimulatedProcess, interruptions: Interruptions, number: int) -> None:
         """Send a signal to a kernel. The second one ends its process if no kernel is there to obey."""
-        self.oracle.batches_left = 1
+        if self._owner is kernel:
+            self.oracle.batches_left = 1
         if interruptions.received and not interruptions.obeyed:
             kernel.end(-number)
         else:
