@@ -450,6 +450,20 @@ async def test_an_incarnation_number_is_never_used_twice(
         assert (await recovered(history, checkpoint, reached=4))[1].incarnation == 8
 
 
+async def test_what_follows_events_that_do_not_fit_is_not_continued(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    """A filter that is not deterministic would do this: the step was trained, and these events start none."""
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        checkpoint = await history.checkpoint(tmp_path)
+        events = EventBatch(1, history.events, (msgspec.Raw(encode(StepTrained(3, hold=False))),))
+        await history.bus.store.append(history.names.events, events, id="of nothing")
+        stored, result, scheduler = await recovered(history, checkpoint, reached=2)
+        assert (stored.lost, stored.lost_from, stored.fold.is_whole) == (LostData(), None, False)
+        assert (result.is_exact, scheduler.version) == (False, 2)
+
+
 async def test_a_batch_that_was_not_complete_is_no_lost_step(
     open_bus: OpenBus, names: Subjects, tmp_path: Path
 ) -> None:

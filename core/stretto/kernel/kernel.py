@@ -641,6 +641,8 @@ class Kernel:
             if all_commands or demand != known:
                 await self._journal.flush()
             known = demand
+            # Before the commands, which may wait for the store: a step removes versions that are not needed.
+            self._engines.lend(demand)
             for are_issues, commands in groupby(all_commands, lambda each: isinstance(each, Issue)):
                 if are_issues:  # an evaluation issues thousands of tickets at once
                     async with anyio.create_task_group() as issues:
@@ -649,7 +651,6 @@ class Kernel:
                 else:
                     for command in commands:
                         await self._do(command)
-            self._engines.lend(demand)
 
     def _demand(self) -> Demand:
         """Return what evaluations need from the engines now."""

@@ -105,15 +105,16 @@ class Fold:
     """Training version after these batches."""
     end: Snapshot = field(default_factory=Snapshot)
     """The state after the events."""
+    next_values: int | None = None
+    """Number of the values with which the journal goes on; None if it does not."""
+    is_whole: bool = True
+    """Whether no event follows that could not be taken in."""
 
     def applied_to(self, state: KernelState) -> KernelState:
         """Return the state of a checkpoint that has taken in these events, which start no batch."""
         return msgspec.structs.replace(
             state, snapshot=self.end, log_sequence=self.log_sequence, events_after=self.position
         )
-
-    next_values: int | None = None
-    """Number of the values with which the journal goes on; None if it does not."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,8 @@ class Stored:
     @property
     def is_exact(self) -> bool:
         """Whether the events give the state that the previous kernel left."""
-        return not self.lost and self.lost_from is None and not self.journal.is_damaged
+        is_whole = self.fold.is_whole and not self.journal.is_damaged
+        return is_whole and not self.lost and self.lost_from is None
 
     @property
     def is_only_read(self) -> bool:
@@ -461,15 +463,18 @@ def _fold(
     for position, event in journal.events:
         if isinstance(event, RunOwned) and (event.incarnation, event.values) != (state.incarnation, values):
             fold.next_values = event.values if event.values > values else None
+            fold.is_whole = fold.next_values is not None
             break
         outcome = outcomes.get(event.sequence) if isinstance(event, OutcomeRead) else None
         if isinstance(event, OutcomeRead) and outcome is None:
             continue
         if isinstance(event, StepTrained) and not scheduler.training:
+            fold.is_whole = False
             break
         apply(scheduler, event, outcome)
         starts = [each for each in scheduler.commands() if isinstance(each, StartBatch)]
         if any(_differs(start, journal) for start in starts):
+            fold.is_whole = False
             break
         fold.steps += len(starts)
         fold.version = scheduler.version + scheduler.training
