@@ -87,6 +87,10 @@ class History:
     async def hear(self, event: Event, outcome: Outcome | None = None) -> None:
         """Append an event that the scheduler takes in."""
         apply(self.scheduler, event, outcome)
+        await self.store(event)
+
+    async def store(self, event: Event) -> None:
+        """Append an event."""
         events = EventBatch(1, self.events, (msgspec.Raw(encode(event)),))
         self.events += 1
         await self.bus.store.append(self.names.events, events, id=f"event {self.events}")
@@ -457,8 +461,7 @@ async def test_what_follows_events_that_do_not_fit_is_not_continued(
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
         checkpoint = await history.checkpoint(tmp_path)
-        events = EventBatch(1, history.events, (msgspec.Raw(encode(StepTrained(3, hold=False))),))
-        await history.bus.store.append(history.names.events, events, id="of nothing")
+        await history.store(StepTrained(3, hold=False))
         stored, result, scheduler = await recovered(history, checkpoint, reached=2)
         assert (stored.lost, stored.lost_from, stored.fold.is_whole) == (LostData(), None, False)
         assert (result.is_exact, scheduler.version) == (False, 2)

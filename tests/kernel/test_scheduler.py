@@ -920,6 +920,21 @@ def test_a_run_that_evaluates_no_more_does_not_wait_for_the_evaluations_of_its_f
     assert isinstance(again.commands()[-1], Finish)
 
 
+def test_the_evaluation_of_the_untrained_model_outlives_a_kernel_without_a_checkpoint() -> None:
+    settings = evaluating(steps=9, every=5)[0].settings
+    again = Scheduler(settings)
+    again.restore(Scheduler(settings).snapshot())
+    again.start()  # the events have the first batch
+    ticket = next(ticket for ticket in issued(again) if ticket.purpose == "train")
+    again.group_done(done(ticket, 0))
+    assert again.evaluation.needed_versions == (0,)  # so the trainers keep its weights
+    again.step_finished()
+    again.commands()
+    again.owned(1000)
+    again.start()
+    assert evaluation_ticket(list(again.commands())).exact_version == 0
+
+
 def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
     scheduler, _ = evaluating(steps=9, every=1)
     assert scheduler.evaluation.best == Evaluation(0, 0.25, 1, 0)

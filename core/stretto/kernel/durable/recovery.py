@@ -223,7 +223,8 @@ async def read_store(
     lost = {_name(group) for group in groups if not gone.isdisjoint(_messages_of(group))}
     snapshot = _without(snapshot, lost)
     usable = {sequence: each for sequence, each in outcomes if _name(each) not in lost}
-    begin(scheduler, snapshot, journal, fits=values == state.values)
+    fits = values == state.values
+    begin(scheduler, snapshot, journal, fits=fits)
     fold = _fold(scheduler, journal, usable, state, values)
     end = fold.version
     newest = max(reached, *journal.steps, end)
@@ -248,7 +249,7 @@ async def read_store(
     missing = sum(each > state.log_sequence for each in extent.missing)
     return Stored(
         snapshot=snapshot,
-        fits=values == state.values,
+        fits=fits,
         journal=journal,
         outcomes=tuple(outcomes),
         fold=fold,
