@@ -177,7 +177,7 @@ async def test_a_viewer_hears_the_status_and_can_do_nothing_else(
         await kernel.store.make_log(names.log_stream, [names.trajectories])
         raw = await raw_client(tmp_path, "viewer", error_cb=note)
         forbidden = (
-            *(names.status, names.beacon, names.journal, names.trajectories, names.ticket("train")),
+            *(names.status, names.beacon, names.events, names.trajectories, names.ticket("train")),
             *(names.kernel(role, "join") for role in ROLES),
             names.worker("inference", "inference-0", "n", "generate"),
             f"{names.inbox('kernel')}.from.trainer.x.1",
@@ -223,7 +223,7 @@ async def test_each_role_may_do_its_own_work_only(
         await kernel.store.make_log(names.journal_stream, names.of_journal)
         raw = await raw_client(tmp_path, "verifier", error_cb=note)
         forbidden = (
-            *(names.beacon, names.journal, names.trajectories, names.ticket("train")),
+            *(names.beacon, names.events, names.trajectories, names.ticket("train")),
             names.worker("inference", "inference-0", "n", "generate"),
             names.kernel("trainer", "join"),  # in another's name
             f"{names.inbox('kernel')}.from.trainer.x.1",

@@ -19,8 +19,8 @@ from bus_testing import NO_LOCK, raw_client, until
 from fixture_types import OpenBus
 from stretto.array import Array
 from stretto.bus.joining import check_operator, is_token_of, operator_bootstrap, write_bootstrap
+from stretto.bus.messages.events import KernelLease
 from stretto.bus.messages.inference import ChunkBatch, Generate
-from stretto.bus.messages.journal import KernelLease
 from stretto.bus.messages.membership import Beacon, Heartbeat, Join, Leaving, Peer, Ranks, Routes, Welcome
 from stretto.bus.messages.operation import RunScaled, ScaleRun
 from stretto.bus.messages.scoring import Scored, ScoreSamples
@@ -134,7 +134,7 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
         attacker = await raw("rollout")
         join = msgspec.msgpack.encode(Join("rollout-0", "rollout", "p", "n", "t"))
         foreign = (
-            *(names.journal, names.leases, f"$JS.API.STREAM.PURGE.{names.log_stream}"),
+            *(names.events, names.leases, f"$JS.API.STREAM.PURGE.{names.log_stream}"),
             *(names.beacon, f"{names.answers('trainer', 'kernel')}.x.1", "", "x"),
             f"{names.answers('rollout', 'kernel')}.x.1.y",
             f"{names.answers('rollout', 'inference')}.x.1",
@@ -143,7 +143,7 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
             await attacker.publish(names.kernel("rollout", "join"), join, reply=subject)
         await until(lambda: kernel.refusals.count == len(foreign))
         assert not joins
-        assert await kernel.store.last_sequence(names.journal_stream, names.journal) == 0
+        assert await kernel.store.last_sequence(names.journal_stream, names.events) == 0
         assert await kernel.store.append(names.leases, KernelLease("here"), id="here2") == lease + 1
 
 
@@ -203,7 +203,7 @@ async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
         await honest.store.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
         attacker, trainer = await raw("rollout"), await raw("trainer")
         targets = (
-            names.journal,
+            names.events,
             names.groups,
             names.leases,
             f"$JS.API.STREAM.PURGE.{names.log_stream}",
@@ -220,7 +220,7 @@ async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
         await trainer.flush()
         # The store answers in order: an append after the attacks is after their effects.
         await honest.store.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
-        assert await kernel.store.last_sequence(names.journal_stream, names.journal) == 0
+        assert await kernel.store.last_sequence(names.journal_stream, names.events) == 0
         assert await kernel.store.append(names.leases, KernelLease("here"), id="here4") == lease + 1
         seen: list[tuple[int, Any]] = []
         async with anyio.create_task_group() as tasks:
@@ -273,7 +273,7 @@ async def test_a_role_may_ask_only_for_what_the_table_of_verbs_allows(
         ],
         "inference": [names.worker("trainer", "trainer-0", "n", "column"), names.groups],
         "trainer": [names.groups, names.worker("inference", "inference-0", "n", "swap")],
-        "kernel": ["anything", names.journal, f"$JS.API.STREAM.PURGE.{names.log_stream}"],
+        "kernel": ["anything", names.events, f"$JS.API.STREAM.PURGE.{names.log_stream}"],
     }
     for role, subjects in forbidden.items():
         client = await raw_client(tmp_path, role, error_cb=note)

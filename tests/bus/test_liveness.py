@@ -28,8 +28,8 @@ from stretto.bus.client import connect
 from stretto.bus.joining import write_bootstrap
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.base import Message, Refusal
+from stretto.bus.messages.events import KernelLease
 from stretto.bus.messages.inference import AskLoad, LoadReport
-from stretto.bus.messages.journal import KernelLease
 from stretto.bus.messages.membership import SERVER, Beacon, Heartbeat, Join, Leaving
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.training import EndStep, StepEnded
@@ -142,20 +142,20 @@ async def test_a_store_that_a_full_disk_has_broken_is_named_and_works_after_a_re
 
     async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
         await kernel.store.make_log(names.journal_stream, names.of_journal)
-        await kernel.store.append(names.journal, message(0), id="0")
+        await kernel.store.append(names.events, message(0), id="0")
         assert kernel.unanswered.longest() is None
         server = psutil.Process(server_pid(tmp_path))
         server.rlimit(psutil.RLIMIT_FSIZE, (50_000, psutil.RLIM_INFINITY))
         sequences: list[int] = []
 
         async def append() -> None:
-            sequences.append(await kernel.store.append(names.journal, message(1), id="1"))
+            sequences.append(await kernel.store.append(names.events, message(1), id="1"))
 
         tasks.start_soon(append)
         await until(lambda: (wait := kernel.unanswered.longest()) is not None and wait.seconds > 1.5)
         wait = kernel.unanswered.longest()
         assert wait is not None
-        assert (wait.who, wait.verb) == (SERVER, f"append to {names.journal}")
+        assert (wait.who, wait.verb) == (SERVER, f"append to {names.events}")
         server.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
         await anyio.sleep(3)
         assert not sequences, "the server stores again by itself: no restart is needed"

@@ -21,7 +21,7 @@ from stretto.bus.client import connect
 from stretto.bus.connection import open_once
 from stretto.bus.joining import write_bootstrap
 from stretto.bus.listening import is_loopback, listening
-from stretto.bus.messages.journal import KernelLease
+from stretto.bus.messages.events import KernelLease
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import Bootstrap, NatsServer, lock_run

@@ -21,13 +21,14 @@ import pytest
 from commands import stretto
 from stretto.array import Array
 from stretto.bus.client import Bus, connect
-from stretto.bus.messages.journal import (
+from stretto.bus.messages.events import (
+    BatchStarted,
     Evaluation,
-    JournalBatch,
-    JournalChange,
-    JournalEntry,
-    JournalEvaluation,
-    JournalStep,
+    EvaluationEnded,
+    Event,
+    EventBatch,
+    RunOwned,
+    VersionPublished,
 )
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, Member, TrajectoryBundle, WireTrajectory
@@ -47,7 +48,8 @@ class Books:
     def __init__(self) -> None:
         self.batch_sizes = {1: BATCH}
         self.log: list[TrajectoryBundle | GroupDone] = []
-        self.journal: list[JournalEntry] = []
+        self.journal: list[Event] = []
+        """What follows the first event."""
         self.purge_below = 0
         groups: dict[int, GroupDone] = {}
         for ticket in range((STEPS + 1) * BATCH):  # a batch more than is trained
@@ -60,10 +62,10 @@ class Books:
         for version in range(STEPS):
             tickets = tuple(range(BATCH * version, BATCH * (version + 1)))
             self.journal.append(batch(version, [groups[ticket] for ticket in tickets]))
-            self.journal.append(JournalStep(0, version + 1, f"digest-{version + 1}"))
+            self.journal.append(VersionPublished(version + 1, f"digest-{version + 1}"))
         self.log.append(evaluation_group(0, STEPS, 0.5))
         self.evaluation = Evaluation(STEPS, 0.5, GROUP, 0)
-        self.journal.append(JournalEvaluation(0, self.evaluation))
+        self.journal.append(EvaluationEnded(self.evaluation))
         self.metrics: list[dict[str, Any]] = [
             {"step": step, "ledger": ledger(step), "staleness_max": BOUND} for step in range(1, STEPS + 1)
         ]
@@ -123,8 +125,9 @@ class Books:
         for number, message in enumerate(self.log):
             subject = names.trajectories if isinstance(message, TrajectoryBundle) else names.groups
             await bus.store.append(subject, message, id=f"log-{number}")
-        for number, entry in enumerate(self.journal):
-            await bus.store.append(names.journal, entry, id=f"journal-{number}")
+        for number, event in enumerate((owned(0, 0), *self.journal)):
+            events = EventBatch(1, number, (msgspec.Raw(msgspec.msgpack.encode(event)),))
+            await bus.store.append(names.events, events, id=f"journal-{number}")
         if self.purge_below:
             await bus.store.purge(names.log_stream, below=self.purge_below)
 
@@ -161,13 +164,17 @@ def evaluation_group(ticket: int, version: int, reward: float) -> GroupDone:
     return GroupDone("eval", ticket, 1, "rollout-0", members, 0.0)
 
 
-def batch(version: int, groups: list[GroupDone], incarnation: int = 0) -> JournalBatch:
+def owned(incarnation: int, version: int, values: int = 1) -> RunOwned:
+    return RunOwned(incarnation, version, values, "layout", 0)
+
+
+def batch(version: int, groups: list[GroupDone]) -> BatchStarted:
     rows = tuple(
         RowRef(member.id, member.sequence, member.index, group.ticket, member.length)
         for group in groups
         for member in group.members
     )
-    return JournalBatch(incarnation, version, rows, tuple(group.ticket for group in groups), "layout", 1)
+    return BatchStarted(version, tuple(group.ticket for group in groups), rows)
 
 
 def ledger(step: int) -> dict[str, int]:
@@ -272,8 +279,7 @@ def test_a_new_incarnation_replaces_the_batches_from_its_first_version_on(tmp_pa
     groups = [
         message for message in books.log if isinstance(message, GroupDone) and message.purpose == "train"
     ]
-    books.journal.append(batch(3, groups[8:10], incarnation=1))
-    books.journal.append(JournalStep(1, 4, "another digest"))
+    books.journal += [owned(1, 3), batch(3, groups[8:10]), VersionPublished(4, "another digest")]
     accounts = {"trained": 8, "filtered": 0, "expired": 2, "failed": 0, "in_flight": 0}
     books.metrics[3]["ledger"] = books.summary["ledger"] = {"issued": 10, **accounts}
     books.summary["reasons"] = {"expired: sampled by weights of incarnation 0": 2}
@@ -290,8 +296,7 @@ def test_a_new_incarnation_replaces_the_batches_from_its_first_version_on(tmp_pa
 def test_batches_have_the_size_of_the_values_in_force(tmp_path: Path) -> None:
     books = Books()
     books.batch_sizes = {1: BATCH, 2: 1}
-    change = JournalChange(0, 3, 2, 0, {"queue.batch_size": ("2", "1")})
-    books.journal.insert(6, change)
+    books.journal.insert(6, owned(0, 3, values=2))
     assert violations(audit_run(books.write(tmp_path / "run"))) == [
         "steps x batch_size: the batch of version 3 has 2 tickets, expected 1"
     ]
@@ -353,7 +358,7 @@ def mix_an_evaluation(books: Books) -> None:
 
 
 def falsify_an_evaluation(books: Books) -> None:
-    books.journal[-1] = JournalEvaluation(0, msgspec.structs.replace(books.evaluation, accuracy=0.9))
+    books.journal[-1] = EvaluationEnded(msgspec.structs.replace(books.evaluation, accuracy=0.9))
 
 
 VIOLATIONS: dict[str, tuple[Callable[[Books], Any], list[str]]] = {
@@ -413,7 +418,7 @@ VIOLATIONS: dict[str, tuple[Callable[[Books], Any], list[str]]] = {
         ["digests: version 4 of incarnation 0: the journal has digest-4, checkpoint step-000004 has other"],
     ),
     "a repeated step that led elsewhere": (
-        lambda books: books.journal.append(JournalStep(0, 2, "other")),
+        lambda books: books.journal.append(VersionPublished(2, "other")),
         ["digests: version 2 of incarnation 0: the journal has digest-2, the journal has other"],
     ),
     "a step that is missing in metrics": (

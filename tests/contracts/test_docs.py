@@ -57,3 +57,9 @@ def test_the_lists_of_files_are_those_of_the_docstrings() -> None:
     files = load_module(str(ROOT / "docs" / "fill_files.py"))
     page = (ROOT / "docs" / "architecture.md").read_text()
     assert files.filled(page) == page, "run `python docs/fill_files.py`"
+
+
+def test_the_list_of_events_is_that_of_the_docstrings() -> None:
+    events = load_module(str(ROOT / "docs" / "fill_events.py"))
+    page = (ROOT / "docs" / "events.md").read_text()
+    assert events.filled(page) == page, "run `python docs/fill_events.py`"

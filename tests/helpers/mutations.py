@@ -87,20 +87,18 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "a repeated step without a digest gets none",
         "stretto.kernel.durable.recovery",
-        old="""        if record is None:
-            await self._writer.append(
-                JournalStep(incarnation, note.version, note.digest), "step/again", note.version
-            )
-        elif record.digest != note.digest:\n""",
-        new="""        if record is not None and record.digest != note.digest:\n""",
+        old="""        if recorded is None:
+            self._writer.hear(VersionPublished(note.version, note.digest))
+            await self._writer.flush()
+        elif recorded != note.digest:\n""",
+        new="""        if recorded is not None and recorded != note.digest:\n""",
     ),
     # Events. Breaks "state = fold(events)": the loss of a worker changes the schedule and is in no event.
     Mutation(
         "the loss of a worker is not written",
         _KERNEL,
-        old="""        self._journal.hear(event)\n""",
-        new="""        if not isinstance(event, WorkerGone):
-            self._journal.hear(event)\n""",
+        old="""        for each in (event, *decisions(commands)):\n""",
+        new="""        for each in (event, *decisions(commands))[isinstance(event, WorkerGone) :]:\n""",
     ),
     # Checkpoints. Breaks "one evaluation of each due version": that under way at a checkpoint is forgotten
     # (kernel killed after a checkpoint, before the evaluation is complete).

@@ -6,20 +6,20 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from stretto.bus.messages.journal import JournalEntry
+from stretto.bus.messages.events import Event, EventBatch
 from stretto.cli.audit.audit import AuditReport, audit
+from stretto.cli.audit.audit_records import events_in
 from stretto.cli.audit.audit_store import open_store
 
 T = TypeVar("T")
 
 
-async def _read_journal(folder: Path) -> list[JournalEntry]:
+async def _read_journal(folder: Path) -> list[Event]:
     async with open_store(folder) as store:
-        kinds = {store.names.journal: JournalEntry}
-        messages = store.messages(store.names.journal_stream, kinds)
-        return [cast("JournalEntry", message.content) async for message in messages]
+        messages = store.messages(store.names.journal_stream, {store.names.events: EventBatch})
+        return [event async for message in messages for event in events_in(message) or ()]
 
 
 class TestedRun(ABC):
@@ -72,8 +72,8 @@ class TestedRun(ABC):
     def operate(self, verb: str, *arguments: str, status: int = 0) -> str:
         """What `stretto scale` or `stretto stop` prints, which ends with this status."""
 
-    def journal(self) -> list[JournalEntry]:
-        """The entries of the journal of a run that no kernel owns, in order."""
+    def journal(self) -> list[Event]:
+        """The events of a run that no kernel owns, in order."""
         return self.call(_read_journal, self.folder)
 
     def log(self, process: str = "kernel") -> list[dict[str, Any]]:

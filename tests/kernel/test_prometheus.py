@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kernel_setup import make_setup
 from stretto.bus.client import Bus
-from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.membership import Wait
 from stretto.config import MetricsConfig
 from stretto.engine import Load

@@ -18,17 +18,12 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
     Event,
     EventBatch,
+    Input,
     OutcomeRead,
     RunOwned,
     ScheduleStarted,
     StepTrained,
-)
-from stretto.bus.messages.journal import (
-    Evaluation,
-    JournalBatch,
-    JournalEntry,
-    JournalEvaluation,
-    JournalStep,
+    VersionPublished,
 )
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import (
@@ -52,9 +47,8 @@ from stretto.kernel.durable.recovery import Recovered, Repetition, Stored, read_
 from stretto.kernel.ending import Ending
 from stretto.kernel.kernel import own_run
 from stretto.kernel.observe.metrics_file import MetricsFile
-from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
-from stretto.kernel.schedule.evaluation import EvaluationState
-from stretto.kernel.schedule.fold import apply
+from stretto.kernel.schedule.commands import Issue, SchedulerSettings
+from stretto.kernel.schedule.fold import apply, decisions
 from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.kernel.schedule.tickets import TicketQueue
@@ -81,19 +75,19 @@ class History:
     async def begin(self) -> None:
         """Make the streams, and start the run."""
         await self.make_streams()
-        await self.hear(RunOwned(0, 1, 0))
-        await self.hear(ScheduleStarted(0))
+        await self.hear(RunOwned(0, 0, 1, "", 0))
+        await self.hear(ScheduleStarted())
 
-    async def hear(self, event: Event, outcome: Outcome | None = None) -> None:
-        """Append an event that the scheduler takes in."""
+    async def hear(self, event: Input, outcome: Outcome | None = None) -> None:
+        """Append an event that the scheduler takes in, with what it decides."""
         apply(self.scheduler, event, outcome)
-        await self.store(event)
+        await self.store(event, *decisions(self.scheduler.commands()))
 
-    async def store(self, event: Event) -> None:
-        """Append an event."""
-        events = EventBatch(1, self.events, (msgspec.Raw(encode(event)),))
-        self.events += 1
-        await self.bus.store.append(self.names.events, events, id=f"event {self.events}")
+    async def store(self, *events: Event) -> None:
+        """Append events in one message."""
+        batch = EventBatch(1, self.events, tuple(msgspec.Raw(encode(event)) for event in events))
+        self.events += len(events)
+        await self.bus.store.append(self.names.events, batch, id=f"event {self.events}")
 
     async def make_streams(self) -> None:
         names = self.names
@@ -111,20 +105,11 @@ class History:
         self.log_sequence = await self.bus.store.append(self.names.groups, group, id=f"{ticket}/1/end")
         await self.hear(OutcomeRead(self.log_sequence), group)
 
-    async def train(self, *, complete: bool = True) -> None:
-        """Write the next batch to the journal, and unless it is not complete, its step."""
-        [start] = [each for each in self.scheduler.commands() if isinstance(each, StartBatch)]
-        rows = tuple(
-            RowRef(each.members[0].id, each.members[0].sequence, 0, each.ticket, 9) for each in start.groups
-        )
-        version, tickets = start.version, tuple(group.ticket for group in start.groups)
-        await self.write(JournalBatch(0, version, rows, tickets, "", 1))
-        if complete:
-            await self.write(JournalStep(0, version + 1, f"digest {version + 1}"))
-            await self.hear(StepTrained(version + 1, hold=False))
-
-    async def write(self, entry: JournalEntry) -> None:
-        await self.bus.store.append(self.names.journal, entry, id=str(entry))
+    async def train(self) -> None:
+        """Complete the step of the batch that has been started."""
+        version = self.scheduler.version + 1
+        await self.store(VersionPublished(version, f"digest {version}"))
+        await self.hear(StepTrained(version, hold=False))
 
     async def run_to(self, version: int) -> None:
         """Train up to a version."""
@@ -172,20 +157,19 @@ async def recovered(
 ) -> tuple[Stored, Recovered, Scheduler]:
     """Recover like a kernel, and start the scheduler."""
     scheduler = Scheduler(SETTINGS)
+    writer = await own_journal(history.bus, history.names, "here")
     stored = await read_store(
-        history.bus, history.names, checkpoint, scheduler, values=1, samples=True, reached=reached
-    )
-
-    async def no_batch(start: StartBatch) -> None:
-        raise AssertionError(start)
-
-    repetition = Repetition(
-        await own_journal(history.bus, history.names, "here"),
-        scheduler,
-        Trainers(),
+        history.bus,
+        history.names,
         checkpoint,
-        stored,
-        on_batch=no_batch,
+        scheduler,
+        values=1,
+        samples=True,
+        reached=reached,
+        epoch=writer.epoch,
+    )
+    repetition = Repetition(
+        *(writer, scheduler, Trainers(), checkpoint, stored),
         on_repeated=lambda start, result, divergence: None,
     )
     await repetition.load()
@@ -284,13 +268,11 @@ async def test_a_lost_log_costs_the_steps_since_the_checkpoint(
         await history.finish(4)  # finished before the checkpoint, trained after it
         checkpoint = await history.checkpoint(tmp_path)
         await history.run_to(4)
-        await history.write(JournalEvaluation(0, Evaluation(4, 0.5, 4, 0)))
         await history.bus.store.purge(history.names.log_stream)
         stored, result, scheduler = await recovered(history, checkpoint, reached=4)
         assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 2)
-        assert (result.repeated, result.incarnation) == (0, 1)
+        assert (result.repeated, result.incarnation > 0) == (0, True)
         assert scheduler.version == 2
-        assert scheduler.evaluation.results == []  # of weights that are lost
         assert 4 in issued(scheduler)
 
 
@@ -402,28 +384,11 @@ async def test_a_journal_that_ends_early_costs_its_steps_and_what_they_sampled(
             await history.bus.store.delete(stream, sequence)
         stored, result, scheduler = await recovered(history, checkpoint, reached=5)
         assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 3)
-        assert (result.repeated, result.incarnation) == (1, 1)
+        assert (result.repeated, result.incarnation > 0) == (1, True)
         assert scheduler.version == 3
         # Groups of the lost steps that weights up to version 3 have sampled are trained again.
         assert scheduler.training
         assert [group.ticket for group in scheduler.done_groups] == [8, 9]
-
-
-async def test_an_evaluation_that_only_the_checkpoint_has_gets_its_entry(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
-    """The former kernel ended between the last row of the evaluation and its entry."""
-    result = Evaluation(1, 0.5, 4, 0)
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        folder, state = await history.checkpoint(tmp_path)
-        snapshot = msgspec.structs.replace(state.snapshot, evaluation=EvaluationState([result]))
-        checkpoint = folder, msgspec.structs.replace(state, snapshot=snapshot)
-        for _ in range(2):  # the second kernel finds the entry of the first one
-            _, _, scheduler = await recovered(history, checkpoint)
-            assert scheduler.evaluation.results == [result]
-        stored, _, _ = await recovered(history, checkpoint)
-        assert stored.journal.evaluated == {1}
 
 
 async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(
@@ -449,9 +414,27 @@ async def test_an_incarnation_number_is_never_used_twice(
         await history.run_to(2)
         checkpoint = await history.checkpoint(tmp_path)
         await history.run_to(4)
-        await history.write(JournalStep(7, 3, "of another incarnation"))
         await history.bus.store.purge(history.names.log_stream)
-        assert (await recovered(history, checkpoint, reached=4))[1].incarnation == 8
+        numbers = [(await recovered(history, checkpoint, reached=4))[1].incarnation for _ in range(3)]
+        assert 0 < numbers[0] < numbers[1] < numbers[2]
+        folder, state = checkpoint
+        later = folder, msgspec.structs.replace(state, incarnation=99)  # the stream may have been lost
+        assert (await recovered(history, later, reached=4))[0].next_incarnation == 100
+
+
+async def test_another_batch_than_the_recorded_one_is_not_trained(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        checkpoint = await history.checkpoint(tmp_path)
+        await history.finish(4)
+        apply(history.scheduler, OutcomeRead(0), GroupFailed("train", 5, 1, "rollout-0", "is in no event"))
+        await history.finish(6)
+        await history.finish(7)
+        stored, result, _ = await recovered(history, checkpoint, reached=2)
+        assert (stored.fold.is_whole, result.is_exact) == (False, False)
+        assert (stored.lost, stored.lost_from, result.repeated) == (LostData(), 2, 0)
 
 
 async def test_what_follows_events_that_do_not_fit_is_not_continued(
@@ -475,11 +458,10 @@ async def test_a_batch_that_was_not_complete_is_no_lost_step(
         checkpoint = await history.checkpoint(tmp_path)
         await history.finish(4)
         await history.finish(5)
-        await history.train(complete=False)
         await delete(history, history.bundles[5])
         stored, result, scheduler = await recovered(history, checkpoint, reached=2)
         assert (stored.lost, stored.lost_from) == (LostData(groups=1, messages=1), 2)
-        assert result.incarnation == 1  # the journal has another batch of this version in the previous one
+        assert result.incarnation > 0  # the journal has another batch of this version in the previous one
         assert [group.ticket for group in scheduler.done_groups] == [4]
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Member, Ticket, TicketStarted
 from stretto.kernel.observe.timeline import Timeline
 from stretto.records.timeline import (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fixture_types import Start
-from stretto.bus.messages.journal import JournalDraws
+from stretto.bus.messages.events import RowsDrawn
 from worlds import in_both_worlds
 
 REWARD = """
@@ -31,12 +31,12 @@ def mix_of(folder: Path) -> list[str]:
     ]
 
 
-def draws(run: Any) -> list[JournalDraws]:
+def draws(run: Any) -> list[RowsDrawn]:
     """The draws in the journal of a run whose kernel is dead."""
-    return [entry for entry in run.journal() if isinstance(entry, JournalDraws)]
+    return [entry for entry in run.journal() if isinstance(entry, RowsDrawn)]
 
 
-def rows_of(entries: list[JournalDraws]) -> dict[int, int]:
+def rows_of(entries: list[RowsDrawn]) -> dict[int, int]:
     """Ticket -> row. No ticket is drawn twice."""
     pairs = [pair for entry in entries for pair in entry.draws]
     assert len(dict(pairs)) == len(pairs)

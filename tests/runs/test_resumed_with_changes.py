@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fixture_types import Start
-from stretto.bus.messages.journal import JournalBatch, JournalChange, JournalEntry
+from stretto.bus.messages.events import BatchStarted, Event, RunOwned
 from worlds import in_both_worlds, module_in_both_worlds
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -18,9 +19,15 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 # ---------------------------------------------------------------------------- resumed with changes
 
 
-def assert_each_ticket_trained_once(entries: list[JournalEntry]) -> None:
+def changes(events: list[Event]) -> list[RunOwned]:
+    """Where other values came into force."""
+    owned = [event for event in events if isinstance(event, RunOwned)]
+    return [now for former, now in pairwise(owned) if now.values != former.values]
+
+
+def assert_each_ticket_trained_once(events: list[Event]) -> None:
     """By the last batch that the journal has of each version."""
-    batches = {entry.version: entry.tickets for entry in entries if isinstance(entry, JournalBatch)}
+    batches = {event.version: event.tickets for event in events if isinstance(event, BatchStarted)}
     tickets = [ticket for batch in batches.values() for ticket in batch]
     assert len(tickets) == len(set(tickets))
 
@@ -39,22 +46,20 @@ def test_a_killed_run_goes_on_with_a_smaller_bound_and_batch(start: Start) -> No
     assert resumed.end() == 0, resumed.text()
     summary = resumed.assert_balanced()
     assert (summary["status"], summary["version"], summary["ledger"]["in_flight"]) == ("completed", 14, 0)
-    entries = run.journal()
-    [change] = [entry for entry in entries if isinstance(entry, JournalChange)]
+    events = run.journal()
+    [change] = changes(events)
     at = change.version
     assert at >= 8
-    assert change.changed == {
-        "queue.batch_size": ("4", "2"),
-        "queue.max_staleness": ("4", "1"),
-        "steps": ("30", "14"),
-    }
+    [line] = [each for each in run.log() if each["event"] == "values changed"]
+    said = [line[key] for key in ("version", "queue.batch_size", "queue.max_staleness", "steps")]
+    assert said == [at, "2", "1", "14"]
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, 15))
     assert all(line["staleness_max"] <= 1 for line in lines[at:])
     assert summary["ledger"]["trained"] == 4 * at + 2 * (14 - at)
     expired = sum(count for reason, count in summary["reasons"].items() if "does not fit" in reason)
     assert expired == summary["ledger"]["expired"] > 0
-    assert_each_ticket_trained_once(entries)
+    assert_each_ticket_trained_once(events)
     run.assert_audit_is_clean()
     assert "batch_size: 2" in (run.folder / "config.yaml").read_text()
     assert "batch_size: 4" in (run.folder / "config-1.yaml").read_text()
@@ -169,8 +174,7 @@ def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> No
     changing.until(lambda: changing.text().count("values changed") > changed)
     changing.process.kill()
     changing.process.wait()
-    [change] = [entry for entry in run.journal() if isinstance(entry, JournalChange)]
-    at = change.version
+    at = [line["version"] for line in run.log() if line["event"] == "values changed"][-1]
 
     training = start(resume=run)
     training.until_step(at + 5)
@@ -190,14 +194,14 @@ def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> No
     summary = last.assert_balanced()
     assert summary["version"] == 30
     assert summary["ledger"]["trained"] == 4 * at + 2 * (30 - at)
-    entries = run.journal()
-    assert len([entry for entry in entries if isinstance(entry, JournalChange)]) == 1
+    events = run.journal()
+    assert len(changes(events)) == 1
     assert all(
-        len(entry.tickets) == (4 if entry.version < at else 2)
-        for entry in entries
-        if isinstance(entry, JournalBatch)
+        len(event.tickets) == (4 if event.version < at else 2)
+        for event in events
+        if isinstance(event, BatchStarted)
     )
-    assert_each_ticket_trained_once(entries)
+    assert_each_ticket_trained_once(events)
     for folder in (run.folder / "checkpoints").glob("step-*"):
         if "9999" in (folder / "mock.json").read_text():  # damaged above, and later than what was resumed
             shutil.rmtree(folder)

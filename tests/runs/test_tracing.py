@@ -193,7 +193,7 @@ def test_each_process_writes_its_own_part(spans: Spans) -> None:
     services: dict[str, set[str]] = defaultdict(set)
     for span in spans.all:
         services[spans.service[span.span_id]].add(span.name)
-    of_steps = {"step", "trained", "journal", "engine figures"}
+    of_steps = {"step", "trained", "engine figures"}
     assert services["stretto-kernel"] == {"ticket", "swap", "evaluation", *of_steps}
     assert services["stretto-rollout"] == {"rollout", "request", "preparation"}
     assert services["stretto-inference"] == {"generate", "engine swap"}

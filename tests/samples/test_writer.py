@@ -195,7 +195,7 @@ async def test_the_writer_may_read_the_log_and_nothing_else(
         client = await raw_client(tmp_path, "samples", error_cb=note)
         forbidden = [
             *(
-                names.journal,
+                names.events,
                 names.groups,
                 names.trained,
                 names.beacon,

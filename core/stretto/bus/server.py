@@ -507,7 +507,7 @@ def _configuration(
 
 def _permissions_of_store(names: Subjects) -> _Permissions:
     """Return the permissions of the kernel's connection to the streams."""
-    stored = [names.journal, *(f"{each}.>" for each in (names.journal, names.tickets, names.log))]
+    stored = [f"{each}.>" for each in (names.journal, names.tickets, names.log)]
     return {"publish": ["$JS.API.>", *stored], "subscribe": [f"{names.inbox('kernel')}.>"]}
 
 

@@ -340,15 +340,12 @@ class Store:
         info = await self._storing(lambda: self._jetstream.stream_info(stream), stream)
         return StreamEnd(stream, info.state.last_seq)
 
-    async def purge(self, stream: str, *, below: int | None = None, subject: str | None = None) -> None:
+    async def purge(self, stream: str, *, below: int | None = None) -> None:
         """Remove the messages with a sequence number lower than `below`, or all messages if it is None.
 
         If the stream has not reached `below`, its next message gets that sequence number.
-
-        Args:
-            subject: the subject whose messages are removed; None for all.
         """
-        await self._storing(lambda: self._jetstream.purge_stream(stream, below, subject), stream)
+        await self._storing(lambda: self._jetstream.purge_stream(stream, below), stream)
 
     async def delete(self, stream: str, sequence: int) -> None:
         """Remove one message. If it is not there, do nothing."""

@@ -25,22 +25,16 @@ from stretto.bus.joining import check_operator, own_version
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.events import (
     BatchesReleased,
-    Event,
+    Input,
     OutcomeRead,
     RunClosing,
     RunOwned,
     ScheduleStarted,
     StepTrained,
+    VersionPublished,
     WorkerGone,
 )
 from stretto.bus.messages.inference import SwapDone
-from stretto.bus.messages.journal import (
-    JournalBatch,
-    JournalChange,
-    JournalDraws,
-    JournalEvaluation,
-    JournalStep,
-)
 from stretto.bus.messages.membership import (
     AskRanks,
     Beacon,
@@ -83,7 +77,7 @@ from stretto.kernel.schedule.commands import (
     StartBatch,
     Withdraw,
 )
-from stretto.kernel.schedule.fold import apply
+from stretto.kernel.schedule.fold import apply, decisions
 from stretto.kernel.schedule.lending import Demand
 from stretto.kernel.schedule.outcomes import Outcome, refs_of
 from stretto.kernel.schedule.tickets import TicketQueue
@@ -200,6 +194,8 @@ class Kernel:
         )
         self._scaler = WorkerScaler(setup, bus, lease_epoch, ending, tasks)
         self._engine_errors = EngineErrors()
+        self._commands: list[Command] = []
+        """Commands of the scheduler that are to be carried out."""
         self._heard = anyio.Event()
         """Set by each event."""
         self._changed = anyio.Event()
@@ -288,6 +284,8 @@ class Kernel:
             ConfigError: if nothing is left to continue from. No file has changed.
         """
         state, setup = resumed[1], self._setup
+        if setup.replays is not None:
+            return Stored.of_replay(state, setup.replays)
         stored = await read_store(
             self._bus,
             self._names,
@@ -296,7 +294,7 @@ class Kernel:
             values=setup.values,
             samples=setup.graph.samples,
             reached=self._report.reached,
-            replays=setup.replays,
+            epoch=self._lease_epoch,
         )
         if stored.lost:
             self._report.add_loss(stored.lost, stored.lost_from)
@@ -316,8 +314,7 @@ class Kernel:
         self._engines.remember(notes)
         self._engines.announce(notes[-1])
         self._owned = True
-        attempts_from = self._lease_epoch * _ATTEMPTS_PER_KERNEL if recovered else 0
-        self._hear(RunOwned(self._journal.incarnation, self._setup.values, attempts_from))
+        self._hear(self._ownership(self._lease_epoch * _ATTEMPTS_PER_KERNEL if recovered else 0))
         for sequence, outcome in recovered.later if recovered else ():
             self._tickets.take_in(sequence, outcome, self._take_in)
         self._tasks.start_soon(self._engines.look_after_lending)
@@ -328,24 +325,30 @@ class Kernel:
         self._started = self._status.started = True
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._report.first_ticket()
-        self._hear(ScheduleStarted(self._scheduler.version))
+        self._hear(ScheduleStarted())
         if self._config.elastic.ranges():
             self._tasks.start_soon(self._scaler.follow)
+
+    def _ownership(self, attempts_from: int) -> RunOwned:
+        setup, version = self._setup, self._scheduler.version
+        return RunOwned(self._journal.incarnation, version, setup.values, setup.layout, attempts_from)
 
     async def _repeat(self, stored: Stored) -> Recovered:
         """Load the checkpoint and train the batches again that the later events start. Where the events that
         follow cannot continue the stored ones, write a checkpoint. If other values come next, end the run."""
         setup = self._setup
         assert setup.resumed is not None
-        self._status.note = "replaying the journal" if setup.replays else "repeating the journal"
+        self._status.note = "repeating the journal" if setup.replays is None else "replaying the batches"
         parts = self._journal, self._scheduler, self._trainers
-        repetition = Repetition(
-            *parts, setup.resumed, stored, on_batch=self._record_batch, on_repeated=self._report_step
-        )
+        repetition = Repetition(*parts, setup.resumed, stored, on_repeated=self._report_step)
         notes = await repetition.load()
         if not stored.fits:
-            await self._change_values(notes, stored)
-        recovered = await (repetition.replay() if setup.replays else repetition.fold())
+            await self._change_values(notes)
+        if setup.replays is None:
+            recovered = await repetition.fold()
+        else:
+            self._journal.hear(self._ownership(0))
+            recovered = await repetition.replay(setup.replays)
         for command in recovered.retired:
             await self._do(command)
         self._journal.incarnation = recovered.incarnation
@@ -358,7 +361,7 @@ class Kernel:
             self._report.recall()
         else:
             self._ending.next_values = recovered.next_values
-            self._ending.end("completed" if setup.replays else "repeated", "")
+            self._ending.end("repeated" if setup.replays is None else "completed", "")
         return recovered
 
     def _report_step(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
@@ -375,7 +378,7 @@ class Kernel:
         """Return whether this kernel has nothing to do, so that it needs no worker, because other values come
         next. The next kernel then gets the state after the events."""
         setup = self._setup
-        if setup.continues or setup.replays or not stored.is_only_read:
+        if setup.continues or setup.replays is not None or not stored.is_only_read:
             return False
         assert setup.resumed is not None
         self._ending.next_values = stored.fold.next_values
@@ -383,9 +386,8 @@ class Kernel:
         self._ending.end("repeated", "")
         return True
 
-    async def _change_values(self, notes: tuple[WeightsNote, ...], stored: Stored) -> None:
-        """Change to this kernel's values: record the change in the journal, unless a previous kernel has, and
-        write a checkpoint.
+    async def _change_values(self, notes: tuple[WeightsNote, ...]) -> None:
+        """Change to this kernel's values: write a checkpoint with them.
 
         Args:
             notes: notes of older versions that evaluations need, and last the note of the current weights.
@@ -400,14 +402,9 @@ class Kernel:
                 f"steps is {self._config.steps}, but the run is already at version {note.version}: resume it "
                 "with more steps"
             )
-        if not stored.journal.changed:
-            former = yaml.safe_load(values_file(self._setup.folder, values - 1).read_text())
-            changes = differences(former, self._setup.composed.document)
-            entry = JournalChange(self._journal.incarnation, note.version, values, log_sequence, changes)
-            await self._journal.append(entry, "change", note.version)
-            log.info(
-                "values changed", version=note.version, **{key: new for key, (_, new) in changes.items()}
-            )
+        former = yaml.safe_load(values_file(self._setup.folder, values - 1).read_text())
+        changes = differences(former, self._setup.composed.document)
+        log.info("values changed", version=note.version, **{key: new for key, (_, new) in changes.items()})
         self._tickets.log_sequence = log_sequence
         self._engines.remember(notes)
         await self._checkpointer.save_required(note, checkpoint_name(note.version, values))
@@ -617,12 +614,15 @@ class Kernel:
         if self._setup.graph.samples and self._scheduler.is_finished(outcome):
             self._tasks.start_soon(partial(self._trainers.prefetch, refs_of((outcome,)), complete=False))
 
-    def _hear(self, event: Event, outcome: Outcome | None = None) -> None:
-        """Let the scheduler take in an event, and queue it for the journal."""
+    def _hear(self, event: Input, outcome: Outcome | None = None) -> None:
+        """Let the scheduler take in an event, and queue it for the journal with what is decided."""
         if not self._owned:
             return
         apply(self._scheduler, event, outcome)
-        self._journal.hear(event)
+        commands = self._scheduler.commands()
+        for each in (event, *decisions(commands)):
+            self._journal.hear(each)
+        self._commands += commands
         self._report.waits.lacks(self._scheduler.waits_for)
         self._heard.set()
 
@@ -637,7 +637,7 @@ class Kernel:
         while True:
             await self._heard.wait()
             self._heard = anyio.Event()
-            all_commands, demand = self._scheduler.commands(), self._demand()
+            demand, all_commands, self._commands = self._demand(), self._commands, []
             if all_commands or demand != known:
                 await self._journal.flush()
             known = demand
@@ -660,9 +660,8 @@ class Kernel:
 
     async def _do(self, command: Command) -> None:
         match command:
-            case RecordDraws(version, draws):
-                entry = JournalDraws(self._journal.incarnation, version, draws)
-                await self._journal.append(entry, f"draws from {draws[0][0]}", version)
+            case RecordDraws():
+                pass  # they are in the journal, as all decisions are
             case Issue(ticket):
                 self._timeline.issued(ticket)
                 await self._tickets.issue(self._traces.issued(ticket))
@@ -701,7 +700,7 @@ class Kernel:
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         due |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
         beside = self._scheduler.settings.max_staleness > 0 and not due
-        note = None if beside else await self._publish(version, divergence)
+        note = None if beside else await self._publish(version)
         # No await up to `announce`: no task may see the new ledger without the step's figures.
         self._hear(StepTrained(version, due, divergence))
         self._report.step(start, result, waits, generate_busy_s=busy_s, divergence=divergence)
@@ -709,7 +708,7 @@ class Kernel:
         self._traces.trained(trace, result.began)
         if note is None:
             self._published = anyio.Event()
-            self._tasks.start_soon(self._publish_beside, version, divergence, self._published)
+            self._tasks.start_soon(self._publish_beside, version, self._published)
         else:
             self._engines.announce(note)
         self._notify()
@@ -719,54 +718,37 @@ class Kernel:
             self._hear(BatchesReleased())
 
     async def _train(self, start: StartBatch, trace: StepTrace) -> tuple[StepResult, float]:
-        """Write the batch to the journal, run the calls of its step, and end the step.
-
-        No weight changes before the batch is in the journal, and no step ends before the version of the
-        previous one is announced.
+        """Run the calls of a batch's step, and end the step, but not before the version of the previous one
+        is announced.
 
         Returns:
             The step's result, and the engines' mean seconds of work so far.
         """
         rows, ahead = refs_of(start.groups), refs_of(self._scheduler.done_groups)
         needed = self._scheduler.evaluation.needed_versions
-        recorded, results, figures = anyio.Event(), list[StepResult](), list[float]()
-
-        async def record() -> None:
-            with tracing.span("journal"):
-                await self._record_batch(start)
-            recorded.set()
+        figures: list[float] = []
 
         async def ask_engines() -> None:
             with tracing.span("engine figures"):
                 figures.append(await self._engines.busy_s())
 
+        result = await self._trainers.step(self._journal.incarnation, start.version, rows, ahead, trace)
+        await self._published.wait()
         with one_error():
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(record)
-                incarnation = self._journal.incarnation
-                step = self._trainers.step(incarnation, start.version, rows, ahead, trace, recorded)
-                results.append(await step)
-            await self._published.wait()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(ask_engines)
                 await self._trainers.end(start.version, needed, trace)
-        return results[0], figures[0]
+        return result, figures[0]
 
-    async def _record_batch(self, start: StartBatch) -> None:
-        tickets = tuple(group.ticket for group in start.groups)
-        incarnation, layout, seed = self._journal.incarnation, self._setup.layout, self._config.seed
-        batch = JournalBatch(incarnation, start.version, refs_of(start.groups), tickets, layout, seed)
-        await self._journal.append(batch, "batch", start.version)
-
-    async def _publish(self, version: int, divergence: float | None) -> WeightsNote:
-        """Wait until a version is published, and write its step to the journal."""
+    async def _publish(self, version: int) -> WeightsNote:
+        """Wait until a version is published, and write its digest to the journal."""
         note = await self._trainers.published(version)
-        step = JournalStep(self._journal.incarnation, version, note.digest, divergence)
-        await self._journal.append(step, "step", version)
+        self._journal.hear(VersionPublished(version, note.digest))
+        await self._journal.flush()
         return note
 
-    async def _publish_beside(self, version: int, divergence: float | None, published: anyio.Event) -> None:
-        self._engines.announce(await self._publish(version, divergence))
+    async def _publish_beside(self, version: int, published: anyio.Event) -> None:
+        self._engines.announce(await self._publish(version))
         published.set()
 
     def _drain_if_failing(self, version: int) -> None:
@@ -781,11 +763,8 @@ class Kernel:
             self._ending.drain("failed", f"reward collapse (on_collapse: stop): {collapse}")
 
     async def _end_evaluation(self, done: EvaluationDone) -> None:
-        """Record a complete evaluation: its journal entry, its report."""
+        """Report a complete evaluation."""
         self._tickets.evaluation_ended()
-        version = done.evaluation.version
-        entry = JournalEvaluation(self._journal.incarnation, done.evaluation)
-        await self._journal.append(entry, "evaluation", version)
         self._report.evaluation(done.evaluation)
         self._timeline.evaluation(done.evaluation)
         self._traces.evaluation_ended(done.evaluation)

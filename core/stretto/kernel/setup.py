@@ -19,6 +19,7 @@ from stretto.dataset import Curriculum, CurriculumDataset, Dataset
 from stretto.errors import ConfigError, PluginError
 from stretto.kernel.durable.changes import fingerprint_changes
 from stretto.kernel.durable.checkpoint import KernelState, checkpoints_in
+from stretto.kernel.durable.recovery import Replay
 from stretto.kernel.fleet.fleet import Fleet
 from stretto.kernel.fleet.forks import ForkServer
 from stretto.kernel.observe.advice import Adviser
@@ -44,7 +45,7 @@ class RunSetup:
         forks: ForkServer | None = None,
         values: int = 1,
         continues: bool = True,
-        replays: bool = False,
+        replays: Replay | None = None,
     ) -> None:
         """Make the components that the kernel uses.
 
@@ -55,7 +56,7 @@ class RunSetup:
             values: number of the run's values in `assembly`.
             continues: whether the kernel continues to train after it has repeated the journal. If not, it
                 writes a checkpoint and ends, because other values come next.
-            replays: whether the run is a replay, which is complete when the journal is repeated.
+            replays: the batches to train if the run is a replay, which is then complete.
 
         Raises:
             StrettoError: if a component cannot be made.
@@ -110,7 +111,7 @@ class RunSetup:
             sampled=self.graph.samples,
             source_of=self.sources["dataset"],
             canary=config.inference.canary,
-            adviser=Adviser(composed.document, quiet=replays),
+            adviser=Adviser(composed.document, quiet=replays is not None),
         )
         self.status_writer = StatusWriter(
             config.name, config.steps, folder, self.report, self.scheduler, self.fleet

@@ -1,7 +1,9 @@
-"""Events: what the scheduler of a kernel hears, in the order in which it hears it.
+"""The journal: what the scheduler of a kernel hears and what it decides, in order, and the kernel's lease.
 
-The kernel writes them into the journal's stream. With the same settings and the same events a scheduler gives
-the same commands. What workers send is an event as it is: `TicketStarted` and `Progress`.
+With the same settings and the same events a scheduler gives the same commands. What workers send is an event
+as it is: `TicketStarted` and `Progress`. A decision follows the event that leads to it, in the same message.
+Readers learn from it what was done, and a kernel that continues the run compares it with what its own
+scheduler decides.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import msgspec
 
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.tickets import Progress, TicketStarted
+from stretto.bus.messages.training import RowRef
 
 
 class RunOwned(Message, frozen=True):
@@ -17,17 +20,19 @@ class RunOwned(Message, frozen=True):
 
     incarnation: int
     """Incarnation of the weights from which it continues."""
+    version: int
+    """Training version at which the run starts or continues."""
     values: int
     """Number of its values: 1 at the run's start, and one more with each change."""
+    layout: str
+    """Training engines, processes and threads. With another layout, a repeated step may differ in some
+    bits."""
     attempts_from: int
     """Attempts of tickets up to this number are those of former kernels."""
 
 
 class ScheduleStarted(Message, frozen=True):
     """The workers are ready: tickets may be issued."""
-
-    version: int
-    """Training version at which the run starts or continues."""
 
 
 class OutcomeRead(Message, frozen=True):
@@ -64,7 +69,7 @@ class RunClosing(Message, frozen=True):
     """The run ends early: no ticket is issued any more, and no batch begins."""
 
 
-Event = (
+Input = (
     RunOwned
     | ScheduleStarted
     | TicketStarted
@@ -78,11 +83,74 @@ Event = (
 """Everything that changes the state of a scheduler."""
 
 
+class BatchStarted(Message, frozen=True):
+    """Decision: this batch is trained next."""
+
+    version: int
+    tickets: tuple[int, ...]
+    rows: tuple[RowRef, ...]
+    """The rows of the batch, in order. With the weights of `version` they determine the next weights."""
+
+
+class RowsDrawn(Message, frozen=True):
+    """Decision: a curriculum chose these rows for new tickets, all those that are admitted at once."""
+
+    version: int
+    """Training version when the rows were drawn."""
+    draws: tuple[tuple[int, int], ...]
+    """(ticket, row). A dataset made of several has their rows one after the other."""
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """Result of one held-out evaluation."""
+
+    version: int
+    """Version of the weights that sampled every token of the evaluation."""
+    accuracy: float | None
+    """Mean of the samples' `accuracy` metric. A sample without this metric counts with its reward. None if no
+    row has a result."""
+    samples: int
+    """Number of samples with a result."""
+    failed: int
+    """Number of rows without a result."""
+    sources: dict[str, float] = msgspec.field(default_factory=dict)
+    """Accuracy on the rows of each source, if the dataset is made of several."""
+
+
+class EvaluationEnded(Message, frozen=True):
+    """Decision: a held-out evaluation is complete."""
+
+    result: Evaluation
+
+
+Decision = BatchStarted | RowsDrawn | EvaluationEnded
+
+
+class VersionPublished(Message, frozen=True):
+    """The weights of a version are published. It changes no scheduler."""
+
+    version: int
+    digest: str
+    """A repetition of the step must reach it."""
+
+
+Event = Input | Decision | VersionPublished
+"""Everything that the journal holds."""
+
+
 class EventBatch(Message, frozen=True):
-    """Kernel to the journal's stream: the events since the previous message of this kind, in order."""
+    """Kernel to the journal: the events since the previous message of this kind, in order."""
 
     lease_epoch: int
     first: int
     """Number of the first event among those of this kernel, from 0 on."""
     events: tuple[msgspec.Raw, ...]
     """Each is an `Event`. A reader that does not know a kind can go on behind it."""
+
+
+class KernelLease(Message, frozen=True):
+    """Kernel to the journal's stream, at its start: it owns the run, and from here on it alone writes the
+    journal. The sequence number is the lease epoch."""
+
+    place: str
+    """The run's folder."""

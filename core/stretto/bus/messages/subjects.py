@@ -66,7 +66,7 @@ class Subjects:
     @property
     def of_journal(self) -> list[str]:
         """All subjects of the journal's stream."""
-        return [self.journal, self.leases, self.events]
+        return [self.leases, self.events]
 
     @property
     def of_log(self) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import anyio
 import msgspec
 
-from stretto.bus.messages.journal import Evaluation, JournalBatch
+from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Member
 from stretto.bus.messages.training import RowRef
 from stretto.cli.audit.audit_records import (
@@ -35,6 +35,7 @@ from stretto.cli.audit.audit_records import (
 from stretto.cli.audit.audit_store import open_store
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.durable.changes import values_file
+from stretto.kernel.durable.replay import RecordedBatch
 from stretto.records.document import read_document
 from stretto.run_folder import RunFolder
 
@@ -176,13 +177,17 @@ class _Checker:
     def _check_journal(self) -> Check:
         """Each version has one batch, and its batch came before its step."""
         gaps = [each for one, two in pairwise(self._batches) for each in range(one + 1, two)]
-        incarnations = f", {self._journal.incarnation + 1} incarnations" if self._journal.incarnation else ""
+        number = len(self._journal.histories)
+        incarnations = f", {number} incarnations" if number > 1 else ""
         return Check(
             name="one batch a version",
             checked=f"versions {_ranges(self._batches)}{incarnations}",
             unchecked=self._before_journal,
             violations=[
-                *(f"entry {sequence} of the journal is unreadable" for sequence in self._journal.unreadable),
+                *(
+                    f"message {sequence} of the journal is unreadable"
+                    for sequence in self._journal.unreadable
+                ),
                 *(f"version {version} has no batch" for version in gaps),
                 *self._journal.rewritten,
                 *self._journal.unordered,
@@ -521,11 +526,11 @@ class _Checker:
         """Each evaluated version has one result, from tokens of exactly this version."""
         results: dict[tuple[int, int], Evaluation] = {}
         violations: list[str] = []
-        for entry in self._journal.evaluations:
-            key = entry.incarnation, entry.result.version
+        for incarnation, result in self._journal.evaluations:
+            key = incarnation, result.version
             if key in results:
                 violations.append(f"version {key[1]} has two results in incarnation {key[0]}")
-            results[key] = entry.result
+            results[key] = result
         groups: defaultdict[int, list[GroupDone]] = defaultdict(list)
         for group in self._log.evaluation_groups:
             versions = {each for member in group.members for each in (member.oldest, member.newest)}
@@ -574,7 +579,7 @@ class _Checker:
 # ----------------------------------------------------------------------------------------- helpers
 
 
-def _row_faults(version: int, batch: JournalBatch) -> Iterator[str]:
+def _row_faults(version: int, batch: RecordedBatch) -> Iterator[str]:
     """Yield what does not fit between the rows and the tickets of a batch."""
     attempts: defaultdict[int, set[str]] = defaultdict(set)
     for row in batch.rows:

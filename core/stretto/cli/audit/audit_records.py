@@ -14,17 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stretto.bus.messages.journal import (
-    JournalBatch,
-    JournalChange,
-    JournalDraws,
-    JournalEntry,
-    JournalEvaluation,
-    JournalStep,
+import msgspec
+
+from stretto.bus.messages.events import (
+    BatchStarted,
+    Evaluation,
+    EvaluationEnded,
+    Event,
+    EventBatch,
+    RowsDrawn,
+    RunOwned,
+    VersionPublished,
 )
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, TrajectoryBundle, WireTrajectory
 from stretto.cli.audit.audit_store import StoredMessage, StoredRun
 from stretto.errors import RunError
+from stretto.kernel.durable.replay import RecordedBatch
 from stretto.records.files import read_record
 
 _PIECE = 2**20
@@ -37,7 +42,7 @@ _PIECE = 2**20
 class BatchHistory:
     """The batches of one incarnation and of those before it, as far as they are in force."""
 
-    batches: dict[int, JournalBatch] = field(default_factory=dict[int, JournalBatch])
+    batches: dict[int, RecordedBatch] = field(default_factory=dict[int, RecordedBatch])
     """Version -> batch."""
     values: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
     """(version from which they are in force, number of the values), in order."""
@@ -60,9 +65,12 @@ class JournalRecord:
     """Incarnation -> its history."""
     incarnation: int = 0
     """The current incarnation."""
+    layout: str = ""
+    """The current layout."""
     steps: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list[str]))
     """(incarnation, version) -> the recorded digests of the step that led to the version."""
-    evaluations: list[JournalEvaluation] = field(default_factory=list[JournalEvaluation])
+    evaluations: list[tuple[int, Evaluation]] = field(default_factory=list[tuple[int, Evaluation]])
+    """(incarnation, result)."""
     rewritten: list[str] = field(default_factory=list[str])
     """Batches that replaced another one in the same incarnation."""
     draws: dict[int, int] = field(default_factory=dict[int, int])
@@ -72,7 +80,7 @@ class JournalRecord:
     unordered: list[str] = field(default_factory=list[str])
     """Steps without an earlier batch."""
     unreadable: list[int] = field(default_factory=list[int])
-    """Sequence numbers of entries that cannot be read."""
+    """Sequence numbers of messages that cannot be read."""
 
     @property
     def history(self) -> BatchHistory:
@@ -87,31 +95,38 @@ class JournalRecord:
         self.incarnation = incarnation
         return self.histories.setdefault(incarnation, BatchHistory())
 
-    def add(self, entry: JournalEntry) -> None:
-        """Take in the next entry."""
-        match entry:
-            case JournalBatch(incarnation, version):
-                batches = self.enter(incarnation, version).batches
-                former = batches.get(version)
-                if former is not None and former.rows != entry.rows:
-                    self.rewritten.append(f"version {version} has two batches in incarnation {incarnation}")
-                batches[version] = entry
-            case JournalStep(incarnation, version, digest):
-                if version - 1 not in self.histories.get(incarnation, BatchHistory()).batches:
-                    self.unordered.append(f"the step to version {version} has no earlier batch")
-                self.steps[incarnation, version].append(digest)
-            case JournalEvaluation():
-                self.evaluations.append(entry)
-            case JournalChange(incarnation, version, values):
+    def add(self, event: Event) -> None:
+        """Take in the next event."""
+        match event:
+            case RunOwned(incarnation, version, values, layout):
+                self.layout = layout
                 history = self.enter(incarnation, version)
-                history.values = [each for each in history.values if each[1] < values] + [(version, values)]
-            case JournalDraws(draws=draws):
+                if history.values[-1][1] != values:
+                    history.values = [each for each in history.values if each[1] < values]
+                    history.values.append((version, values))
+            case BatchStarted(version, tickets, rows):
+                batches = self.histories[self.incarnation].batches
+                batch = RecordedBatch(version, tickets, rows, self.incarnation, self.layout)
+                if version in batches and batches[version].rows != rows:
+                    self.rewritten.append(
+                        f"version {version} has two batches in incarnation {self.incarnation}"
+                    )
+                batches[version] = batch
+            case VersionPublished(version, digest):
+                if version - 1 not in self.history.batches:
+                    self.unordered.append(f"the step to version {version} has no earlier batch")
+                self.steps[self.incarnation, version].append(digest)
+            case EvaluationEnded(result):
+                self.evaluations.append((self.incarnation, result))
+            case RowsDrawn(draws=draws):
                 self.drawn_twice += [
                     f"ticket {ticket} has two draws in the journal"
                     for ticket, _ in draws
                     if ticket in self.draws
                 ]
                 self.draws |= dict(draws)
+            case _:
+                pass
 
 
 @dataclass(frozen=True)
@@ -191,12 +206,23 @@ def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
 async def read_journal(store: StoredRun) -> JournalRecord:
     """Read the whole journal."""
     journal = JournalRecord()
-    async for message in store.messages(store.names.journal_stream, {store.names.journal: JournalEntry}):
-        if isinstance(message.content, JournalEntry):
-            journal.add(message.content)
-        else:
+    async for message in store.messages(store.names.journal_stream, {store.names.events: EventBatch}):
+        events = events_in(message)
+        if events is None:
             journal.unreadable.append(message.sequence)
+        for event in events or ():
+            journal.add(event)
     return journal
+
+
+def events_in(message: StoredMessage) -> list[Event] | None:
+    """Return the events of a message of the journal; None if they cannot be read."""
+    if not isinstance(message.content, EventBatch):
+        return None
+    try:
+        return [msgspec.msgpack.decode(raw, type=Event) for raw in message.content.events]
+    except msgspec.DecodeError:
+        return None
 
 
 async def read_log(store: StoredRun) -> LogRecord:

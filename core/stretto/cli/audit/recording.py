@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.array import Array
-from stretto.bus.messages.journal import JournalBatch
 from stretto.bus.messages.tickets import (
     GroupDone,
     GroupFailed,
@@ -34,7 +33,7 @@ from stretto.cli.audit.audit_store import StoredRun, open_store
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest
 from stretto.errors import ConfigError, RunError
-from stretto.kernel.durable.replay import Attempt, RecordedGroup, rows_of
+from stretto.kernel.durable.replay import Attempt, RecordedBatch, RecordedGroup, rows_of
 from stretto.models.images import ImageFile
 from stretto.records.kept.kept_sample import KeptSample, digest_of
 from stretto.records.kept.sample_files import FOLDER, SegmentKind, schema_of, segments_in, with_columns
@@ -52,7 +51,7 @@ _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
 class Recording:
     """The batches of a run that are in force, and what their steps led to."""
 
-    batches: Mapping[int, JournalBatch]
+    batches: Mapping[int, RecordedBatch]
     """Version -> batch, in order and without a gap."""
     digests: Mapping[int, str]
     """Version -> digest of its weights, of complete steps."""
@@ -110,7 +109,7 @@ async def _read_journal(folder: Path) -> JournalRecord:
 
 def _recording_of(folder: Path, journal: JournalRecord) -> Recording:
     if journal.unreadable:
-        raise RunError(f"{folder}: entry {journal.unreadable[0]} of the journal is unreadable")
+        raise RunError(f"{folder}: message {journal.unreadable[0]} of the journal is unreadable")
     history = journal.history
     if not history.batches:
         raise ConfigError(f"the run in {folder} has trained no step: there is nothing to replay")
@@ -145,7 +144,7 @@ class KeptGroups:
         self._folder = folder
         self._images = SampleImages(folder)
 
-    def missing(self, batches: Sequence[JournalBatch]) -> list[int]:
+    def missing(self, batches: Sequence[RecordedBatch]) -> list[int]:
         """Return the versions of those batches whose data the run has not kept.
 
         Raises:

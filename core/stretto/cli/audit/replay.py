@@ -17,7 +17,6 @@ import msgspec
 
 from stretto.assembly.assembly import Assembly, new_run_id
 from stretto.assembly.compose import Composed, compose
-from stretto.bus.messages.journal import JournalBatch
 from stretto.cli.audit.recording import KeptGroups, Recording, read_recording
 from stretto.cli.audit.replay_report import ReplayReport, report_of
 from stretto.cli.start.acceptance import accepted, print_notice
@@ -25,7 +24,7 @@ from stretto.cli.start.folders import is_free
 from stretto.errors import ConfigError
 from stretto.kernel.durable.changes import document_of, newest_values, values_file
 from stretto.kernel.durable.checkpoint import KernelState, find_checkpoint, state_of
-from stretto.kernel.durable.replay import ReplaySegment, train_again
+from stretto.kernel.durable.replay import RecordedBatch, ReplaySegment, train_again
 from stretto.records.document import read_document
 from stretto.records.files import REPLAY
 from stretto.run_folder import RunFolder
@@ -105,7 +104,7 @@ def _start(folder: Path, version: str | None) -> tuple[Path, KernelState] | None
     return checkpoint, state_of(checkpoint)
 
 
-def _chosen(recording: Recording, first: int, stop: int | None) -> list[JournalBatch]:
+def _chosen(recording: Recording, first: int, stop: int | None) -> list[RecordedBatch]:
     end = len(recording.batches)
     if stop is not None and not first < stop <= end:
         raise ConfigError(f"--to {stop}: expected a step from {first + 1} to {end}, the last one of the run")
@@ -151,13 +150,13 @@ def _kept_too_little(folder: Path, recording: Recording, missing: Sequence[int])
 def _segments(
     folder: Path,
     recording: Recording,
-    batches: Sequence[JournalBatch],
+    batches: Sequence[RecordedBatch],
     overrides: Sequence[str],
     out: Path,
 ) -> list[ReplaySegment]:
     """Return the batches in parts with the same values and the same numbers of processes."""
 
-    def terms(batch: JournalBatch) -> tuple[int, str]:
+    def terms(batch: RecordedBatch) -> tuple[int, str]:
         return recording.values_at(batch.version), batch.layout
 
     run = new_run_id(out)

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from stretto.bus.messages.journal import JournalBatch
 from stretto.cli.audit.recording import Recording, WeightSums, read_replayed, read_weights
 from stretto.cli.output import add_row, figure_table
+from stretto.kernel.durable.replay import RecordedBatch
 from stretto.records.files import REPLAY
 from stretto.run_folder import RunFolder
 
@@ -88,7 +88,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the comparison cannot show. Empty for a replay without overrides."""
 
     @classmethod
-    def begun(cls, run: Path, batches: Sequence[JournalBatch], overrides: Sequence[str]) -> ReplayReport:
+    def begun(cls, run: Path, batches: Sequence[RecordedBatch], overrides: Sequence[str]) -> ReplayReport:
         """Return the report of a replay that has not trained yet."""
         return cls(
             run=str(run),
@@ -106,7 +106,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
 def report_of(
     begun: ReplayReport,
     recording: Recording,
-    batches: Sequence[JournalBatch],
+    batches: Sequence[RecordedBatch],
     run: RunFolder,
     replay: RunFolder,
 ) -> ReplayReport:

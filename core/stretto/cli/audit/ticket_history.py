@@ -9,8 +9,9 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from stretto.bus.messages.journal import JournalBatch
+from stretto.bus.messages.events import BatchStarted, EventBatch
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, RetiredTickets
+from stretto.cli.audit.audit_records import events_in
 from stretto.cli.audit.audit_store import StoredRun, open_store
 from stretto.errors import ConfigError, printable
 from stretto.records.kept.samples import SampleStore
@@ -79,11 +80,11 @@ class _Facts:
                     pass
 
     async def read_journal(self, store: StoredRun) -> None:
-        async for message in store.messages(store.names.journal_stream, {store.names.journal: JournalBatch}):
-            batch = message.content
-            if isinstance(batch, JournalBatch) and self._ticket in batch.tickets:
-                ids = tuple(row.id for row in batch.rows if row.group == self._ticket)
-                self._batches[batch.version] = ids  # a later incarnation replaces a previous one
+        async for message in store.messages(store.names.journal_stream, {store.names.events: EventBatch}):
+            for event in events_in(message) or ():  # `stretto audit` says which cannot be read
+                if isinstance(event, BatchStarted) and self._ticket in event.tickets:
+                    ids = tuple(row.id for row in event.rows if row.group == self._ticket)
+                    self._batches[event.version] = ids  # a later incarnation replaces a previous one
 
     def attempts(self) -> Iterator[str]:
         """Yield what happened in each attempt."""

@@ -116,19 +116,17 @@ class Trainers:
         rows: tuple[RowRef, ...],
         ahead: tuple[RowRef, ...] = (),
         trace: StepTrace = UNTRACED,
-        recorded: anyio.Event | None = None,
     ) -> StepResult:
         """Run the calls of one train step on a batch. Then call `end`.
 
         Args:
             ahead: rows that the next batches will probably need. The trainers fetch them while the current
                 rows train.
-            recorded: set when the batch is in the journal; no weight changes before. None if it is there.
         """
         request = RunCall(
             self._lease_epoch, incarnation, version, "", rows, trace.span.traceparent, tuple(trace.groups)
         )
-        step = _Step(self, request, ahead, recorded)
+        step = _Step(self, request, ahead)
         with one_error():
             async with anyio.create_task_group() as tasks:
                 for group in self.placement.groups.values():
@@ -196,18 +194,11 @@ class Trainers:
 class _Step:
     """The calls of one step under way."""
 
-    def __init__(
-        self,
-        trainers: Trainers,
-        request: RunCall,
-        ahead: tuple[RowRef, ...],
-        recorded: anyio.Event | None,
-    ) -> None:
+    def __init__(self, trainers: Trainers, request: RunCall, ahead: tuple[RowRef, ...]) -> None:
         self._trainers = trainers
         self._placement = trainers.placement
         self._request = request
         self._ahead = ahead
-        self._recorded = recorded
         self.began = trainers.timeline.now()
         self._began = clock.now()
         self._done = {call.name: anyio.Event() for call in self._placement.graph.step_calls}
@@ -223,8 +214,6 @@ class _Step:
             for earlier in graph.before(call):
                 if earlier in self._done:
                     await self._done[earlier].wait()
-            if call.op == "train" and self._recorded is not None:
-                await self._recorded.wait()
             if call.op == "train" and call.model == graph.lead and self._ahead:
                 await self._trainers.prefetch((*self._request.rows, *self._ahead), complete=True)
             start_s, start = clock.now() - self._began, self._trainers.timeline.now()

@@ -38,7 +38,7 @@ from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
-FORMAT = 2
+FORMAT = 3
 """Number of the format of snapshots and events. Runs of another format cannot be resumed."""
 _PREFIX = "step-"
 _MANIFEST = "manifest.json"
@@ -253,9 +253,9 @@ def state_of(folder: Path) -> KernelState:
     return msgspec.json.decode((folder / "kernel.json").read_bytes(), type=KernelState)
 
 
-def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> tuple[int, int]:
-    """Remove old checkpoints, and return the lowest `lowest_sequence` and the lowest `events_after` of the
-    newest `keep`; 0 if none can be read.
+def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> int:
+    """Remove old checkpoints, and return the lowest `lowest_sequence` of the newest `keep`; 0 if none can be
+    read.
 
     Args:
         keep: number of the newest checkpoints that stay.
@@ -268,16 +268,13 @@ def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> t
     for folder in folders[:-keep]:
         if folder.name not in names:
             _remove(folder)
-    states: list[KernelState] = []
+    sequences: list[int] = []
     for folder in folders[-keep:]:
         try:
-            states.append(state_of(folder))
+            sequences.append(state_of(folder).lowest_sequence)
         except (OSError, msgspec.DecodeError) as error:
             log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
-    return (
-        min((state.lowest_sequence for state in states), default=0),
-        min((state.events_after for state in states), default=0),
-    )
+    return min(sequences, default=0)
 
 
 # --------------------------------------------------------------------------------------- private

@@ -102,8 +102,8 @@ class Checkpointer:
             await anyio.sleep(pause_s)
 
     async def prune(self) -> None:
-        """Remove old checkpoints as `checkpoint.keep` says, the events that only they needed, and the part of
-        the log that only they needed and whose samples are on disk.
+        """Remove old checkpoints as `checkpoint.keep` says, and the part of the log that only they needed and
+        whose samples are on disk.
 
         With `checkpoint.keep_best`, the checkpoints of the best version and of versions that still have to be
         evaluated stay.
@@ -115,12 +115,9 @@ class Checkpointer:
         if config.keep_best:
             best = scheduler.evaluation.best
             spared = {*scheduler.evaluation.needed_versions, *([best.version] if best else [])}
-        below, events = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
-        store, names = self._bus.store, self._setup.names
+        below = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
         if below := self._samples.purgeable(below):
-            await store.purge(names.log_stream, below=below)
-        if events:
-            await store.purge(names.journal_stream, below=events + 1, subject=names.events)
+            await self._bus.store.purge(self._setup.names.log_stream, below=below)
 
     def _unsaved(self) -> WeightsNote | None:
         """Return the note of the current version; None if it has its checkpoint."""

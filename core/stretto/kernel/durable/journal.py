@@ -1,7 +1,7 @@
 """The journal's writer: the kernel that owns the run.
 
-The server has stored an entry before the kernel acts on it. A kernel becomes the writer with a lease, which
-the journal's stream has too. The server stores an entry only at the end that its writer knows: so it refuses
+The server has stored an event before the kernel acts on it. A kernel becomes the writer with a lease, which
+the journal's stream has too. The server stores events only at the end that their writer knows: so it refuses
 those of a kernel after another one has taken the lease.
 """
 
@@ -13,8 +13,7 @@ import anyio
 import msgspec
 
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import Event, EventBatch
-from stretto.bus.messages.journal import JournalEntry, KernelLease
+from stretto.bus.messages.events import Event, EventBatch, KernelLease
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.payloads import encode
 from stretto.bus.store import StreamEnd
@@ -25,7 +24,7 @@ _BATCH_S = 0.05
 
 
 class JournalWriter:
-    """Appends the entries of the kernel that owns the run to the journal, and the events of its scheduler.
+    """Appends the events of the kernel that owns the run to the journal.
 
     Args:
         epoch: number of the kernel's lease.
@@ -48,24 +47,8 @@ class JournalWriter:
         self.incarnation = 0
         """Incarnation of the weights. It rises when a repeated step does not reach its recorded digest."""
 
-    async def append(self, entry: JournalEntry, what: str, version: int) -> None:
-        """Store an entry, after all events that were heard before.
-
-        Args:
-            what: the entry among those of its version, for the id by which a repeated attempt of this call
-                recognises what an earlier one has stored.
-
-        Raises:
-            Superseded: if another kernel has taken the lease.
-            BusError: if the server cannot store it.
-        """
-        id = f"{entry.incarnation}/{version}/{what}/{self.epoch}"
-        async with self._appending:
-            await self._store_events()
-            await self._bus.store.append(self.names.journal, entry, id=id, after=self._end)
-
     def hear(self, event: Event) -> None:
-        """Queue an event. It is stored by the next `flush` or `append`, or by `keep`."""
+        """Queue an event. It is stored by the next `flush`, or by `keep`."""
         self._pending.append(msgspec.Raw(encode(event)))
         self._any_pending.set()
 
@@ -73,7 +56,8 @@ class JournalWriter:
         """Wait until the server has stored all events that were heard, also meanwhile.
 
         Raises:
-            Superseded, BusError: as `append`.
+            Superseded: if another kernel has taken the lease.
+            BusError: if the server cannot store them.
         """
         async with self._appending:
             while self._pending:
@@ -83,7 +67,7 @@ class JournalWriter:
         """Store the events for which nobody waits, until cancelled.
 
         Raises:
-            Superseded, BusError: as `append`.
+            Superseded, BusError: as `flush`.
         """
         while True:
             await self._any_pending.wait()
@@ -124,7 +108,7 @@ async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
                 names.leases, KernelLease(place), id=secrets.token_hex(16), after=end
             )
         except Superseded:
-            continue  # the former kernel has just written an entry, or another one has taken the lease
+            continue  # the former kernel has just written events, or another one has taken the lease
         return JournalWriter(bus, names, epoch, end)
 
 

@@ -1,8 +1,9 @@
 """Recovery after a restart: the state is the fold of the events since the checkpoint, and the batches that it
 starts are trained again, to the same digests.
 
-There is no second path: the scheduler takes in the stored events as it took them in the first time. What it
-commands again is compared with what the journal says was done; only the train steps are done again.
+There is no second path: the scheduler takes in the stored events as it took them in the first time. The
+batches that it starts again are compared with those that the journal records; only the train steps are done
+again.
 
 A kernel takes in only events with its own set of values and its own incarnation: those up to the next
 `RunOwned` with others.
@@ -15,7 +16,7 @@ resume before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -24,13 +25,17 @@ import msgspec
 import structlog
 
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import Event, EventBatch, OutcomeRead, RunOwned, StepTrained
-from stretto.bus.messages.journal import (
-    JournalBatch,
-    JournalDraws,
-    JournalEntry,
-    JournalEvaluation,
-    JournalStep,
+from stretto.bus.messages.events import (
+    BatchStarted,
+    EvaluationEnded,
+    Event,
+    EventBatch,
+    Input,
+    OutcomeRead,
+    RowsDrawn,
+    RunOwned,
+    StepTrained,
+    VersionPublished,
 )
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
@@ -40,9 +45,9 @@ from stretto.errors import ConfigError, RunError
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.durable.checkpoint import KernelState, LostData
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.schedule.commands import RecordDraws, Retire, StartBatch
+from stretto.kernel.schedule.commands import Command, Retire, StartBatch
 from stretto.kernel.schedule.draws import RecordedDraw
-from stretto.kernel.schedule.fold import apply
+from stretto.kernel.schedule.fold import apply, decisions
 from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes, refs_of
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
@@ -68,23 +73,27 @@ class _Steps(Protocol):
 
 
 @dataclass
-class Journal:
-    """What the journal's stream holds for a kernel with one set of values, from a checkpoint on."""
+class Heard:
+    """Something that the previous kernels' schedulers heard, and what they decided."""
 
-    events: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])
-    """(sequence number in the stream, event) of the events after the checkpoint."""
-    batches: dict[int, JournalBatch] = field(default_factory=dict[int, JournalBatch])
-    """Batches of the checkpoint's incarnation, by version."""
-    steps: dict[int, JournalStep] = field(default_factory=dict[int, JournalStep])
-    """Complete steps of that incarnation, by the version that they led to."""
-    evaluated: set[int] = field(default_factory=set[int])
-    """Versions whose evaluation the journal records, of any incarnation."""
+    position: int
+    """Sequence number in the journal's stream."""
+    event: Input
+    batch: BatchStarted | None = None
+    """The batch that followed."""
+
+
+@dataclass
+class Journal:
+    """What the journal holds from a checkpoint on."""
+
+    heard: list[Heard] = field(default_factory=list[Heard])
+    started: set[int] = field(default_factory=set[int])
+    """Versions with a batch of the checkpoint's incarnation."""
+    digests: dict[int, str] = field(default_factory=dict[int, str])
+    """Version -> digest of its weights, of that incarnation."""
     draws: dict[int, RecordedDraw] = field(default_factory=dict[int, RecordedDraw])
-    """Draws of a curriculum, by ticket, of those tickets that the checkpoint does not know."""
-    changed: bool = False
-    """Whether the journal records the change to the kernel's values at the checkpoint's version."""
-    newest_incarnation: int = 0
-    """Highest incarnation of all entries, also of those that do not belong to the checkpoint's."""
+    """Draws of a curriculum, by ticket."""
     is_damaged: bool = False
     """Whether events are missing, or the stream ends before the checkpoint's place in it."""
 
@@ -97,7 +106,7 @@ class Fold:
     """Sequence number in the journal's stream up to which they reach."""
     log_sequence: int
     """Sequence number of the last outcome that has been taken in."""
-    events: list[tuple[Event, Outcome | None]] = field(default_factory=list[tuple[Event, Outcome | None]])
+    events: list[tuple[Input, Outcome | None]] = field(default_factory=list[tuple[Input, Outcome | None]])
     """Each with its outcome if it has one."""
     steps: int = 0
     """Number of batches that they start."""
@@ -117,12 +126,26 @@ class Fold:
         )
 
 
+@dataclass
+class Replay:
+    """Batches to train again, to which no events lead."""
+
+    batches: list[tuple[tuple[int, ...], list[GroupDone]]] = field(
+        default_factory=list[tuple[tuple[int, ...], list[GroupDone]]]
+    )
+    """Of each its tickets, and their groups. The trajectories are in the log."""
+    draws: dict[int, int] = field(default_factory=dict[int, int])
+    """Ticket -> its row of the dataset."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """What checkpoint, journal and log still hold of a run."""
 
     snapshot: Snapshot
     """The checkpoint's state. Tickets whose trajectories are gone are unfinished in it."""
+    next_incarnation: int
+    """Number of an incarnation that no other weights have."""
     fits: bool
     """Whether the snapshot has the kernel's values, and not previous ones."""
     journal: Journal
@@ -154,10 +177,22 @@ class Stored:
         """Return the incarnation that continues at a version: `former`, or a new one where steps are lost."""
         return self.next_incarnation if version == self.lost_from else former
 
-    @property
-    def next_incarnation(self) -> int:
-        """Number of an incarnation that has no entry in the journal yet."""
-        return self.journal.newest_incarnation + 1
+    @classmethod
+    def of_replay(cls, state: KernelState, replay: Replay) -> Stored:
+        """Return what is stored of a replay that begins with a checkpoint."""
+        recorded = {ticket: RecordedDraw(state.version, row) for ticket, row in replay.draws.items()}
+        return cls(
+            snapshot=state.snapshot,
+            next_incarnation=0,
+            fits=True,
+            journal=Journal(draws=recorded),
+            outcomes=(),
+            fold=Fold(state.events_after, state.log_sequence, version=state.version),
+            later=(),
+            log_is_short=False,
+            lost=LostData(),
+            lost_from=None,
+        )
 
 
 @dataclass(frozen=True)
@@ -191,7 +226,7 @@ async def read_store(
     values: int,
     samples: bool,
     reached: int,
-    replays: bool = False,
+    epoch: int,
 ) -> Stored:
     """Read what journal and log hold for a run that continues from a checkpoint. Nothing is changed.
 
@@ -201,13 +236,14 @@ async def read_store(
         samples: whether the run trains on trajectories in the log, and not on rows of a dataset.
         reached: the newest version that the run has reported. If the journal does not lead to it, the steps
             in between are lost.
-        replays: whether the journal holds batches to train again, and no events.
+        epoch: number of the kernel's lease.
 
     Raises:
-        ConfigError: if there is no intact checkpoint, and the store does not hold the run's first step.
+        ConfigError: if there is no intact checkpoint, and the store does not hold the run's first step, or if
+            the journal cannot be read.
     """
     folder, state = checkpoint
-    journal = await _read_journal(bus, names, state, values)
+    journal = await _read_journal(bus, names, state)
     outcomes = await _outcomes(bus, names, state.log_sequence, samples=samples)
     extent = await bus.store.extent(names.log_stream)  # last: workers of the former kernel may still write
     short = extent.last < state.log_sequence
@@ -227,8 +263,8 @@ async def read_store(
     begin(scheduler, snapshot, journal, fits=fits)
     fold = _fold(scheduler, journal, usable, state, values)
     end = fold.version
-    newest = max(reached, *journal.steps, end)
-    is_cut = fold.next_values is None and not replays and (newest > end or end in journal.batches)
+    newest = max(reached, *journal.digests, end)
+    is_cut = fold.next_values is None and (newest > end or end in journal.started)
     lost_steps = newest - end if is_cut else 0
     if lost_steps and folder is None and not end:
         raise ConfigError(
@@ -249,6 +285,7 @@ async def read_store(
     missing = sum(each > state.log_sequence for each in extent.missing)
     return Stored(
         snapshot=snapshot,
+        next_incarnation=max(epoch, state.incarnation + 1),
         fits=fits,
         journal=journal,
         outcomes=tuple(outcomes),
@@ -276,7 +313,6 @@ class Repetition:
 
     Args:
         scheduler: is brought into the state after the events.
-        on_batch: called with a batch that the journal does not record yet; writes it there.
         on_repeated: called after each repeated step, with the batch, its result, and its divergence if that
             is known.
     """
@@ -289,7 +325,6 @@ class Repetition:
         checkpoint: tuple[Path | None, KernelState],
         stored: Stored,
         *,
-        on_batch: Callable[[StartBatch], Awaitable[None]],
         on_repeated: Callable[[StartBatch, StepResult, float | None], None],
     ) -> None:
         self._writer = writer
@@ -297,7 +332,6 @@ class Repetition:
         self._trainers = trainers
         self._folder, self._state = checkpoint
         self._stored = stored
-        self._on_batch = on_batch
         self._on_repeated = on_repeated
         self._notes: list[WeightsNote] = []
         self._retired: list[Retire] = []
@@ -333,85 +367,71 @@ class Repetition:
                 run.
         """
         scheduler, stored = self._scheduler, self._stored
-        start = await self._note_commands()
+        start: StartBatch | None = None
         for event, outcome in stored.fold.events:
-            step: StepResult | None = None
             if start is not None and isinstance(event, StepTrained):
                 step = await self._train(start)
                 event = msgspec.structs.replace(event, hold=event.hold or self._differs)
-            start = await self._take_in(start, event, outcome, step) or start
+                start = _batch_in(self._take_in_step(start, step, event))
+            else:
+                start = _batch_in(self._take_in(event, outcome)) or start
             if self._differs:
                 break
         else:
             self._writer.events_after = stored.fold.position
             if start is not None and scheduler.training:
-                record = stored.journal.steps.get(scheduler.version + 1)
-                step = await self._train(start)
-                event = StepTrained(step.version, hold=True, divergence=record and record.divergence)
-                self._writer.hear(event)
-                await self._take_in(start, event, None, step)
-        return await self._recovered()
+                await self._train_next(start)
+        return self._recovered()
 
-    async def replay(self) -> Recovered:
-        """Train the recorded batches, which no events lead to."""
-        groups = {_name(group): group for _, group in self._stored.outcomes if isinstance(group, GroupDone)}
-        batches, version = self._stored.journal.batches, self._state.version
-        while (batch := batches.get(version)) is not None and not self._differs:
-            start = self._scheduler.replay(batch.tickets, [groups[name] for name in _names(batch)])
-            step = await self._train(start)
-            version += 1
-            await self._take_in(start, StepTrained(version, hold=True), None, step)
-        return await self._recovered()
+    async def replay(self, replay: Replay) -> Recovered:
+        """Train the batches of a replay."""
+        for tickets, groups in replay.batches:
+            start = self._scheduler.replay(tickets, groups)
+            self._record([start])
+            await self._train_next(start)
+        return self._recovered()
 
-    async def _take_in(
-        self, start: StartBatch | None, event: Event, outcome: Outcome | None, step: StepResult | None
-    ) -> StartBatch | None:
-        """Let the scheduler take in an event. Return the batch that it starts.
+    async def _train_next(self, start: StartBatch) -> None:
+        """Train a batch whose step the journal does not record, and record it."""
+        step = await self._train(start)
+        event = StepTrained(step.version, hold=True)
+        self._writer.hear(event)
+        self._record(self._take_in_step(start, step, event))
 
-        Args:
-            start: the batch that was started last.
-            step: its step, if it is what has happened.
-        """
+    def _take_in_step(self, start: StartBatch, step: StepResult, event: StepTrained) -> list[Command]:
+        commands = self._take_in(event)
+        self._on_repeated(start, step, event.divergence)
+        return commands
+
+    def _take_in(self, event: Input, outcome: Outcome | None = None) -> list[Command]:
+        """Let the scheduler take in an event. Return its commands."""
         apply(self._scheduler, event, outcome)
-        if start is not None and step is not None and isinstance(event, StepTrained):
-            self._on_repeated(start, step, event.divergence)
-        return await self._note_commands()
+        commands = self._scheduler.commands()
+        self._retired += (each for each in commands if isinstance(each, Retire))
+        return commands
 
-    async def _note_commands(self) -> StartBatch | None:
-        """Take the scheduler's commands. Write draws that the journal does not record: the previous kernel
-        ended before that. Return the batch that is started."""
-        started: StartBatch | None = None
-        for command in self._scheduler.commands():
-            if isinstance(command, StartBatch):
-                started = command
-            elif isinstance(command, Retire):
-                self._retired.append(command)
-            elif isinstance(command, RecordDraws):
-                entry = JournalDraws(self._state.incarnation, command.version, command.draws)
-                await self._writer.append(entry, f"draws from {command.draws[0][0]}", command.version)
-        return started
+    def _record(self, commands: Iterable[Command]) -> None:
+        """Queue what is decided for the journal."""
+        for decision in decisions(commands):
+            self._writer.hear(decision)
 
     async def _train(self, start: StartBatch) -> StepResult:
         """Train a batch again, and compare the digest."""
-        journal, incarnation = self._stored.journal, self._state.incarnation
-        if start.version not in journal.batches:
-            await self._on_batch(start)
-        step = await self._trainers.step(incarnation, start.version, refs_of(start.groups))
+        step = await self._trainers.step(self._state.incarnation, start.version, refs_of(start.groups))
         await self._trainers.end(start.version, self._scheduler.evaluation.needed_versions)
         note = await self._trainers.published(step.version)
         self._notes.append(note)
-        record = journal.steps.get(note.version)
-        if record is None:
-            await self._writer.append(
-                JournalStep(incarnation, note.version, note.digest), "step/again", note.version
-            )
-        elif record.digest != note.digest:
-            log.error("repetition differs", version=note.version, digest=note.digest, expected=record.digest)
+        recorded = self._stored.journal.digests.get(note.version)
+        if recorded is None:
+            self._writer.hear(VersionPublished(note.version, note.digest))
+            await self._writer.flush()
+        elif recorded != note.digest:
+            log.error("repetition differs", version=note.version, digest=note.digest, expected=recorded)
             self._differs = True
         log.info("step repeated", version=note.version)
         return step
 
-    async def _recovered(self) -> Recovered:
+    def _recovered(self) -> Recovered:
         scheduler, stored, state = self._scheduler, self._stored, self._state
         version = scheduler.version
         incarnation = stored.incarnation_at(version, state.incarnation)
@@ -423,16 +443,11 @@ class Repetition:
             log_sequence = max([log_sequence, *(sequence for sequence, _ in stored.outcomes)])
             scheduler.owned(scheduler.tickets.attempts_from)  # what comes now begins nothing
             for sequence, outcome in () if self._differs else later:
-                apply(scheduler, OutcomeRead(sequence), outcome)
+                self._record(self._take_in(OutcomeRead(sequence), outcome))
             scheduler.fit(expired)
             later = ()
-            await self._note_commands()
+            self._retired += (each for each in scheduler.commands() if isinstance(each, Retire))
             self._writer.events_after = self._writer.stored_to  # they do not give this state
-        for result in scheduler.evaluation.results:
-            if result.version not in stored.journal.evaluated:  # the previous kernel ended before that
-                await self._writer.append(
-                    JournalEvaluation(incarnation, result), "evaluation", result.version
-                )
         needed = scheduler.evaluation.needed_versions
         return Recovered(
             notes=(*(each for each in self._notes[:-1] if each.version in needed), self._notes[-1]),
@@ -461,25 +476,29 @@ def _fold(
             out.
     """
     fold = Fold(state.events_after, state.log_sequence, version=state.version)
-    for position, event in journal.events:
+    for heard in journal.heard:
+        event = heard.event
         if isinstance(event, RunOwned) and (event.incarnation, event.values) != (state.incarnation, values):
             fold.next_values = event.values if event.values > values else None
             fold.is_whole = fold.next_values is not None
             break
         outcome = outcomes.get(event.sequence) if isinstance(event, OutcomeRead) else None
         if isinstance(event, OutcomeRead) and outcome is None:
-            continue
+            if heard.batch is None:
+                continue
+            fold.is_whole = False
+            break
         if isinstance(event, StepTrained) and not scheduler.training:
             fold.is_whole = False
             break
         apply(scheduler, event, outcome)
-        starts = [each for each in scheduler.commands() if isinstance(each, StartBatch)]
-        if any(_differs(start, journal) for start in starts):
+        start = _batch_in(scheduler.commands())
+        if _rows_of(start) != (heard.batch and heard.batch.rows):
             fold.is_whole = False
             break
-        fold.steps += len(starts)
+        fold.steps += start is not None
         fold.version = scheduler.version + scheduler.training
-        fold.position = position
+        fold.position = heard.position
         fold.events.append((event, outcome))
         if isinstance(event, OutcomeRead):
             fold.log_sequence = event.sequence
@@ -487,10 +506,13 @@ def _fold(
     return fold
 
 
-def _differs(start: StartBatch, journal: Journal) -> bool:
-    """Return whether the journal records another batch of this version."""
-    record = journal.batches.get(start.version)
-    return record is not None and record.rows != refs_of(start.groups)
+def _batch_in(commands: Iterable[Command]) -> StartBatch | None:
+    """Return the command to start a batch; None if there is none."""
+    return next((each for each in commands if isinstance(each, StartBatch)), None)
+
+
+def _rows_of(start: StartBatch | None) -> tuple[RowRef, ...] | None:
+    return None if start is None else refs_of(start.groups)
 
 
 async def _outcomes(bus: Bus, names: Subjects, after: int, *, samples: bool) -> list[tuple[int, Outcome]]:
@@ -515,41 +537,14 @@ async def _gone(bus: Bus, names: Subjects, extent: Extent, sequences: set[int]) 
     return gone
 
 
-async def _read_journal(bus: Bus, names: Subjects, state: KernelState, values: int) -> Journal:
-    """Read what a kernel with these values needs to continue from a checkpoint."""
-    journal, stream = Journal(newest_incarnation=state.incarnation), names.journal_stream
-    last = await bus.store.last_sequence(stream, names.journal)
-    if last:
-        issued = state.snapshot.ledger.issued
-        async for sequence, entry in bus.store.follow(stream, names.journal, JournalEntry, start=1):
-            journal.newest_incarnation = max(journal.newest_incarnation, entry.incarnation)
-            if isinstance(entry, JournalEvaluation):
-                journal.evaluated.add(entry.result.version)
-            elif isinstance(entry, JournalDraws):  # a new incarnation keeps the draws of the previous one
-                journal.draws |= {
-                    ticket: RecordedDraw(entry.version, row)
-                    for ticket, row in entry.draws
-                    if ticket >= issued
-                }
-            elif entry.incarnation == state.incarnation:
-                if isinstance(entry, JournalBatch):
-                    journal.batches[entry.version] = entry
-                elif isinstance(entry, JournalStep):
-                    journal.steps[entry.version] = entry
-                elif entry.values == values and entry.version == state.version:
-                    journal.changed = True
-            if sequence >= last:
-                break
-    await _read_events(bus, names, state.events_after, journal)
-    return journal
-
-
-async def _read_events(bus: Bus, names: Subjects, after: int, journal: Journal) -> None:
-    """Add the events after a sequence number to a journal, up to the first one that is missing."""
-    stream, last = names.journal_stream, await bus.store.last_sequence(names.journal_stream, names.events)
+async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journal:
+    """Read the journal from a checkpoint on, up to the first event that is missing."""
+    journal, after, stream = Journal(), state.events_after, names.journal_stream
+    last = await bus.store.last_sequence(stream, names.events)
     journal.is_damaged = (await bus.store.end(stream)).sequence < after
     if last <= after:
-        return
+        return journal
+    incarnation = state.incarnation
     numbers: dict[int, int] = {}
     """Lease epoch -> number of its next event."""
     async for sequence, batch in bus.store.follow(stream, names.events, EventBatch, start=after + 1):
@@ -558,9 +553,46 @@ async def _read_events(bus: Bus, names: Subjects, after: int, journal: Journal) 
             journal.is_damaged = True
             break
         numbers[batch.lease_epoch] = batch.first + len(batch.events)
-        journal.events += [(sequence, msgspec.msgpack.decode(each, type=Event)) for each in batch.events]
+        for event in _events_of(batch, sequence):
+            if isinstance(event, RunOwned):
+                incarnation = event.incarnation
+            _add(journal, sequence, event, is_current=incarnation == state.incarnation)
         if sequence >= last:
             break
+    return journal
+
+
+def _events_of(batch: EventBatch, sequence: int) -> list[Event]:
+    try:
+        return [msgspec.msgpack.decode(raw, type=Event) for raw in batch.events]
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"message {sequence} of the journal cannot be read ({error}): resume the run with the stretto "
+            "that wrote it"
+        ) from error
+
+
+def _add(journal: Journal, position: int, event: Event, *, is_current: bool) -> None:
+    """Add the next event to a journal.
+
+    Args:
+        is_current: whether it belongs to the checkpoint's incarnation.
+    """
+    match event:
+        case RowsDrawn(version, draws):  # a new incarnation keeps the draws of the previous one
+            journal.draws |= {ticket: RecordedDraw(version, row) for ticket, row in draws}
+        case BatchStarted(version):
+            if is_current:
+                journal.started.add(version)
+            if journal.heard:
+                journal.heard[-1].batch = event
+        case VersionPublished(version, digest):
+            if is_current:
+                journal.digests.setdefault(version, digest)
+        case EvaluationEnded():
+            pass
+        case _:
+            journal.heard.append(Heard(position, event))
 
 
 def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:
@@ -579,8 +611,3 @@ def _name(outcome: Outcome) -> Name:
 def _messages_of(group: GroupDone) -> set[int]:
     """Return the sequence numbers of the messages with a group's trajectories and their images."""
     return {*(member.sequence for member in group.members), *group.images}
-
-
-def _names(batch: JournalBatch) -> set[Name]:
-    """Return the names of a batch's groups."""
-    return {("train", row.group, int(row.id.split("/")[1])) for row in batch.rows}

@@ -1,8 +1,8 @@
 """Train the recorded steps of a run again in a folder of their own: trainers only, nothing is generated.
 
-A replay is a kernel that repeats a journal. So its store is filled first: with the trajectories of the
-recorded batches, the outcomes of their tickets, and the batches. The journal gets no digests: the kernel
-writes those that the repeated steps reach, and the caller compares them with the recorded ones.
+The store of a replay is filled first with the trajectories of the recorded batches. The kernel then gets the
+batches, and writes the digests that its steps reach into its journal. The caller compares them with the
+recorded ones.
 
 Steps with the same values and the same numbers of processes are one segment. A kernel trains a segment and
 writes a checkpoint, with which the next kernel begins.
@@ -26,7 +26,6 @@ from stretto.assembly.assembly import Assembly
 from stretto.assembly.logs import log_to
 from stretto.base.private_file import write_private
 from stretto.bus.client import Bus, connect
-from stretto.bus.messages.journal import JournalBatch, JournalDraws
 from stretto.bus.messages.tickets import (
     GroupDone,
     Member,
@@ -40,6 +39,7 @@ from stretto.bus.server import Bootstrap, lock_run
 from stretto.errors import leaves
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, newest_intact, writing
+from stretto.kernel.durable.recovery import Replay
 from stretto.kernel.ending import Interruptions
 from stretto.kernel.fleet.forks import fork_server
 from stretto.kernel.life import live, served
@@ -50,6 +50,20 @@ log = structlog.get_logger()
 
 Attempt = tuple[int, int]
 """(ticket, attempt) of a training ticket."""
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """A batch that a run has trained or begun to train."""
+
+    version: int
+    tickets: tuple[int, ...]
+    rows: tuple[RowRef, ...]
+    """In order."""
+    incarnation: int
+    """That of the weights that it changes."""
+    layout: str
+    """See `stretto.bus.messages.events.RunOwned`."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,7 @@ class ReplaySegment:
     """Consecutive recorded steps that one kernel trains again."""
 
     assembly: Assembly
-    batches: tuple[JournalBatch, ...]
+    batches: tuple[RecordedBatch, ...]
     """As the recorded journal has them. At least one."""
     draws: Mapping[int, int]
     """Ticket -> row of the dataset, of the tickets that a curriculum drew."""
@@ -101,7 +115,7 @@ def attempt_of(row: RowRef) -> Attempt:
     return row.group, int(row.id.split("/")[1])
 
 
-def rows_of(batches: Iterable[JournalBatch]) -> dict[Attempt, list[RowRef]]:
+def rows_of(batches: Iterable[RecordedBatch]) -> dict[Attempt, list[RowRef]]:
     """Return the rows of batches, by the attempts that they come from."""
     rows: dict[Attempt, list[RowRef]] = {}
     for batch in batches:
@@ -140,15 +154,16 @@ def train_again(
                 if start is not None:
                     checkpoint = anyio.run(_begin_at, *start, folder / "checkpoints", number)
                 with fork_server(segment.assembly) as forks:
+                    replay = Replay()
                     setup = RunSetup(
                         segment.assembly,
                         resumed=checkpoint,
                         forks=forks,
                         values=number,
                         continues=False,
-                        replays=True,
+                        replays=replay,
                     )
-                    _fill_store(setup, segment, source)
+                    _fill_store(setup, segment, source, replay)
                     summary, _ = live(setup, interruptions, accept_dataset=setup.graph.samples)
                 if summary["status"] != "completed":
                     return summary
@@ -178,51 +193,38 @@ async def _begin_at(source: Path, state: KernelState, root: Path, values: int) -
     return root / name, clean
 
 
-def _fill_store(setup: RunSetup, segment: ReplaySegment, source: GroupSource) -> None:
-    """Write the segment's groups to the log and its batches to the journal."""
+def _fill_store(setup: RunSetup, segment: ReplaySegment, source: GroupSource, replay: Replay) -> None:
+    """Write the segment's groups to the log, and its batches to the replay."""
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
     try:
-        anyio.run(_fill, setup, segment, source)
+        anyio.run(_fill, setup, segment, source, replay)
     except BaseExceptionGroup as error:
         raise leaves(error)[0] from error
 
 
-async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource) -> None:
+async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource, replay: Replay) -> None:
     names = setup.names
     rows = rows_of(segment.batches)
+    groups: dict[int, GroupDone] = {}
+    replay.draws = dict(segment.draws)
     async with served(setup), connect(Bootstrap.read(setup.folder / "bus" / "kernel.json")) as bus:
         await bus.store.make_log(names.log_stream, names.of_log)
-        await bus.store.make_log(names.journal_stream, names.of_journal)
-        placed: dict[str, RowRef] = {}
-        draws = dict(segment.draws)
         if setup.graph.samples:
             async for group in source.groups(rows):
-                placed |= await _append_group(bus, setup, group)
-                draws[group.ticket] = group.row
+                groups[group.ticket] = await _append_group(bus, setup, group)
+                replay.draws[group.ticket] = group.row
         else:
-            for batch in segment.batches:
-                placed |= {row.id: row for row in batch.rows}
-                for group in _dataset_groups(batch):
-                    draws[group.ticket] = group.members[0].sequence
-                    await bus.store.append(names.groups, group, id=f"{group.ticket}/{group.attempt}/end")
-        first = segment.batches[0].version
-        entry = JournalDraws(0, first, tuple(sorted(draws.items())))
-        await bus.store.append(names.journal, entry, id=f"draws/{first}")
-        for batch in segment.batches:
-            entry = msgspec.structs.replace(
-                batch,
-                incarnation=0,
-                rows=tuple(placed[row.id] for row in batch.rows),
-                layout=setup.layout,
-                seed=setup.config.seed,
-            )
-            await bus.store.append(names.journal, entry, id=f"batch/{batch.version}")
+            for group in _dataset_groups(segment.batches):
+                groups[group.ticket] = group
+                replay.draws[group.ticket] = group.members[0].sequence
+    replay.batches = [
+        (batch.tickets, [groups[ticket] for ticket in batch.tickets]) for batch in segment.batches
+    ]
     log.info("store filled", groups=len(rows), batches=len(segment.batches))
 
 
-async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> dict[str, RowRef]:
-    """Append a group's trajectories, its images and its outcome to the log, and return its rows by their
-    ids."""
+async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> GroupDone:
+    """Append a group's trajectories, its images and its outcome to the log, and return the outcome."""
     names, name = setup.names, f"{group.ticket}/{group.attempt}"
     members: list[Member] = []
     former = -1
@@ -248,10 +250,7 @@ async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> dict
         images=tuple(images),
     )
     await bus.store.append(names.groups, done, id=f"{name}/end")
-    return {
-        member.id: RowRef(member.id, member.sequence, member.index, group.ticket, member.length)
-        for member in members
-    }
+    return done
 
 
 def _member_of(trajectory: WireTrajectory, sequence: int, index: int, *, part: bool) -> Member:
@@ -271,20 +270,21 @@ def _member_of(trajectory: WireTrajectory, sequence: int, index: int, *, part: b
     )
 
 
-def _dataset_groups(batch: JournalBatch) -> Iterator[GroupDone]:
-    """Yield the outcomes of a batch's tickets, whose sequences the trainers read from the dataset."""
-    for ticket in batch.tickets:
-        refs = [row for row in batch.rows if row.group == ticket]
-        members = tuple(
-            Member(
-                *(ref.id, ref.sequence, ref.index, ref.length),
-                sampled=0,
-                oldest=batch.version,
-                newest=batch.version,
-                reward=0.0,
-                metrics={},
-                finish="stop",
+def _dataset_groups(batches: Iterable[RecordedBatch]) -> Iterator[GroupDone]:
+    """Yield the groups of batches of dataset rows, whose sequences the trainers read from the dataset."""
+    for batch in batches:
+        for ticket in batch.tickets:
+            refs = [row for row in batch.rows if row.group == ticket]
+            members = tuple(
+                Member(
+                    *(ref.id, ref.sequence, ref.index, ref.length),
+                    sampled=0,
+                    oldest=batch.version,
+                    newest=batch.version,
+                    reward=0.0,
+                    metrics={},
+                    finish="stop",
+                )
+                for ref in refs
             )
-            for ref in refs
-        )
-        yield GroupDone("train", ticket, attempt_of(refs[0])[1], "dataset", members, 0.0)
+            yield GroupDone("train", ticket, attempt_of(refs[0])[1], "dataset", members, 0.0)

@@ -15,8 +15,8 @@ import structlog
 
 from stretto.base import clock
 from stretto.base.cores import CoreMeter
+from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.inference import SwapDone
-from stretto.bus.messages.journal import Evaluation
 from stretto.bus.messages.tickets import GroupDone
 from stretto.engine import CanaryConfig
 from stretto.kernel.calls.canary import CanaryRecord

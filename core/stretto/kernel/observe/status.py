@@ -12,7 +12,7 @@ import structlog
 
 from stretto.base import clock
 from stretto.bus.client import Bus
-from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.membership import RunStatus, Wait
 from stretto.bus.messages.subjects import Subjects
 from stretto.kernel.ending import Ending

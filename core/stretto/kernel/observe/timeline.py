@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from stretto.base import clock
-from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket, TicketStarted
 from stretto.kernel.schedule.commands import Account
 from stretto.records.timeline import (

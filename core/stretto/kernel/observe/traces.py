@@ -14,7 +14,7 @@ import msgspec
 
 from stretto import tracing
 from stretto.base import clock
-from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
 from stretto.kernel.schedule.commands import Retire, StartBatch
 

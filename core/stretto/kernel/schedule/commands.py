@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
 
 
@@ -45,7 +45,7 @@ class SchedulerSettings:
 
 @dataclass(frozen=True)
 class RecordDraws:
-    """Write these draws of the curriculum to the journal, before the tickets are issued."""
+    """The curriculum has chosen these rows. The journal has them before the tickets are issued."""
 
     version: int
     """Training version at the draws."""
@@ -71,7 +71,7 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class StartBatch:
-    """Write this batch to the journal and train it; then call `step_finished`."""
+    """Train this batch; then call `step_finished`."""
 
     version: int
     groups: tuple[GroupDone, ...]

@@ -1,8 +1,8 @@
 """Which row of the dataset each training ticket gets. A plain class without I/O.
 
 Without a curriculum, the rows come in epochs, whose order follows from the seed alone. With one, the
-curriculum chooses. Its choices depend on rewards, so the kernel writes them to the journal before it issues
-the tickets, and a resumed run reads them back.
+curriculum chooses. Its choices depend on rewards, so the journal has them before the tickets are issued, and
+a resumed run reads them back.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class DrawState(msgspec.Struct):
     """Ends that the curriculum has not heard of, each with the version at which the ticket was drawn."""
     curriculum: dict[str, Any]
     """`Curriculum.state`."""
+    recorded: dict[int, RecordedDraw] = {}
+    """Draws of tickets that the run had issued, and has not yet issued again after a loss."""
 
 
 class Draws:
@@ -123,7 +125,7 @@ class Draws:
         if self._curriculum is None:
             return None
         pending = [(version, end) for version, ends in sorted(self._pending.items()) for end in ends]
-        return DrawState(pending, self._curriculum.state())
+        return DrawState(pending, self._curriculum.state(), dict(self._recorded))
 
     def restore(
         self,
@@ -148,6 +150,7 @@ class Draws:
                 if end.row < self._rows:
                     self._pending.setdefault(drawn_at, []).append(end)
             self._curriculum.restore(state.curriculum)
+            self._recorded = state.recorded | self._recorded
 
     # ----------------------------------------------------------------------------------- private
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from stretto.bus.messages.journal import Evaluation
+from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.tickets import GroupDone
 from stretto.kernel.schedule.commands import Command, EvaluationDone, HeldBack, Retire, SchedulerSettings
 from stretto.kernel.schedule.open_tickets import OpenTicket, OpenTickets

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from stretto.bus.messages.events import (
     BatchesReleased,
-    Event,
+    BatchStarted,
+    Decision,
+    EvaluationEnded,
+    Input,
     OutcomeRead,
+    RowsDrawn,
     RunClosing,
     RunOwned,
     ScheduleStarted,
@@ -13,11 +19,12 @@ from stretto.bus.messages.events import (
     WorkerGone,
 )
 from stretto.bus.messages.tickets import GroupDone, Progress, TicketStarted
-from stretto.kernel.schedule.outcomes import Outcome
+from stretto.kernel.schedule.commands import Command, EvaluationDone, RecordDraws, StartBatch
+from stretto.kernel.schedule.outcomes import Outcome, refs_of
 from stretto.kernel.schedule.scheduler import Scheduler
 
 
-def apply(scheduler: Scheduler, event: Event, outcome: Outcome | None = None) -> None:
+def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) -> None:
     """Let a scheduler take in an event. Its commands then say what follows.
 
     Args:
@@ -27,8 +34,8 @@ def apply(scheduler: Scheduler, event: Event, outcome: Outcome | None = None) ->
         ValueError: if it is missing.
     """
     match event:
-        case RunOwned(_, _, attempts_from):
-            scheduler.owned(attempts_from)
+        case RunOwned():
+            scheduler.owned(event.attempts_from)
         case ScheduleStarted():
             scheduler.start()
         case TicketStarted(worker, purpose, ticket, attempt):
@@ -51,3 +58,17 @@ def apply(scheduler: Scheduler, event: Event, outcome: Outcome | None = None) ->
             scheduler.release()
         case RunClosing():
             scheduler.close()
+
+
+def decisions(commands: Iterable[Command]) -> Iterator[Decision]:
+    """Yield what the journal records of commands, in order."""
+    for command in commands:
+        match command:
+            case StartBatch(version, groups):
+                yield BatchStarted(version, tuple(group.ticket for group in groups), refs_of(groups))
+            case RecordDraws(version, draws):
+                yield RowsDrawn(version, draws)
+            case EvaluationDone(result):
+                yield EvaluationEnded(result)
+            case _:
+                pass

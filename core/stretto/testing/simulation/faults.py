@@ -26,8 +26,8 @@ _AFTER_S = 0.3
 POINTS: dict[str, Callable[[str, bytes], bool]] = {
     "a swap is asked": lambda subject, data: subject.endswith(".swap"),
     "a group is stored": lambda subject, data: subject.endswith(".log.groups"),
-    "a batch is in the journal": lambda subject, data: b"JournalBatch" in data,
-    "a step is in the journal": lambda subject, data: b"JournalStep" in data,
+    "a batch is in the journal": lambda subject, data: b"BatchStarted" in data,
+    "a step is in the journal": lambda subject, data: b"VersionPublished" in data,
     "a version is published": lambda subject, data: subject.endswith(".published"),
     "a call is asked": lambda subject, data: subject.endswith(".call"),
     "a checkpoint is asked": lambda subject, data: subject.endswith(".save"),

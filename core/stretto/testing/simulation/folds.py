@@ -1,4 +1,5 @@
-"""An oracle: the state of each scheduler is the fold of the events that all kernels of its run have stored.
+"""An oracle: the state of each scheduler is the fold of the events that all kernels of its run have stored,
+and what the journal says was decided is what the fold decides.
 
 A kernel that continues a run begins in the state that this fold has, however it was recovered.
 """
@@ -13,10 +14,18 @@ from typing import Any
 
 import msgspec
 
-from stretto.bus.messages.events import Event, EventBatch, OutcomeRead, RunOwned
+from stretto.bus.messages.events import (
+    Decision,
+    Event,
+    EventBatch,
+    Input,
+    OutcomeRead,
+    RunOwned,
+    VersionPublished,
+)
 from stretto.bus.payloads import is_split
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.schedule.fold import apply
+from stretto.kernel.schedule.fold import apply, decisions
 from stretto.kernel.schedule.outcomes import Outcome, admit
 from stretto.kernel.schedule.scheduler import Scheduler
 
@@ -42,6 +51,10 @@ class FoldOracle:
         self._read = read
         self._folds: dict[str, tuple[tuple[int, int, int], Scheduler]] = {}
         """Subject of a run's events -> incarnation, values and number of rows, and the fold."""
+        self._decided: dict[str, list[Decision]] = {}
+        """Subject of a run's events -> what its fold has decided last, and the events do not record yet."""
+        self._owner: dict[str, int] = {}
+        """Subject of a run's events -> lease epoch of the kernel that owns the run."""
         self._heard: Counter[Kernel] = Counter()
         """Number of events that a kernel has heard."""
         self._begun: dict[Kernel, Scheduler] = {}
@@ -53,7 +66,7 @@ class FoldOracle:
         """The scheduler that has taken in an event, the commands that it gave, and for `RunOwned` a copy from
         before that."""
 
-    def apply(self, scheduler: Scheduler, event: Event, outcome: Outcome | None = None) -> None:
+    def apply(self, scheduler: Scheduler, event: Input, outcome: Outcome | None = None) -> None:
         """Take the place of `apply` in the kernel."""
         before = copy.deepcopy(scheduler) if isinstance(event, RunOwned) else None
         self._latest = scheduler, _apply(scheduler, event, outcome), before
@@ -81,6 +94,9 @@ class FoldOracle:
         kernel = subject, events.lease_epoch
         for number, raw in enumerate(events.events, start=events.first):
             event = msgspec.msgpack.decode(raw, type=Event)
+            if not isinstance(event, Input):
+                self._compare(kernel, event)
+                continue
             if isinstance(event, RunOwned):
                 self._begin(kernel, event)
             outcome = None
@@ -88,6 +104,9 @@ class FoldOracle:
                 outcome = self._outcome(subject.split(".")[1], event.sequence)
             fold = self._folds[subject][1]
             commands = _apply(fold, event, outcome)
+            if missing := self._decided.pop(subject, []):
+                self.violations.append(f"the kernel of lease {events.lease_epoch} has not recorded {missing}")
+            self._decided[subject] = [*decisions(fold.commands())]
             living = self._digests.pop((kernel, number), None)
             if living is not None and living != _digest(fold, commands):
                 self.violations.append(
@@ -102,8 +121,22 @@ class FoldOracle:
         now = event.incarnation, event.values, begun.settings.rows
         former, fold = self._folds.get(kernel[0], (None, begun))
         self._folds[kernel[0]] = now, fold if former == now else begun
+        self._owner[kernel[0]] = kernel[1]
+        self._decided.pop(kernel[0], None)
         if former == now and _digest(fold, []) != _digest(begun, []):
             self.violations.append(f"the kernel of lease {kernel[1]} begins in another state than the fold")
+
+    def _compare(self, kernel: Kernel, decision: Event) -> None:
+        """Compare what a kernel has decided with what the fold decides."""
+        expected = self._decided.get(kernel[0], [])
+        if isinstance(decision, VersionPublished):
+            return
+        if decision in expected:
+            expected.remove(decision)
+        elif self._owner.get(kernel[0]) == kernel[1]:  # else its state is not that of the fold
+            self.violations.append(
+                f"the kernel of lease {kernel[1]} has decided {decision}; the fold has not"
+            )
 
     def _outcome(self, run: str, sequence: int) -> Outcome:
         outcome = msgspec.msgpack.decode(self._read(run, sequence), type=Outcome)
@@ -115,7 +148,7 @@ _COMMANDS = "_commands"
 _hear = JournalWriter.hear  # before the oracle takes its place
 
 
-def _apply(scheduler: Scheduler, event: Event, outcome: Outcome | None) -> list[Any]:
+def _apply(scheduler: Scheduler, event: Input, outcome: Outcome | None) -> list[Any]:
     """Let a scheduler take in an event, and return the commands that it gives. They stay in the scheduler."""
     commands = vars(scheduler)[_COMMANDS]
     before = len(commands)

@@ -8,11 +8,16 @@ from typing import Any
 
 import msgspec
 
-from stretto.bus.messages.journal import JournalBatch, JournalEntry, JournalEvaluation, JournalStep
+from stretto.bus.messages.events import (
+    BatchStarted,
+    EvaluationEnded,
+    Event,
+    EventBatch,
+    VersionPublished,
+)
 from stretto.bus.messages.tickets import GroupDone, GroupFailed
 from stretto.bus.payloads import is_split
 from stretto.testing.simulation.faults import Tape
-from stretto.testing.simulation.streams import header
 
 PLANTED = "planted by the simulation"
 """Reason of what fails by a fault."""
@@ -44,34 +49,36 @@ class Oracle:
         """Take a message that was published or stored."""
         if is_split(data):
             return
-        if subject.endswith(".journal"):
-            self._judge(msgspec.msgpack.decode(data, type=JournalEntry))
-            lease = (header(head, b"Nats-Msg-Id") or "").rpartition("/")[2]
-            if lease.isdecimal():  # else any kernel may write the entry
-                if int(lease) < self._lease:
-                    self._violated(f"the kernel of lease {lease} writes into the journal after {self._lease}")
-                self._lease = max(self._lease, int(lease))
+        if subject.endswith(".events"):
+            batch = msgspec.msgpack.decode(data, type=EventBatch)
+            for event in batch.events:
+                self._judge(msgspec.msgpack.decode(event, type=Event))
+            if batch.lease_epoch < self._lease:
+                self._violated(
+                    f"the kernel of lease {batch.lease_epoch} writes into the journal after {self._lease}"
+                )
+            self._lease = max(self._lease, batch.lease_epoch)
         elif subject.endswith(".log.groups"):
             with suppress(msgspec.DecodeError, RecursionError):  # else the kernel refuses it
                 outcome = msgspec.msgpack.decode(data, type=GroupDone | GroupFailed)
                 if isinstance(outcome, GroupDone) and outcome.purpose == "train":
                     self._ages |= {member.id: member.oldest for member in outcome.members}
 
-    def _judge(self, entry: JournalEntry) -> None:
-        match entry:
-            case JournalBatch():
-                self._judge_batch(entry)
-            case JournalStep():
-                self._judge_step(entry)
-            case JournalEvaluation():
-                version = entry.result.version
+    def _judge(self, event: Event) -> None:
+        match event:
+            case BatchStarted():
+                self._judge_batch(event)
+            case VersionPublished():
+                self._judge_step(event)
+            case EvaluationEnded(result):
+                version = result.version
                 if version in self._evaluated:
                     self._violated(f"version {version} is evaluated twice")
                 self._evaluated.add(version)
             case _:
                 pass  # says nothing of samples
 
-    def _judge_batch(self, batch: JournalBatch) -> None:
+    def _judge_batch(self, batch: BatchStarted) -> None:
         if self.batches_left is not None:
             self.batches_left -= 1
             if self.batches_left < 0:
@@ -88,7 +95,7 @@ class Oracle:
             elif batch.version - age > self._bound:
                 self._violated(f"{row.id} of version {age} is trained at {batch.version}")
 
-    def _judge_step(self, step: JournalStep) -> None:
+    def _judge_step(self, step: VersionPublished) -> None:
         self.steps = max(self.steps, step.version)
         if self._digests.setdefault(step.version, step.digest) != step.digest:
             self._violated(f"version {step.version} has two digests")

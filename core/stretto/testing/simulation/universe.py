@@ -53,6 +53,8 @@ _MOST_KERNELS = 10
 _PAUSES_S = (0.2, 3.0, 15.0)
 _BETWEEN_KERNELS_S = 0.5
 _NUM_ROWS = 200
+_PROGRESS = (b"BatchStarted", b"VersionPublished", b"EvaluationEnded")
+"""Events of which one is expected now and then."""
 
 
 class Outcome(msgspec.Struct):
@@ -69,7 +71,7 @@ class Outcome(msgspec.Struct):
     """Digest of the last version."""
     virtual_s: float = 0.0
     longest_wait_s: float = 0.0
-    """Longest time without an entry of the journal or a fault."""
+    """Longest time without a batch, a version or an evaluation in the journal, and without a fault."""
     cpu_s: float = 0.0
     callbacks: int = 0
     messages: int = 0
@@ -123,7 +125,7 @@ class Universe:
         self._expects_from = max(self._expects_from, now + seconds)
 
     def _watch(self, sender: str, subject: str, data: bytes, head: bytes) -> None:
-        if subject.endswith(".journal"):
+        if any(kind in data for kind in _PROGRESS) and subject.endswith(".events"):
             self.be_patient(0)
         elif subject.endswith(".leases"):
             self._has_lease = self._owner
