@@ -47,7 +47,7 @@ CALLS: dict[str, Any] = {
     "group_done": tuple[GroupDone],
     "group_failed": tuple[GroupFailed],
     "worker_gone": tuple[str, bool],
-    "step_finished": tuple[bool, float | None],
+    "step_finished": tuple[bool | float | None, ...],
     "release": tuple[()],
 }
 """Methods by which a scheduler is told something, and their arguments."""
@@ -159,7 +159,7 @@ def differences(life: Life) -> Iterator[str]:
             continue
         arguments = msgspec.msgpack.decode(call.arguments, type=CALLS[call.name])
         method = getattr(scheduler, call.name)
-        method(**dict(zip(inspect.signature(method).parameters, arguments, strict=True)))
+        method(**dict(zip(inspect.signature(method).parameters, arguments, strict=False)))
 
 
 def write(file: Path, tapes: Iterable[tuple[str, Tape]], jobs: int) -> None:

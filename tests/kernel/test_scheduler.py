@@ -1193,3 +1193,64 @@ def test_a_restart_with_the_recorded_figures_has_the_gate_of_the_first_life() ->
     assert again.snapshot().gate == scheduler.snapshot().gate
     again.start()
     assert again.ledger.in_flight == scheduler.ledger.in_flight
+
+
+# --------------------------------------------------------------------------- steps that end the run
+
+
+def continued(scheduler: Scheduler) -> Scheduler:
+    """A scheduler in the state of a snapshot of this one."""
+    other = Scheduler(scheduler.settings)
+    other.restore(msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()), type=Snapshot))
+    return other
+
+
+def take_step(
+    scheduler: Scheduler, tickets: deque[Ticket], reward: float, *, skipped: bool = False
+) -> list[str]:
+    """Train a batch of one group with this reward. The reasons to end the run."""
+    scheduler.group_done(done(tickets.popleft(), scheduler.version, reward=reward))
+    scheduler.step_finished(skipped=skipped, hold=True)
+    commands = scheduler.commands()
+    tickets.extend(each.ticket for each in commands if isinstance(each, Issue))
+    return [each.reason for each in commands if isinstance(each, Fail)]
+
+
+def begun() -> tuple[Scheduler, deque[Ticket]]:
+    settings = SchedulerSettings(steps=90, batch_size=1, max_staleness=0, rows=9, stops_on_collapse=True)
+    scheduler = Scheduler(settings)
+    scheduler.start()
+    return scheduler, deque(issued(scheduler))
+
+
+def test_steps_that_change_nothing_end_the_run_also_when_kernels_change_in_between() -> None:
+    scheduler, tickets = begun()
+    for skipped in (True, True, False, True, True, True, True):
+        assert take_step(scheduler, tickets, 0.0, skipped=skipped) == []
+        scheduler = continued(scheduler)
+        scheduler.release()
+        tickets.extend(each.ticket for each in scheduler.commands() if isinstance(each, Issue))
+    assert take_step(scheduler, tickets, 0.0, skipped=True) == [
+        "the gradients of 5 steps in a row were not finite"
+    ]
+    scheduler.release()
+    assert not scheduler.training
+
+
+def test_a_collapse_ends_the_run_at_the_same_step_also_when_kernels_change_in_between() -> None:
+    rewards = [*(0.8 + 0.01 * (n % 3) for n in range(20)), *([0.1] * 20)]
+    ends: list[tuple[int, list[str]]] = []
+    for kernels_change in (False, True):
+        scheduler, tickets = begun()
+        for reward in rewards:
+            reasons = take_step(scheduler, tickets, reward)
+            if reasons:
+                ends.append((scheduler.version, reasons))
+                break
+            scheduler = continued(scheduler) if kernels_change else scheduler
+            scheduler.release()
+            tickets.extend(each.ticket for each in scheduler.commands() if isinstance(each, Issue))
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    assert 22 < ends[0][0] < 32
+    assert ends[0][1][0].startswith("reward collapse (on_collapse: stop): mean reward fell from 0.8")

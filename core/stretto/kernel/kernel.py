@@ -90,8 +90,6 @@ log = structlog.get_logger()
 
 _WAITING_LOG_S = 10.0
 """Log which workers are still missing after this many seconds without a change of the workers."""
-_MOST_SKIPPED = 5
-"""The run stops after this many steps in a row with a gradient that is not finite."""
 _START_S = 900.0
 """Deadline for all workers to be ready, models loaded."""
 _LEAVE_S = 8.0
@@ -702,7 +700,7 @@ class Kernel:
         beside = self._scheduler.settings.max_staleness > 0 and not due
         note = None if beside else await self._publish(version)
         # No await up to `announce`: no task may see the new ledger without the step's figures.
-        self._hear(StepTrained(version, due, divergence))
+        self._hear(StepTrained(version, due, divergence, bool(result.skipped)))
         self._report.step(start, result, waits, generate_busy_s=busy_s, divergence=divergence)
         self._record_step(start, result, waits)
         self._traces.trained(trace, result.began)
@@ -712,7 +710,6 @@ class Kernel:
         else:
             self._engines.announce(note)
         self._notify()
-        self._drain_if_failing(version)
         if due:
             await self._checkpointer.save()
             self._hear(BatchesReleased())
@@ -750,17 +747,6 @@ class Kernel:
     async def _publish_beside(self, version: int, published: anyio.Event) -> None:
         self._engines.announce(await self._publish(version))
         published.set()
-
-    def _drain_if_failing(self, version: int) -> None:
-        """Drain the run if the gradients of several steps in a row were not finite. Drain it also if the
-        reward has collapsed and `on_collapse` is `stop`."""
-        if self._report.skipped_in_a_row == _MOST_SKIPPED:
-            reason = f"the gradients of {_MOST_SKIPPED} steps in a row were not finite"
-            self._ending.drain("failed", reason)
-        if self._config.on_collapse == "stop" and (
-            collapse := self._report.adviser.message_of("reward_collapse", version)
-        ):
-            self._ending.drain("failed", f"reward collapse (on_collapse: stop): {collapse}")
 
     async def _end_evaluation(self, done: EvaluationDone) -> None:
         """Report a complete evaluation."""

@@ -216,5 +216,6 @@ def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) ->
         evaluation_rows=min(rows, evaluation.rows or rows) if evaluation else 0,
         evaluation_every=evaluation.every if evaluation else 0,
         evaluation_samples=evaluation.samples if evaluation else 1,
+        stops_on_collapse=config.on_collapse == "stop",
         variants={name: variant.weight for name, variant in variants_of(config).items()},
     )

@@ -59,6 +59,8 @@ class StepTrained(Message, frozen=True):
     """Whether the next batch waits for `BatchesReleased`."""
     divergence: float | None = None
     """Divergence of the batch, in nats per token; None if it is unknown or was not measured."""
+    skipped: bool = False
+    """Whether the step did not change some model, because its gradient was not finite."""
 
 
 class BatchesReleased(Message, frozen=True):

@@ -71,6 +71,13 @@ class StepResult:
     engines' error. None if it was not measured."""
 
     @property
+    def skipped(self) -> list[str]:
+        """The models that the step did not change, because their gradient was not finite: empty for the lead
+        model, else the model's name and a slash."""
+        names = [name for name, value in self.statistics.items() if value == 1]
+        return [name.removesuffix("skipped") for name in names if name.rpartition("/")[2] == "skipped"]
+
+    @property
     def seconds(self) -> float:
         """Seconds in which at least one call ran."""
         total, covered = 0.0, 0.0

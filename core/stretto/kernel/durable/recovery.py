@@ -394,7 +394,7 @@ class Repetition:
     async def _train_next(self, start: StartBatch) -> None:
         """Train a batch whose step the journal does not record, and record it."""
         step = await self._train(start)
-        event = StepTrained(step.version, hold=True)
+        event = StepTrained(step.version, hold=True, skipped=bool(step.skipped))
         self._writer.hear(event)
         self._record(self._take_in_step(start, step, event))
 

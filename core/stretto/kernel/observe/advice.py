@@ -4,9 +4,7 @@
 no other figures, so a resumed run gives it the kept lines again. `RULES` lists the rules; docs/advice.md
 defines them.
 
-Rules compare means over steps. *Spread* is the standard deviation of the rewards of single answers in a
-batch: the largest mean over 10 steps so far. It shows which difference in reward is large, whatever the scale
-of the reward.
+Rules compare means over steps. For the spread of the rewards see `stretto.kernel.schedule.collapse`.
 """
 
 from __future__ import annotations
@@ -22,11 +20,10 @@ import msgspec
 import numpy as np
 
 from stretto.kernel.observe.bottleneck import bottleneck, number, total, works
+from stretto.kernel.schedule.collapse import CLEARS, HOLDS, Rewards, Window
 
 _KEPT = 200
 """Number of newest lines that the rules can use."""
-_CLEARS = 20
-"""Number of steps in a row in which a condition must be false before the adviser withdraws the advice."""
 
 
 class Advice(msgspec.Struct, kw_only=True):
@@ -68,10 +65,6 @@ class Adviser:
         """The advice that is not withdrawn."""
         return [advice for advice in self.given if advice.until is None]
 
-    def message_of(self, rule: str, step: int) -> str:
-        """Return the message of the advice that a rule gave after this step; empty if it gave none."""
-        return next((each.message for each in self.given if each.rule == rule and each.said == step), "")
-
     def evaluated(self, version: int, accuracy: float | None, samples: int) -> None:
         """Take in a complete evaluation. An evaluation without an accuracy does not count."""
         if accuracy is not None:
@@ -89,7 +82,7 @@ class Adviser:
         if finding is None:
             self._true[rule.name] = 0
             self._false[rule.name] += 1
-            if advice is None or self._false[rule.name] < _CLEARS:
+            if advice is None or self._false[rule.name] < CLEARS:
                 return None
             advice.until = step
             return advice
@@ -115,22 +108,6 @@ class Adviser:
 # ------------------------------------------------------------------------------------- what rules see
 
 
-@dataclass(frozen=True)
-class _Window:
-    """The mean of a figure over some steps."""
-
-    mean: float
-    error: float
-    """Standard error of the mean, from the spread between steps."""
-    since: int
-    until: int
-
-    def rise(self, earlier: _Window) -> tuple[float, float]:
-        """Return the difference between this mean and an earlier one, and the standard error of the
-        difference."""
-        return self.mean - earlier.mean, math.hypot(self.error, earlier.error)
-
-
 class _History:
     """The newest lines, and the figures of older lines that the rules still need."""
 
@@ -140,14 +117,9 @@ class _History:
         """Name -> the newest (step, figure) pairs of the lines in which the figure is finite."""
         self.evaluations: list[tuple[int, float, int]] = []
         """(version, accuracy, samples)."""
-        self.first: dict[str, _Window] = {}
+        self.first: dict[str, Window] = {}
         """Name -> the first 10 steps with that figure, for `reward` and `entropy`."""
-        self.start: _Window | None = None
-        """The first 3 steps with a reward. Its error is from the differences between successive steps of the
-        first 10, so a fall among them does not hide itself."""
-        self.best: _Window | None = None
-        """The 10 steps in a row with the highest mean reward."""
-        self.spread = 0.0
+        self.rewards = Rewards()
         self.lr = 0.0
         """Largest learning rate so far."""
         self.limit = -math.inf
@@ -167,35 +139,28 @@ class _History:
         for name in ("reward", "entropy"):
             if name not in self.first and (window := self.window(name, 10)):
                 self.first[name] = window
-        reward, spread = self.window("reward", 10), self.window("reward_std", 10)
-        if self.start is None and reward:
-            self.start = self._start()
-        if reward and (self.best is None or reward.mean > self.best.mean):
-            self.best = reward
-        if spread:
-            self.spread = max(self.spread, spread.mean)
+        if (reward := number(line, "reward")) is not None:
+            self.rewards.add(line["step"], reward, number(line, "reward_std"))
 
-    def _start(self) -> _Window:
-        """Return the first 3 of 10 steps. The variance of a step is half of the mean squared difference
-        between successive steps (von Neumann 1941)."""
-        steps, rewards = zip(*self.known("reward"), strict=True)
-        error = math.sqrt(float(np.square(np.diff(rewards)).mean()) / 2 / 3)
-        return _Window(math.fsum(rewards[:3]) / 3, error, steps[0], steps[2])
+    @property
+    def start(self) -> Window | None:
+        """See `Rewards`."""
+        return self.rewards.start
+
+    @property
+    def spread(self) -> float:
+        """See `Rewards`."""
+        return self.rewards.spread
 
     def known(self, name: str) -> list[tuple[int, float]]:
         """Return the newest (step, figure) pairs of the lines that have a finite figure of this name."""
         return list(self._figures.get(name, ()))
 
-    def window(self, name: str, count: int, *, back: int = 0) -> _Window | None:
+    def window(self, name: str, count: int, *, back: int = 0) -> Window | None:
         """Return the window of `count` known figures of a name that ends before the newest `back` figures;
         None if there are fewer."""
         known = self.known(name)
-        known = known[: len(known) - back][-count:]
-        if len(known) < count:
-            return None
-        values = np.array([value for _, value in known])
-        error = float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
-        return _Window(float(values.mean()), error, known[0][0], known[-1][0])
+        return Window.of(known[: len(known) - back], count)
 
     def has_room(self) -> bool:
         """Return whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
@@ -297,12 +262,8 @@ def _finding(since: int, what: str, *suggestions: str) -> _Finding:
 
 
 def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
-    start, best = history.start, history.best
-    fall = (
-        _fall(history, best, 8, spreads=0.5, errors=5)
-        or _fall(history, start, 10, spreads=0.2, errors=3.5)
-        or _fall_held_out(history)
-    )
+    start, best = history.start, history.rewards.best
+    fall = history.rewards.fall(history.evaluations)
     if fall is None:
         return None
     never_learnt = start and best and best.mean < start.mean + 0.1 * history.spread
@@ -316,37 +277,6 @@ def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
         knobs.set(
             "algorithm.correction.target_kl", min(0.01, knobs.number("algorithm.correction.target_kl", 1.0))
         ),
-    )
-
-
-def _fall(
-    history: _History, before: _Window | None, count: int, *, spreads: float, errors: float
-) -> _Finding | None:
-    """Find that the mean reward of the newest `count` steps is below that of an earlier window, by this part
-    of the spread and this number of standard errors."""
-    now = history.window("reward", count)
-    if before is None or now is None or now.since <= before.until:
-        return None
-    rise, error = now.rise(before)
-    if -rise <= max(spreads * history.spread, errors * error):
-        return None
-    return _Finding(
-        now.since,
-        f"mean reward fell from {before.mean:.3g} (steps {before.since}-{before.until}) to {now.mean:.3g} "
-        f"(steps {now.since}-{now.until})",
-    )
-
-
-def _fall_held_out(history: _History) -> _Finding | None:
-    """Find that the newest evaluation is below the first by five standard errors."""
-    if len(history.evaluations) < 2:
-        return None
-    (first, before, samples), (version, now, _) = history.evaluations[0], history.evaluations[-1]
-    if before - now <= 5 * math.sqrt(2 * 0.25 / samples):  # 0.25: the largest variance of a share
-        return None
-    return _Finding(
-        version,
-        f"held-out accuracy fell from {before:.3g} (version {first}) to {now:.3g} (version {version})",
     )
 
 
@@ -414,7 +344,7 @@ def _evaluations_rise(history: _History, since: int) -> bool:
     return now - before > 2 * math.sqrt(2 * 0.25 / samples)  # 0.25: the largest variance of a share
 
 
-def _near_limit(history: _History, now: _Window) -> bool:
+def _near_limit(history: _History, now: Window) -> bool:
     """Whether the run has learnt most of what the reward can show: held-out accuracy or mean reward has gone
     0.8 of the way from its first value to the largest reward of an answer."""
     pairs = [(history.start.mean, now.mean)] if history.start else []
@@ -736,7 +666,7 @@ class Rule:
 RULES = (
     Rule("failures", _failures, holds=1),
     Rule("engine_mismatch", _mismatch, holds=1),
-    Rule("reward_collapse", _reward_collapse, holds=3),
+    Rule("reward_collapse", _reward_collapse, holds=HOLDS),
     Rule("constant_reward", _constant_reward, holds=1),
     Rule("shortened_steps", _shortened_steps, holds=5, unless=("reward_collapse",)),
     Rule("masked_tokens", _masked_tokens, holds=5),

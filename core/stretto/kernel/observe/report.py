@@ -122,9 +122,8 @@ class Report:
         """The newest lines of steps that this kernel trained."""
         self.refused = 0
         """Number of malformed messages that the kernel has refused."""
-        self.skipped_in_a_row = 0
-        """Number of newest steps in a row in which some model did not change, because its gradient was not
-        finite."""
+        self._skipped = False
+        """Whether the newest step did not change some model, because its gradient was not finite."""
         self.problems: list[str] = []
         """Problems that did not end the run, for the summary."""
         self._drifts = CanaryRecord(canary, self.problems)
@@ -241,7 +240,7 @@ class Report:
             self._recent.append(self.last)
         self._draw(self.last)
         self._advise()
-        self._note_skipped([name for name, value in statistics.items() if value == 1 and _is_skipped(name)])
+        self._note_skipped(result.skipped)
         self._metrics.append(_finite(self.last))
         shown = {key: self.last[key] for key in _SHOWN if key in self.last}
         log.info("step", **shown, waits=describe_waits(self.last))
@@ -404,10 +403,10 @@ class Report:
             self.last["advice_changes"] = msgspec.to_builtins(changed)
 
     def _note_skipped(self, skipped: Sequence[str]) -> None:
-        """Record a step in which every gradient of some model was not finite."""
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if self.skipped_in_a_row == 1:
-            step, whose = self.last["step"], ", ".join(name.removesuffix("skipped") for name in skipped)
+        """Record the first of several steps in which every gradient of some model was not finite."""
+        is_first, self._skipped = bool(skipped) and not self._skipped, bool(skipped)
+        if is_first:
+            step, whose = self.last["step"], ", ".join(skipped)
             log.warning("gradient is not finite: the step changes nothing", step=step, model=whose)
             self.problems.append(f"step {step}: the gradient {whose}was not finite, and changed nothing")
 
@@ -562,10 +561,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in cast("list[Any]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _is_skipped(name: str) -> bool:
-    return name == "skipped" or name.endswith("/skipped")
 
 
 def _mean(values: Sequence[float]) -> float:

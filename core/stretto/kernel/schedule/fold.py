@@ -52,8 +52,8 @@ def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) ->
                 scheduler.group_failed(outcome)
         case WorkerGone(worker, drained):
             scheduler.worker_gone(worker, drained=drained)
-        case StepTrained(_, hold, divergence):
-            scheduler.step_finished(hold=hold, divergence=divergence)
+        case StepTrained(_, hold, divergence, skipped):
+            scheduler.step_finished(hold=hold, divergence=divergence, skipped=skipped)
         case BatchesReleased():
             scheduler.release()
         case RunClosing():

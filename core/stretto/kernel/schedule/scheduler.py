@@ -25,8 +25,9 @@ happens once in a kernel's life or once a checkpoint looks at all of them: `rest
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -34,6 +35,7 @@ import msgspec
 from stretto.algorithm import Group
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
 from stretto.dataset import Curriculum
+from stretto.kernel.schedule.collapse import Collapse
 from stretto.kernel.schedule.commands import (
     Account,
     Command,
@@ -51,6 +53,9 @@ from stretto.kernel.schedule.gate import DivergenceGate
 from stretto.kernel.schedule.open_tickets import OpenTicket, TrainingTickets, rewards_of, versions_of
 from stretto.kernel.schedule.variants import VariantAccount, VariantAccounts
 from stretto.records.timeline import Cause
+
+_MOST_SKIPPED = 5
+"""The run ends after this many steps in a row with a gradient that is not finite."""
 
 
 class Ledger(msgspec.Struct):
@@ -118,6 +123,8 @@ class Snapshot(msgspec.Struct):
     closing: bool = False
     waits_for: Cause | None = None
     setbacks: Setbacks = msgspec.field(default_factory=Setbacks)
+    skipped: int = 0
+    collapse: Collapse = msgspec.field(default_factory=Collapse)
     staleness: dict[int, int] = {}
     reasons: dict[str, int] = {}
     gate: DivergenceGate | None = None
@@ -172,6 +179,9 @@ class Scheduler:
         self.waits_for: Cause | None = None
         """What the next step waits for, or the end of the run; None while a batch is trained."""
         self._setbacks = Setbacks()
+        self._skipped = 0
+        """Number of newest steps in a row that did not change some model."""
+        self._collapse = Collapse()
         self._phase: Phase = "new"
         self._closing = False
         self._held = False
@@ -242,6 +252,8 @@ class Scheduler:
             closing=self._closing,
             waits_for=self.waits_for,
             setbacks=msgspec.structs.replace(setbacks, rows=set(setbacks.rows)),
+            skipped=self._skipped,
+            collapse=copy.deepcopy(self._collapse),
             staleness=dict(self.staleness),
             reasons=dict(self.reasons),
             limits=dict(self.limits),
@@ -273,7 +285,7 @@ class Scheduler:
         (j + 1)·B tickets have a deadline of version + j or earlier. Admission preserves this condition.
         """
         self._closing = self._held = False
-        self._setbacks = Setbacks()
+        self._setbacks, self._skipped = Setbacks(), 0
         self._phase = "training"
         rows = list(self.evaluation.tickets.open.values())
         for ticket in (*self.tickets.open.values(), *rows):
@@ -296,6 +308,7 @@ class Scheduler:
         self._held, self._closing = snapshot.held, snapshot.closing
         self.waits_for = snapshot.waits_for
         self._setbacks = msgspec.structs.replace(snapshot.setbacks, rows=set(snapshot.setbacks.rows))
+        self._skipped, self._collapse = snapshot.skipped, copy.deepcopy(snapshot.collapse)
         self._ledger = msgspec.structs.replace(snapshot.ledger, in_flight=0)
         self._commands.clear()
         rows = self.settings.rows  # the dataset may have fewer rows now
@@ -423,17 +436,21 @@ class Scheduler:
             self.evaluation.reissue(ticket, reason)
         self._proceed()
 
-    def step_finished(self, *, hold: bool = False, divergence: float | None = None) -> None:
+    def step_finished(
+        self, *, hold: bool = False, divergence: float | None = None, skipped: bool = False
+    ) -> None:
         """The batch that was started is trained and its weights are published.
 
         Args:
             hold: start no further batch before `release`, so that the kernel can write a checkpoint between
                 two steps.
             divergence: divergence of the batch, in nats per token; None if it is unknown or was not measured.
+            skipped: whether the step did not change some model, because its gradient was not finite.
         """
         self._held = hold
         self.waits_for = Cause("checkpoint") if hold else None
         assert self.training, "no batch was started"
+        rewards: list[float] = []
         for id in sorted(self.tickets.batch):
             ticket = self.tickets.open.pop(id)
             assert ticket.done is not None
@@ -441,6 +458,7 @@ class Scheduler:
             self.variants.count(id, "trained")
             self.draws.ended(ticket, "trained")
             self.staleness.update(self.version - member.oldest for member in ticket.done.members)
+            rewards += rewards_of(ticket.done)
         self.tickets.batch = frozenset()
         self.version += 1
         bound, most = self.settings.max_divergence, self.settings.max_staleness
@@ -449,6 +467,7 @@ class Scheduler:
                 self._gate.observe(divergence, bound=bound, max_staleness=most)
             self.limits[self._gate.limit] += 1
         self.evaluation.reached(self.version)
+        self._stop_if_failing(rewards, skipped=skipped)
         self._proceed()
 
     def release(self) -> None:
@@ -565,6 +584,30 @@ class Scheduler:
         too_many = self._setbacks.add(setback, ticket.row, reason, self.settings)
         if too_many and not (self._closing and setback == "left out"):
             self._commands.append(too_many)
+            self._closing = True
+
+    def _stop_if_failing(self, rewards: Sequence[float], *, skipped: bool) -> None:
+        """End the run if several steps in a row changed nothing, or if its reward has collapsed.
+
+        Args:
+            rewards: those of the last step's samples.
+        """
+        evaluations = [
+            (each.version, each.accuracy, each.samples)
+            for each in self.evaluation.results
+            if each.accuracy is not None
+        ]
+        fall = self._collapse.observe(self.version, rewards, evaluations)
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._closing or self.version == self.settings.steps:
+            return
+        fail: Fail | None = None
+        if self._skipped == _MOST_SKIPPED:
+            fail = Fail(f"the gradients of {_MOST_SKIPPED} steps in a row were not finite")
+        elif fall is not None and self.settings.stops_on_collapse:
+            fail = Fail(f"reward collapse (on_collapse: stop): {fall.message}")
+        if fail is not None:
+            self._commands.append(fail)
             self._closing = True
 
     # -------------------------------------------------------------------------------- the batches

@@ -1,0 +1,157 @@
+"""The rule that finds a collapse of the reward. Advice gives it to people; with `on_collapse: stop` it ends a
+run.
+
+*Spread* is the standard deviation of the rewards of single answers in a batch: the largest mean over 10 steps
+so far. It shows which difference in reward is large, whatever the scale of the reward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+HOLDS = 3
+"""The reward has collapsed when the rule has held at this many steps in a row."""
+CLEARS = 20
+"""The collapse is over after this many steps in a row at which the rule did not hold."""
+_LONGEST = 10
+"""Steps of the longest window."""
+
+Evaluated = tuple[int, float, int]
+"""(version, accuracy, number of samples) of a held-out evaluation."""
+
+
+class Window(msgspec.Struct, frozen=True):
+    """The mean of a figure over some steps."""
+
+    mean: float
+    error: float
+    """Standard error of the mean, from the spread between steps."""
+    since: int
+    until: int
+
+    @classmethod
+    def of(cls, known: Sequence[tuple[int, float]], count: int) -> Window | None:
+        """Return the window of the last `count` (step, figure) pairs; None if there are fewer."""
+        newest = known[-count:]
+        if len(newest) < count:
+            return None
+        values = np.array([value for _, value in newest])
+        error = float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+        return cls(float(values.mean()), error, newest[0][0], newest[-1][0])
+
+    def rise(self, earlier: Window) -> tuple[float, float]:
+        """Return the difference between this mean and an earlier one, and the standard error of the
+        difference."""
+        return self.mean - earlier.mean, math.hypot(self.error, earlier.error)
+
+
+class Fall(msgspec.Struct, frozen=True):
+    """The reward, or the held-out accuracy, is far below what it was."""
+
+    since: int
+    """First of the steps that show it."""
+    message: str
+
+
+class Rewards(msgspec.Struct):
+    """The rewards of a run's steps, as far as the rule needs them."""
+
+    newest: list[tuple[int, float]] = []
+    """(step, mean reward) of the newest steps."""
+    deviations: list[tuple[int, float]] = []
+    """(step, standard deviation of the rewards) of the newest steps."""
+    start: Window | None = None
+    """The first 3 steps. Its error is from the differences between successive steps of the first 10, so a
+    fall among them does not hide itself."""
+    best: Window | None = None
+    """The 10 steps in a row with the highest mean reward."""
+    spread: float = 0.0
+
+    def add(self, step: int, reward: float, deviation: float | None) -> None:
+        """Take in the mean and the deviation of the rewards of a step's batch."""
+        self.newest = [*self.newest, (step, reward)][-_LONGEST:]
+        if deviation is not None:
+            self.deviations = [*self.deviations, (step, deviation)][-_LONGEST:]
+        window, spread = Window.of(self.newest, _LONGEST), Window.of(self.deviations, _LONGEST)
+        if self.start is None and window:
+            self.start = self._start()
+        if window and (self.best is None or window.mean > self.best.mean):
+            self.best = window
+        if spread:
+            self.spread = max(self.spread, spread.mean)
+
+    def fall(self, evaluations: Sequence[Evaluated]) -> Fall | None:
+        """Return the fall that the newest step shows; None if it shows none.
+
+        Args:
+            evaluations: the complete ones, in order.
+        """
+        return (
+            self._fall(self.best, 8, spreads=0.5, errors=5)
+            or self._fall(self.start, 10, spreads=0.2, errors=3.5)
+            or _held_out(evaluations)
+        )
+
+    def _start(self) -> Window:
+        """Return the first 3 of 10 steps. The variance of a step is half of the mean squared difference
+        between successive steps (von Neumann 1941)."""
+        steps, rewards = zip(*self.newest, strict=True)
+        error = math.sqrt(float(np.square(np.diff(rewards)).mean()) / 2 / 3)
+        return Window(math.fsum(rewards[:3]) / 3, error, steps[0], steps[2])
+
+    def _fall(self, before: Window | None, count: int, *, spreads: float, errors: float) -> Fall | None:
+        """Find that the mean reward of the newest `count` steps is below that of an earlier window, by this
+        part of the spread and this number of standard errors."""
+        now = Window.of(self.newest, count)
+        if before is None or now is None or now.since <= before.until:
+            return None
+        rise, error = now.rise(before)
+        if -rise <= max(spreads * self.spread, errors * error):
+            return None
+        return Fall(
+            now.since,
+            f"mean reward fell from {before.mean:.3g} (steps {before.since}-{before.until}) to "
+            f"{now.mean:.3g} (steps {now.since}-{now.until})",
+        )
+
+
+class Collapse(msgspec.Struct):
+    """Whether the reward of a run has collapsed: the rule at each step."""
+
+    rewards: Rewards = msgspec.field(default_factory=Rewards)
+    held: int = 0
+    """Number of newest steps in a row at which the rule has held."""
+    clear: int = 0
+    """Number of newest steps in a row at which it has not."""
+    found: bool = False
+    """Whether the collapse has been reported, and is not over."""
+
+    def observe(self, step: int, rewards: Sequence[float], evaluations: Sequence[Evaluated]) -> Fall | None:
+        """Take in the rewards of a step's batch. Return the fall if the reward collapses with this step."""
+        if rewards:
+            self.rewards.add(step, float(np.mean(rewards)), float(np.std(rewards)))
+        fall = self.rewards.fall(evaluations)
+        self.held, self.clear = (0, self.clear + 1) if fall is None else (self.held + 1, 0)
+        if self.clear >= CLEARS:
+            self.found = False
+        if self.found or self.held < HOLDS:
+            return None
+        self.found = True
+        return fall
+
+
+def _held_out(evaluations: Sequence[Evaluated]) -> Fall | None:
+    """Find that the newest evaluation is below the first by five standard errors."""
+    if len(evaluations) < 2:
+        return None
+    (first, before, samples), (version, now, _) = evaluations[0], evaluations[-1]
+    if before - now <= 5 * math.sqrt(2 * 0.25 / samples):  # 0.25: the largest variance of a share
+        return None
+    return Fall(
+        version,
+        f"held-out accuracy fell from {before:.3g} (version {first}) to {now:.3g} (version {version})",
+    )
