@@ -7,10 +7,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import anyio
@@ -35,6 +36,7 @@ from stretto.bus.messages.tickets import GroupDone, Member, TrajectoryBundle, Wi
 from stretto.bus.messages.training import RowRef
 from stretto.bus.server import STORE, Bootstrap, NatsServer, lock_run
 from stretto.cli.audit.audit import AuditReport, audit_run
+from stretto.cli.audit.audit_records import JournalMessage, NamedMessage, chain_faults
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError, RunError
 
@@ -50,6 +52,8 @@ class Books:
         self.log: list[TrajectoryBundle | GroupDone] = []
         self.journal: list[Event] = []
         """What follows the first event."""
+        self.alter: Callable[[list[EventBatch]], list[EventBatch]] = lambda batches: batches
+        """What somebody makes of the journal."""
         self.purge_below = 0
         groups: dict[int, GroupDone] = {}
         for ticket in range((STEPS + 1) * BATCH):  # a batch more than is trained
@@ -82,7 +86,9 @@ class Books:
                 "reasons": {},
             },
         }
+        self.checkpoint["journal"] = {"sequence": 0, "digest": ""}
         self.summary: dict[str, Any] = {
+            "journal": self.checkpoint["journal"],
             "status": "interrupted",
             "version": STEPS,
             "ledger": ledger(STEPS),
@@ -125,9 +131,8 @@ class Books:
         for number, message in enumerate(self.log):
             subject = names.trajectories if isinstance(message, TrajectoryBundle) else names.groups
             await bus.store.append(subject, message, id=f"log-{number}")
-        for number, event in enumerate((owned(0, 0), *self.journal)):
-            events = EventBatch(1, number, (msgspec.Raw(msgspec.msgpack.encode(event)),))
-            await bus.store.append(names.events, events, id=f"journal-{number}")
+        for number, batch in enumerate(self.alter([*chained((owned(0, 0), *self.journal))])):
+            await bus.store.append(names.events, batch, id=f"journal-{number}")
         if self.purge_below:
             await bus.store.purge(names.log_stream, below=self.purge_below)
 
@@ -162,6 +167,15 @@ def evaluation_group(ticket: int, version: int, reward: float) -> GroupDone:
         for i in range(GROUP)
     )
     return GroupDone("eval", ticket, 1, "rollout-0", members, 0.0)
+
+
+def chained(events: Iterable[Event]) -> Iterator[EventBatch]:
+    """Messages of the journal with an event each."""
+    former = ""
+    for number, event in enumerate(events):
+        batch = EventBatch(1, number, (msgspec.Raw(msgspec.msgpack.encode(event)),), former)
+        former = batch.digest
+        yield batch
 
 
 def owned(incarnation: int, version: int, values: int = 1) -> RunOwned:
@@ -300,6 +314,90 @@ def test_batches_have_the_size_of_the_values_in_force(tmp_path: Path) -> None:
     assert violations(audit_run(books.write(tmp_path / "run"))) == [
         "steps x batch_size: the batch of version 3 has 2 tickets, expected 1"
     ]
+
+
+# ------------------------------------------------------------------------------- an altered journal
+
+
+def altered(batch: EventBatch) -> EventBatch:
+    return msgspec.structs.replace(batch, events=(*batch.events, batch.events[0]))
+
+
+def alteration(batches: list[EventBatch], random: Random) -> tuple[list[EventBatch], set[int]]:
+    """A journal of which one message was altered, removed, moved or inserted, and the numbers of the messages
+    that may be named. Numbers begin with 1."""
+    place, other = sorted(random.sample(range(len(batches)), 2))
+    changed = list(batches)
+    kind = random.choice(["alter", "remove", "swap", "insert"])
+    if kind == "alter":
+        changed[place] = altered(changed[place])
+    elif kind == "remove":
+        del changed[place]
+    elif kind == "swap":
+        changed[place], changed[other] = changed[other], changed[place]
+        return changed, {place + 1, place + 2, other + 1, other + 2}
+    else:
+        changed.insert(place, altered(changed[place]))
+    return changed, {place + 1, place + 2, len(batches)}
+
+
+def messages_of(batches: list[EventBatch]) -> list[JournalMessage]:
+    return [JournalMessage(n, batch.digest, batch.former) for n, batch in enumerate(batches, 1)]
+
+
+def test_each_alteration_of_the_journal_is_found_and_named() -> None:
+    batches = [*chained(VersionPublished(version, "digest") for version in range(40))]
+    head = NamedMessage("summary.json", len(batches), batches[-1].digest)
+    assert [*chain_faults(messages_of(batches), [head])] == []
+    for seed in range(1000):
+        changed, places = alteration(batches, Random(seed))
+        named = [int(fault.split()[1].strip(",")) for fault in chain_faults(messages_of(changed), [head])]
+        assert named, seed
+        assert named[0] in places, seed
+
+
+def test_a_journal_that_ends_early_is_not_called_altered() -> None:
+    batches = [*chained(VersionPublished(version, "digest") for version in range(101))]
+    head = NamedMessage("checkpoint step-000001", 1, batches[0].digest)
+    for end in range(1, 101):
+        assert [*chain_faults(messages_of(batches[:end]), [head])] == []
+    assert [*chain_faults([], [head])] == ["message 1, which checkpoint step-000001 names, is not there"]
+
+
+def alter_the_fourth(batches: list[EventBatch]) -> list[EventBatch]:
+    return [*batches[:3], altered(batches[3]), *batches[4:]]
+
+
+def remove_the_fourth(batches: list[EventBatch]) -> list[EventBatch]:
+    return [*batches[:3], *batches[4:]]
+
+
+def alter_the_last(batches: list[EventBatch]) -> list[EventBatch]:
+    return [*batches[:-1], altered(batches[-1])]
+
+
+def remove_the_last(batches: list[EventBatch]) -> list[EventBatch]:
+    return batches[:-1]
+
+
+@pytest.mark.parametrize(
+    ("alter", "said"),
+    [
+        (alter_the_fourth, "message 5 does not follow message 4"),
+        (remove_the_fourth, "message 4 does not follow message 3"),
+        (alter_the_last, "message 10, which summary.json names, was altered"),
+        (remove_the_last, "message 10, which summary.json names, is not there"),
+    ],
+)
+def test_an_altered_journal_in_a_store_is_a_violation(
+    tmp_path: Path, alter: Callable[[list[EventBatch]], list[EventBatch]], said: str
+) -> None:
+    books = Books()
+    batches = [*chained((owned(0, 0), *books.journal))]
+    books.summary["journal"] = {"sequence": len(batches), "digest": batches[-1].digest}
+    books.alter = alter
+    found = violations(audit_run(books.write(tmp_path / "run")))
+    assert any(f"journal unaltered: {said}" in each for each in found), found
 
 
 # ----------------------------------------------------------------------------- hand-made violations

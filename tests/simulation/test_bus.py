@@ -387,7 +387,7 @@ async def test_events_are_stored_in_order(open_bus: OpenBus, names: Subjects) ->
         await newer.flush()
         await store.purge(stream, below=newer.stored_to)
         assert await store.read_newest(stream, names.events, EventBatch) == EventBatch(
-            newer.epoch, 0, (msgspec.Raw(msgspec.msgpack.encode(BatchesReleased())),)
+            newer.epoch, 0, (msgspec.Raw(msgspec.msgpack.encode(BatchesReleased())),), messages[-1].digest
         )
         writer.hear(RunClosing())
         with pytest.raises(Superseded):

@@ -247,6 +247,7 @@ class Kernel:
                 await self._dismiss()
             self._timeline.end(self._ending.status)
             self._report.refused = self._bus.refusals.count
+            self._report.journal = self._journal.head
 
     # ------------------------------------------------------------------------------------ beginning
 

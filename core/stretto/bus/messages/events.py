@@ -8,6 +8,8 @@ scheduler decides.
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
 from stretto.bus.messages.base import Message
@@ -148,6 +150,21 @@ class EventBatch(Message, frozen=True):
     """Number of the first event among those of this kernel, from 0 on."""
     events: tuple[msgspec.Raw, ...]
     """Each is an `Event`. A reader that does not know a kind can go on behind it."""
+    former: str = ""
+    """Digest of the message of this kind before it, also of another kernel; empty if there is none."""
+
+    @property
+    def digest(self) -> str:
+        """128 bits of the BLAKE2b hash of the message, in hexadecimal digits."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+
+
+class JournalHead(msgspec.Struct, frozen=True):
+    """The newest message with events at a moment. Who knows it notices a change of an earlier one."""
+
+    sequence: int
+    """Sequence number in the journal's stream; 0 before the first."""
+    digest: str
 
 
 class KernelLease(Message, frozen=True):

@@ -25,7 +25,9 @@ from stretto.cli.audit.audit_records import (
     CheckpointRecord,
     JournalRecord,
     LogRecord,
+    NamedMessage,
     TrajectoryFacts,
+    chain_faults,
     read_checkpoints,
     read_journal,
     read_json,
@@ -171,8 +173,32 @@ class _Checker:
         yield self._check_digests()
         yield self._check_metrics()
         yield self._check_evaluations()
+        yield self._check_chain()
 
     # ------------------------------------------------------------------------------------- journal
+
+    def _check_chain(self) -> Check:
+        """Each message of the journal follows the one before it, and those that checkpoints and the summary
+        name are there. After a loss, their numbers may have been given again."""
+        messages, named = self._journal.messages, self._named_messages()
+        lost = self._summary is not None and any(self._summary.get("lost", {}).values())
+        newest = max((each.sequence for each in named), default=0)
+        later = [message.sequence for message in messages if message.sequence > newest]
+        unchecked = [f"messages {_ranges(later)}: no file names a later one"] if later else []
+        unchecked += ["what checkpoints name: a part of the store was lost"] if lost else []
+        return Check(
+            name="journal unaltered",
+            checked=f"{len(messages)} messages; {len(named)} are named elsewhere",
+            unchecked="; ".join(unchecked),
+            violations=[*chain_faults(messages, () if lost else named)],
+            empty=not messages,
+        )
+
+    def _named_messages(self) -> list[NamedMessage]:
+        """Return the messages of the journal that checkpoints and the summary name."""
+        records = [(f"checkpoint {each.name}", each.state) for each in self._checkpoints if not each.damage]
+        records += [("summary.json", self._summary)] if self._summary is not None else []
+        return [NamedMessage(place, **record["journal"]) for place, record in records]
 
     def _check_journal(self) -> Check:
         """Each version has one batch, and its batch came before its step."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -57,10 +58,32 @@ class BatchHistory:
         return next(number for start, number in reversed(self.values) if start <= version)
 
 
+@dataclass(frozen=True)
+class JournalMessage:
+    """A message with events, without them."""
+
+    sequence: int
+    digest: str
+    former: str
+    """Digest of the message that it follows."""
+
+
+@dataclass(frozen=True)
+class NamedMessage:
+    """A message of the journal that a file names."""
+
+    place: str
+    """The file."""
+    sequence: int
+    digest: str
+
+
 @dataclass
 class JournalRecord:
     """The journal of a run."""
 
+    messages: list[JournalMessage] = field(default_factory=list[JournalMessage])
+    """Those that can be read."""
     histories: dict[int, BatchHistory] = field(default_factory=lambda: {0: BatchHistory()})
     """Incarnation -> its history."""
     incarnation: int = 0
@@ -210,9 +233,29 @@ async def read_journal(store: StoredRun) -> JournalRecord:
         events = events_in(message)
         if events is None:
             journal.unreadable.append(message.sequence)
-        for event in events or ():
+            continue
+        batch = cast("EventBatch", message.content)
+        journal.messages.append(JournalMessage(message.sequence, batch.digest, batch.former))
+        for event in events:
             journal.add(event)
     return journal
+
+
+def chain_faults(messages: Sequence[JournalMessage], named: Iterable[NamedMessage]) -> Iterator[str]:
+    """Yield where messages of the journal do not follow each other, and which of those that files name are
+    others or are gone."""
+    for former, message in pairwise([JournalMessage(0, "", ""), *messages]):
+        if message.former != former.digest:
+            before = f"message {former.sequence}" if former.sequence else "the beginning"
+            yield (
+                f"message {message.sequence} does not follow {before}: one of them was altered or moved, or "
+                "one was removed or inserted there"
+            )
+    digests = {message.sequence: message.digest for message in messages}
+    for each in named:
+        if each.sequence and digests.get(each.sequence) != each.digest:
+            found = "was altered or moved" if each.sequence in digests else "is not there"
+            yield f"message {each.sequence}, which {each.place} names, {found}"
 
 
 def events_in(message: StoredMessage) -> list[Event] | None:

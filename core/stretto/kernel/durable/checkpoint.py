@@ -32,6 +32,7 @@ import msgspec
 import structlog
 
 from stretto.base.remote_folder import RemoteFolder, file_hash
+from stretto.bus.messages.events import JournalHead
 from stretto.errors import ConfigError
 from stretto.kernel.schedule.scheduler import Snapshot
 from stretto.weights import WeightsNote
@@ -94,6 +95,8 @@ class KernelState(msgspec.Struct, frozen=True):
     events_after: int = 0
     """Sequence number in the journal's stream. The snapshot has taken in all events up to it, and later ones
     go on from it."""
+    journal: JournalHead = JournalHead(0, "")
+    """The newest message of the journal then."""
     format: int = 1
     """`FORMAT` of the stretto that wrote the checkpoint."""
 

@@ -161,6 +161,7 @@ class Checkpointer:
             values=setup.values,
             lost=setup.report.lost,
             events_after=self._journal.events_after,
+            journal=self._journal.head,
             format=FORMAT,
             needed=tuple(
                 self._engines.notes[version]

@@ -13,11 +13,11 @@ import anyio
 import msgspec
 
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import Event, EventBatch, KernelLease
+from stretto.bus.messages.events import Event, EventBatch, JournalHead, KernelLease
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.payloads import encode
 from stretto.bus.store import StreamEnd
-from stretto.errors import Superseded
+from stretto.errors import Malformed, MessageGone, Superseded
 
 _BATCH_S = 0.05
 """Seconds for which an event for which nobody waits may wait for others."""
@@ -29,13 +29,16 @@ class JournalWriter:
     Args:
         epoch: number of the kernel's lease.
         end: the end of the journal's stream: its lease.
+        head: the newest message of its predecessors.
     """
 
-    def __init__(self, bus: Bus, names: Subjects, epoch: int, end: StreamEnd) -> None:
+    def __init__(self, bus: Bus, names: Subjects, epoch: int, end: StreamEnd, head: JournalHead) -> None:
         self._bus = bus
         self.names = names
         self.epoch = epoch
         self._end = end
+        self.head = head
+        """The newest message that the server has stored."""
         self._appending = anyio.Lock()
         self.events_after = end.sequence
         """Sequence number in the stream: the scheduler has taken in all events up to it, and those that are
@@ -82,12 +85,13 @@ class JournalWriter:
     async def _store_events(self) -> None:
         if not self._pending:
             return
-        events = EventBatch(self.epoch, self._stored, tuple(self._pending))
+        events = EventBatch(self.epoch, self._stored, tuple(self._pending), self.head.digest)
         self._pending, self._any_pending = [], anyio.Event()
         id = f"events/{self.epoch}/{events.first}"
         await self._bus.store.append(self.names.events, events, id=id, after=self._end)
         self._stored += len(events.events)
         self.events_after = self._end.sequence
+        self.head = JournalHead(self._end.sequence, events.digest)
 
 
 async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
@@ -109,7 +113,20 @@ async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
             )
         except Superseded:
             continue  # the former kernel has just written events, or another one has taken the lease
-        return JournalWriter(bus, names, epoch, end)
+        return JournalWriter(bus, names, epoch, end, await _head(bus, names))
+
+
+async def _head(bus: Bus, names: Subjects) -> JournalHead:
+    """Return the newest message with events. One that cannot be read counts as none, so that `stretto audit`
+    finds it."""
+    sequence = await bus.store.last_sequence(names.journal_stream, names.events)
+    if not sequence:
+        return JournalHead(0, "")
+    try:
+        newest = await bus.store.read(names.journal_stream, sequence, EventBatch)
+    except (MessageGone, Malformed):
+        return JournalHead(sequence, "")
+    return JournalHead(sequence, newest.digest)
 
 
 async def newest_epoch(bus: Bus, names: Subjects) -> int:

@@ -15,7 +15,7 @@ import structlog
 
 from stretto.base import clock
 from stretto.base.cores import CoreMeter
-from stretto.bus.messages.events import Evaluation
+from stretto.bus.messages.events import Evaluation, JournalHead
 from stretto.bus.messages.inference import SwapDone
 from stretto.bus.messages.tickets import GroupDone
 from stretto.engine import CanaryConfig
@@ -120,6 +120,8 @@ class Report:
         """The newest line of `metrics.jsonl`."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         """The newest lines of steps that this kernel trained."""
+        self.journal = JournalHead(0, "")
+        """The newest message of the journal, at the end of the run."""
         self.refused = 0
         """Number of malformed messages that the kernel has refused."""
         self._skipped = False
@@ -480,6 +482,7 @@ class Report:
             "canary": self._drifts.summary(),
             "restarts": fleet.restarts,
             "checkpoints": self.checkpoints,
+            "journal": msgspec.to_builtins(self.journal),
             "lost": msgspec.structs.asdict(self.lost),
             "refused_messages": self.refused + fleet.refused(),
             "problems": self._all_problems(),

@@ -606,9 +606,8 @@ class Scheduler:
             fail = Fail(f"the gradients of {_MOST_SKIPPED} steps in a row were not finite")
         elif fall is not None and self.settings.stops_on_collapse:
             fail = Fail(f"reward collapse (on_collapse: stop): {fall.message}")
-        if fail is not None:
-            self._commands.append(fail)
-            self._closing = True
+        self._commands += [fail] if fail else []
+        self._closing = fail is not None
 
     # -------------------------------------------------------------------------------- the batches
 
