@@ -19,7 +19,7 @@ MOST_FILES, MOST_LINES, MOST_METHODS, MOST_CLASS_LINES = 16, 800, 35, 500
 LARGER_FOLDERS = {"core/stretto": 20}
 LARGER_FILES: dict[str, int] = {}
 # Class -> methods, lines.
-LARGER_CLASSES = {"Kernel": (45, 639)}
+LARGER_CLASSES: dict[str, tuple[int, int]] = {}
 
 
 def main() -> int:

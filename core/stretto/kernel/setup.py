@@ -13,6 +13,7 @@ from stretto.assembly.contracts import expect_contract
 from stretto.assembly.dataflow import Graph
 from stretto.assembly.variants import variants_of
 from stretto.bus.listening import url_host
+from stretto.bus.messages.events import RunOwned
 from stretto.bus.messages.subjects import Subjects
 from stretto.config import BusConfig
 from stretto.dataset import Curriculum, CurriculumDataset, Dataset
@@ -117,6 +118,10 @@ class RunSetup:
             config.name, config.steps, folder, self.report, self.scheduler, self.fleet
         )
         self.trackers = Trackers(folder, config.trackers, self.report.problems)
+
+    def ownership(self, incarnation: int, *, attempts_from: int) -> RunOwned:
+        """Return the first event of a kernel."""
+        return RunOwned(incarnation, self.scheduler.version, self.values, self.layout, attempts_from)
 
     def new_scheduler(self) -> Scheduler:
         """Return a scheduler of the run to which nothing has happened."""

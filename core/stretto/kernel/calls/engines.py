@@ -43,9 +43,6 @@ class Engines:
     """All inference workers of the run.
 
     Args:
-        on_swapped: called after each swap, with the worker and its answer.
-        on_callable: called with an engine that rollout workers may call, and again when it serves a new
-            version or is lent.
         waits: receives the engines that sample for training.
         turn_s: length of an evaluation's first turn at a single engine, in seconds.
     """
@@ -59,8 +56,6 @@ class Engines:
         timeline: Timeline,
         traces: RunTraces,
         *,
-        on_swapped: Callable[[str, SwapDone], None],
-        on_callable: Callable[[FleetMember], None],
         waits: Waits,
         turn_s: float,
     ) -> None:
@@ -70,8 +65,11 @@ class Engines:
         self._lease_epoch = lease_epoch
         self._timeline = timeline
         self._traces = traces
-        self._on_swapped = on_swapped
-        self._on_callable = on_callable
+        self.on_swapped: Callable[[str, SwapDone], None] = lambda worker, done: None
+        """Called after each swap, with the worker and its answer."""
+        self.on_callable: Callable[[FleetMember], None] = lambda member: None
+        """Called with an engine that rollout workers may call, and again when it serves a new version or is
+        lent."""
         self._waits = waits
         self._news: dict[str, anyio.Event] = {}
         """Worker -> set when the weights that it has to serve may have changed, or when it is lost."""
@@ -188,13 +186,13 @@ class Engines:
             if not self._is_present(member):
                 return  # lost before it answered
             if served is None or served[0] != note:
-                self._on_swapped(member.worker, done)
+                self.on_swapped(member.worker, done)
             failures, served = 0, target
             member.callable, member.exact_version = True, note.version if exact else None
             if not exact:
                 self._waits.serves(member.worker, note.version, done.report.pause_s)
             self._fleet.serves(member, note.version)
-            self._on_callable(member)
+            self.on_callable(member)
             self._look_at_lending_in_use()  # the turn of a single engine begins when it has its weights
 
     async def busy_s(self) -> float:

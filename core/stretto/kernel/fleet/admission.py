@@ -1,0 +1,213 @@
+"""How workers come into a run, and what follows when one is ready, has left, or is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+
+import anyio
+import msgspec
+import structlog
+from anyio.abc import TaskGroup
+
+from stretto.bus.client import Bus
+from stretto.bus.joining import own_version
+from stretto.bus.lock import KernelLock
+from stretto.bus.messages.membership import AskRanks, Join, Leaving, Ranks, Welcome
+from stretto.errors import ConfigError, RunError
+from stretto.kernel.calls.engines import Engines
+from stretto.kernel.ending import Ending
+from stretto.kernel.fleet.fleet import FleetMember, receive_heartbeats
+from stretto.kernel.fleet.routes import RouteSender
+from stretto.kernel.observe.timeline import Timeline
+from stretto.kernel.setup import RunSetup
+from stretto.launcher import ROLES, ClusterLauncher, Role
+
+log = structlog.get_logger()
+
+_WAITING_LOG_S = 10.0
+"""Log which workers are still missing after this many seconds without a change of the workers."""
+_START_S = 900.0
+"""Deadline for all workers to be ready, models loaded."""
+
+
+class Admission:
+    """Admits the workers of one kernel.
+
+    Args:
+        on_gone: called when a rollout worker is no member any more, with its id and whether it has drained.
+    """
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        bus: Bus,
+        lease_epoch: int,
+        ending: Ending,
+        tasks: TaskGroup,
+        *,
+        engines: Engines,
+        routes: RouteSender,
+        timeline: Timeline,
+        on_gone: Callable[[str, bool], None],
+    ) -> None:
+        self._setup = setup
+        self._fleet = fleet = setup.fleet
+        self._bus = bus
+        self._lease_epoch = lease_epoch
+        self._lock = KernelLock.of(setup.folder / "bus")
+        self._ending = ending
+        self._tasks = tasks
+        self._engines = engines
+        self._routes = routes
+        self._timeline = timeline
+        self._on_gone = on_gone
+        self._changed = anyio.Event()
+        self.started = False
+        """Whether the run has issued tickets."""
+        fleet.on_ready = self._on_ready
+        fleet.on_lost = self._on_lost
+        fleet.on_left = self._on_left
+        fleet.on_change = self._on_change
+        fleet.hears = lambda: bus.connected
+        fleet.reconnect_s = bus.reconnect_s
+        engines.on_callable = self._look
+
+    async def serve(self) -> None:
+        """Subscribe to what workers say of themselves."""
+        bus, names = self._bus, self._setup.names
+        for role in ROLES:
+            await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
+            await receive_heartbeats(role, self._fleet, bus, names, self._lease_epoch)
+            await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
+        await bus.serve(names.kernel("trainer", "ranks"), AskRanks, self._send_ranks)
+
+    async def until_trainers_ready(self) -> dict[str, str]:
+        """Wait until all trainers are ready. Return the nonces of their processes.
+
+        Raises:
+            RunError: if this takes too long.
+        """
+        with self._in_time():
+            nonces = await self._nonces_of_trainers()
+            while nonces.keys() - {member.worker for member in self._fleet.of("trainer")}:
+                await self._changed.wait()
+        return nonces
+
+    async def until_all_callable(self) -> None:
+        """Wait until all workers can be called.
+
+        Raises:
+            RunError: if this takes too long.
+        """
+        with self._in_time():
+            while missing := self._missing():
+                # Wait for one after the other: to look at all of them at every change would take long.
+                while not self._is_callable(missing[0]):
+                    with anyio.move_on_after(_WAITING_LOG_S) as waiting:
+                        await self._changed.wait()
+                    if waiting.cancelled_caught:
+                        log.info("waiting", workers=", ".join(self._missing()))
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _look(self, member: FleetMember) -> None:
+        """A worker can be called now, or cannot be called any more."""
+        self._routes.look(member)
+        self._notify()
+
+    async def _welcome(self, role: Role, message: Join) -> Welcome:
+        """Admit a worker that joined on the subject of `role`."""
+        if self._ending.over.is_set():
+            await anyio.sleep_forever()  # it may be a worker of the kernel that owns the run now
+        if message.stretto != own_version():
+            raise ConfigError(
+                f"{message.worker} has stretto {message.stretto or 'of an older version'}, and the run has "
+                f"{own_version()}: install stretto {own_version()} where the worker starts"
+            )
+        self._fleet.join(role, message)
+        self._notify()
+        self._timeline.worker(message.worker, "joined")
+        log.info("worker joined", worker=message.worker, place=message.place)
+        setup = self._setup
+        return Welcome(
+            config=msgspec.msgpack.encode(msgspec.to_builtins(setup.config)),
+            run=setup.run,
+            folder=str(setup.folder),
+            lease_epoch=self._lease_epoch,
+            grace_s=setup.config.bus.grace_s,
+            fingerprints={path: dataset.fingerprint for path, dataset in setup.datasets.items()},
+            outage_s=setup.config.bus.outage_s,
+            lock=self._lock,
+            many_machines=isinstance(setup.launcher, ClusterLauncher),
+        )
+
+    async def _send_ranks(self, message: AskRanks) -> Ranks:
+        del message
+        return Ranks(await self._nonces_of_trainers())
+
+    async def _nonces_of_trainers(self) -> dict[str, str]:
+        """Wait until all trainers have joined, and return the nonces of their processes. If one of them is
+        lost, the run ends, so they stay the same."""
+        trainers = [worker.id for worker in self._setup.workers if worker.role == "trainer"]
+        while not all(worker in self._fleet.members for worker in trainers):
+            await self._changed.wait()
+        return {worker: self._fleet.members[worker].nonce for worker in trainers}
+
+    def _missing(self) -> list[str]:
+        """Return the workers that cannot be called yet."""
+        return sorted(worker.id for worker in self._setup.workers if not self._is_callable(worker.id))
+
+    def _is_callable(self, worker: str) -> bool:
+        member = self._fleet.members.get(worker)
+        return member is not None and member.callable
+
+    @contextmanager
+    def _in_time(self) -> Generator[None]:
+        """Wait for workers, at most for `_START_S`."""
+        with anyio.move_on_after(_START_S) as waiting:
+            yield
+        if waiting.cancelled_caught:
+            raise RunError(f"workers not ready after {_START_S:.0f} s: {self._fleet.starting}")
+
+    def _on_ready(self, member: FleetMember) -> None:
+        log.info("worker ready", worker=member.worker)
+        self._timeline.worker(member.worker, "ready")
+        if member.role == "inference":
+            self._tasks.start_soon(self._engines.keep_current, member)
+        else:
+            member.callable = True
+            self._look(member)
+
+    def _on_change(self, member: FleetMember) -> None:
+        """A worker is lost, has left, or begins to drain."""
+        self._look(member)
+        self._engines.changed(member)
+
+    def _on_left(self, member: FleetMember, why: str) -> None:
+        self._timeline.worker(member.worker, "left", why)
+        self._on_change(member)
+        if member.role == "rollout":
+            self._on_gone(member.worker, True)
+
+    def _on_lost(self, member: FleetMember, how: str, final: bool) -> None:
+        self._timeline.worker(member.worker, "lost", how)
+        self._on_change(member)
+        if final:
+            self._ending.end("failed", f"{member.worker}: {how}")
+        elif member.role == "trainer" and not self.started:
+            self._ending.end("failed", f"{member.worker} was lost while the run was starting ({how})")
+        elif member.role == "trainer":
+            self._ending.end(
+                "failed",
+                f"{member.worker} was lost at version {self._setup.scheduler.version} ({how}); "
+                f"`stretto resume {self._setup.folder}` continues the run",
+            )
+        elif member.role == "rollout":
+            self._on_gone(member.worker, False)
+
+    def _notify(self) -> None:
+        """Wake the tasks that wait for a change."""
+        self._changed.set()
+        self._changed = anyio.Event()

@@ -1,0 +1,152 @@
+"""The train steps of a kernel: train a batch, announce the new weights, write a checkpoint if one is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+from anyio.abc import TaskGroup
+
+from stretto import tracing
+from stretto.bus.messages.events import BatchesReleased, Input, StepTrained, VersionPublished
+from stretto.bus.messages.inference import SwapDone
+from stretto.errors import one_error
+from stretto.kernel.calls.canary import EngineErrors
+from stretto.kernel.calls.engines import Engines
+from stretto.kernel.calls.trainers import StepResult, Trainers
+from stretto.kernel.durable.checkpointer import Checkpointer
+from stretto.kernel.durable.journal import JournalWriter
+from stretto.kernel.observe.timeline import Timeline
+from stretto.kernel.observe.traces import RunTraces, StepTrace
+from stretto.kernel.schedule.commands import StartBatch
+from stretto.kernel.schedule.outcomes import refs_of
+from stretto.kernel.setup import RunSetup
+from stretto.records.timeline import Cause
+from stretto.weights import WeightsNote
+
+
+class Steps:
+    """The steps of one kernel.
+
+    Args:
+        hear: lets the scheduler take in an event.
+    """
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        journal: JournalWriter,
+        tasks: TaskGroup,
+        *,
+        trainers: Trainers,
+        engines: Engines,
+        checkpointer: Checkpointer,
+        timeline: Timeline,
+        traces: RunTraces,
+        hear: Callable[[Input], None],
+    ) -> None:
+        self._setup = setup
+        self._scheduler = setup.scheduler
+        self._report = setup.report
+        self._journal = journal
+        self._tasks = tasks
+        self._trainers = trainers
+        self._engines = engines
+        self._checkpointer = checkpointer
+        self._timeline = timeline
+        self._traces = traces
+        self._hear = hear
+        self._engine_errors = EngineErrors()
+        self._ended = anyio.Event()
+        """Set by the end of each step."""
+        self._published = anyio.Event()
+        """The newest version is published, in the journal, and announced."""
+        self._published.set()
+        engines.on_swapped = self._take_in_swap
+
+    async def until_over(self) -> None:
+        """Wait until no batch is trained, and the newest version is announced."""
+        while self._scheduler.training:
+            await self._ended.wait()
+        await self._published.wait()
+
+    async def take(self, start: StartBatch) -> None:
+        """Train a batch, announce the new weights, and write a checkpoint if one is due.
+
+        The weights are published beside the next step, unless a checkpoint is due or nothing may run ahead.
+        """
+        waits = self._report.waits.take()
+        trace = self._traces.step(start)
+        with tracing.within(trace.span):
+            result, busy_s = await self._train(start, trace)
+        version, config = result.version, self._setup.config
+        divergence = self._engine_errors.divergence(result.divergence)
+        due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
+        due |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
+        beside = self._scheduler.settings.max_staleness > 0 and not due
+        note = None if beside else await self._publish(version)
+        # No await up to `announce`: no task may see the new ledger without the step's figures.
+        self._hear(StepTrained(version, due, divergence, bool(result.skipped)))
+        self._report.step(start, result, waits, generate_busy_s=busy_s, divergence=divergence)
+        self._record(start, result, waits)
+        self._traces.trained(trace, result.began)
+        if note is None:
+            self._published = anyio.Event()
+            self._tasks.start_soon(self._publish_beside, version, self._published)
+        else:
+            self._engines.announce(note)
+        self._ended.set()
+        self._ended = anyio.Event()
+        if due:
+            await self._checkpointer.save()
+            self._hear(BatchesReleased())
+
+    def report(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
+        """Report a repeated step."""
+        self._report.step(start, result, (), generate_busy_s=0.0, divergence=divergence)
+        self._record(start, result, ())
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _take_in_swap(self, worker: str, done: SwapDone) -> None:
+        """An engine has swapped weights, and scored the canary with them."""
+        self._engine_errors.add(worker, done)
+        self._report.swapped(worker, done)
+
+    async def _train(self, start: StartBatch, trace: StepTrace) -> tuple[StepResult, float]:
+        """Run the calls of a batch's step, and end the step, but not before the version of the previous one
+        is announced.
+
+        Returns:
+            The step's result, and the engines' mean seconds of work so far.
+        """
+        rows, ahead = refs_of(start.groups), refs_of(self._scheduler.done_groups)
+        needed = self._scheduler.evaluation.needed_versions
+        figures: list[float] = []
+
+        async def ask_engines() -> None:
+            with tracing.span("engine figures"):
+                figures.append(await self._engines.busy_s())
+
+        result = await self._trainers.step(self._journal.incarnation, start.version, rows, ahead, trace)
+        await self._published.wait()
+        with one_error():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask_engines)
+                await self._trainers.end(start.version, needed, trace)
+        return result, figures[0]
+
+    async def _publish(self, version: int) -> WeightsNote:
+        """Wait until a version is published, and write its digest to the journal."""
+        note = await self._trainers.published(version)
+        self._journal.hear(VersionPublished(version, note.digest))
+        await self._journal.flush()
+        return note
+
+    async def _publish_beside(self, version: int, published: anyio.Event) -> None:
+        self._engines.announce(await self._publish(version))
+        published.set()
+
+    def _record(self, start: StartBatch, result: StepResult, waits: tuple[tuple[Cause, float], ...]) -> None:
+        tickets = tuple(group.ticket for group in start.groups)
+        self._timeline.step(result.began, result.version, waits, tickets)
