@@ -27,7 +27,7 @@ from stretto.errors import BusError, ConfigError, ContractError, PluginError, Re
 from stretto.tracker import Tracker
 from stretto.user_code.scoring import score_group
 from stretto.workflow import Workflow
-from worlds import in_both_worlds
+from worlds import in_both_worlds, in_simulation
 
 RUN = """\
 name: test
@@ -662,7 +662,7 @@ def test_an_algorithm_that_raises_ends_the_run_with_one_message(start: Start, tm
     assert f'File \\"{file}\\", line 5, in advantages' in log.read_text()
 
 
-@in_both_worlds
+@in_simulation
 def test_an_engine_that_breaks_its_contract_ends_the_run_without_advice_to_resume(
     start: Start, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, PluginError
 from stretto.records.kept.answers import KeptAnswer, read_answers
 from stretto.records.kept.samples import SampleFilter, SampleStore
-from worlds import in_both_worlds
+from worlds import in_both_worlds, in_simulation
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 MODEL, HELDOUT = str(QUICKSTART / "model"), str(QUICKSTART / "heldout.jsonl")
@@ -340,7 +340,7 @@ def assert_evaluated(run: Any, versions: list[int]) -> None:
         assert line["evaluation/samples"] == summary["evaluation"][versions.index(version)]["samples"]
 
 
-@in_both_worlds
+@in_simulation
 def test_evaluations_beside_training_are_each_of_their_version(start: Any, tmp_path: Path) -> None:
     run = start(
         *("steps=12", "inference.tokens_per_s=1500", "workflow.timeout_s=5"),  # turns of half a second
@@ -352,7 +352,7 @@ def test_evaluations_beside_training_are_each_of_their_version(start: Any, tmp_p
     assert len([each for each in lent if each["workers"]]) > 1  # training had its turns in between
 
 
-@in_both_worlds
+@in_simulation
 def test_the_checkpoint_of_the_best_evaluation_survives(start: Any, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(
         "evaluated = []\n"

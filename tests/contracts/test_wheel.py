@@ -19,14 +19,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILE = "quickstart/run.yaml"
+SMALL = "evaluation=null queue.batch_size=4"
 WITHOUT_EXTRAS = (
     *("--help", "doctor", "plugins", "plugins algorithm grpo", "schema", "new reward brevity", "certs made"),
     *("status RUN", "runs", "samples RUN --step 1", "compare RUN RUN", "report RUN", "audit RUN", "logs RUN"),
     *("watch RUN", "export RUN", "export RUN --samples rows.jsonl"),
 )
 WITH_TORCH = (
-    *(f"check {FILE}", f"check {FILE} --graph", f"sweep {FILE} steps=1 evaluation=null --seeds 1,2"),
-    f"run {FILE} steps=1 inference=mock training=mock out=mock",
+    *(f"check {FILE}", f"check {FILE} --graph", f"sweep {FILE} steps=1 {SMALL} --seeds 1,2"),
+    f"run {FILE} steps=1 {SMALL} inference=mock training=mock out=mock",
     *("evaluate RUN", "replay RUN", "resume RUN steps=3"),
 )
 LIVING = ("scale living rollout=2", "worker --help", "stop living", "watch living")
@@ -148,7 +149,7 @@ def test_without_extras_the_page_shows_runs(base: Installed) -> None:
 def test_with_torch_all_commands_work(with_torch: Installed) -> None:
     for line in WITH_TORCH:
         with_torch.works(line)
-    with_torch.works(f"run --detach {FILE} steps=1000 evaluation=null out=living")
+    with_torch.works(f"run --detach {FILE} steps=1000 {SMALL} out=living")
     for line in LIVING:
         with_torch.works(line)
 

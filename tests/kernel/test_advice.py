@@ -15,7 +15,7 @@ import yaml
 from fixture_types import Start
 from stretto.kernel.observe.advice import RULES, Advice, Adviser, causes
 from stretto.kernel.observe.bottleneck import bottleneck
-from worlds import in_both_worlds
+from worlds import in_simulation
 
 Line = dict[str, Any]
 
@@ -441,7 +441,7 @@ def reward(tmp_path: Path, body: str) -> list[str]:
     return ["reward=function", f"reward.function={tmp_path}/mine.py:score"]
 
 
-@in_both_worlds
+@in_simulation
 def test_a_run_says_its_advice_everywhere(start: Start) -> None:
     run = start("steps=8")  # random answers are never right
     summary = run.assert_completed(8)
@@ -462,7 +462,7 @@ def test_a_run_says_its_advice_everywhere(start: Start) -> None:
     assert 0 < line["ticket_score_s"] < 10
 
 
-@in_both_worlds
+@in_simulation
 def test_a_reward_that_fails_is_told_by_cause(start: Start, tmp_path: Path) -> None:
     body = """
     def score(prompt, completion, n):
@@ -486,7 +486,7 @@ COLLAPSING = """
 """
 
 
-@in_both_worlds
+@in_simulation
 def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: Path) -> None:
     run = start(
         *reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "training.seconds_per_step=0.02"
@@ -501,7 +501,7 @@ def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: 
     run.assert_nothing_is_left()
 
 
-@in_both_worlds
+@in_simulation
 def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
     run = start("steps=30", "checkpoint.every=4")
     run.until_step(8)
@@ -512,7 +512,7 @@ def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
     assert start(resume=run).assert_completed(30)["advice"][0] == before[0]
 
 
-@in_both_worlds
+@in_simulation
 def test_a_run_that_ends_with_a_worse_policy_says_so_in_its_first_line(start: Start, tmp_path: Path) -> None:
     run = start(*reward(tmp_path, COLLAPSING), "steps=40", "training.seconds_per_step=0.02")
     reason = run.assert_completed(40)["reason"]

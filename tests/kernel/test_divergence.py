@@ -21,7 +21,7 @@ from stretto.rl.batch import Batch
 from stretto.training.engine import HFTraining
 from stretto.workers.shared_rows import choose_rows, engine_kl, score_rows
 from stretto_torch import TorchTrainingConfig
-from worlds import REAL, SIMULATED, in_both_worlds
+from worlds import REAL, SIMULATED, in_simulation
 
 # ------------------------------------------------------------------------------------ the shared rows
 
@@ -171,7 +171,7 @@ def test_an_engines_error_never_closes_the_gate(diverging: Start, weights: str) 
     assert run.summary()["staleness_limit"] == {"2": 12}
 
 
-@in_both_worlds
+@in_simulation
 def test_the_gate_closes_on_divergence_and_a_resumed_run_takes_the_recorded_figures(
     diverging: Start,
 ) -> None:

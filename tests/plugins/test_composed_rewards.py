@@ -18,7 +18,7 @@ from stretto.assembly.plugins import Plugins
 from stretto.cli.make.schema import json_schema
 from stretto.errors import StrettoError
 from stretto.user_code.scoring import score_group
-from worlds import in_both_worlds
+from worlds import in_simulation
 
 ROW = {"prompt": "?", "answer": "42"}
 
@@ -170,7 +170,7 @@ def test_the_schema_knows_parts(tmp_path: Path) -> None:
         )
 
 
-@in_both_worlds
+@in_simulation
 def test_a_run_shows_the_parts_of_its_reward(start: Start, refusals: Callable[..., list[str]]) -> None:
     reward = f"reward={json.dumps(SUM)}"
     run = start(reward, "steps=2", "samples.keep=all")

@@ -25,7 +25,7 @@ from stretto.tools import tool_of
 from stretto.workflow import Prompt, Score, Trajectory
 from stretto_multi_turn import MultiTurn, MultiTurnConfig
 from stretto_tool_use import ToolUse, ToolUseConfig
-from worlds import in_both_worlds
+from worlds import in_simulation
 
 CONTEXT = Context(run="r", name="n", seed=1)
 ENGINE = Path(__file__).with_name("scripted_engine.py")
@@ -321,7 +321,7 @@ def test_groups_of_any_size_are_trained(start: Start, tmp_path: Path) -> None:
     assert sum(summary["staleness"].values()) != 4 * 4 * 4  # sequences, of 16 groups
 
 
-@in_both_worlds
+@in_simulation
 def test_the_page_about_workflows_is_true(start: Start, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text()
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
@@ -447,7 +447,7 @@ def stretto_algorithm():
 """
 
 
-@in_both_worlds
+@in_simulation
 def test_pieces_of_a_sample_count_once_in_a_run(start: Start, tmp_path: Path) -> None:
     (tmp_path / "pieces.py").write_text(PIECES)
     run = start(

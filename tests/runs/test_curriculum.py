@@ -8,7 +8,7 @@ from typing import Any
 
 from fixture_types import Start
 from stretto.bus.messages.events import RowsDrawn
-from worlds import in_both_worlds
+from worlds import in_simulation
 
 REWARD = """
 def score(prompt, completion, n, **columns):
@@ -43,7 +43,7 @@ def rows_of(entries: list[RowsDrawn]) -> dict[int, int]:
     return dict(pairs)
 
 
-@in_both_worlds
+@in_simulation
 def test_a_killed_run_keeps_the_rows_that_it_has_drawn(start: Start, tmp_path: Path) -> None:
     options = mix_of(tmp_path)
     run = start(*options, "steps=14", "checkpoint.every=4", "checkpoint.keep=9")
@@ -71,7 +71,7 @@ def test_a_killed_run_keeps_the_rows_that_it_has_drawn(start: Start, tmp_path: P
     assert {"dataset/first/accuracy", "dataset/second/reward"} <= last.keys()
 
 
-@in_both_worlds
+@in_simulation
 def test_a_run_without_a_curriculum_records_no_draw(start: Start) -> None:
     run = start("steps=2")
     run.assert_completed(2)

@@ -16,7 +16,7 @@ import pytest
 
 from commands import stretto
 from fixture_types import Start
-from worlds import in_both_worlds, module_in_both_worlds
+from worlds import in_both_worlds, in_simulation, module_in_both_worlds
 
 
 def files_of(run: Any) -> dict[str, str]:
@@ -255,7 +255,7 @@ def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(s
     assert steps["steps"] == 20
 
 
-@in_both_worlds
+@in_simulation
 def test_a_run_without_a_checkpoint_is_repeated_from_its_beginning(start: Start, tmp_path: Path) -> None:
     evaluation = (f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}", "evaluation.rows=4")
     run = start("steps=12", "checkpoint.every=0", *evaluation, "evaluation.every=3")
@@ -270,7 +270,7 @@ def test_a_run_without_a_checkpoint_is_repeated_from_its_beginning(start: Start,
     assert steps["steps"] == 12
 
 
-@in_both_worlds
+@in_simulation
 def test_an_interrupt_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
     start: Start, tmp_path: Path
 ) -> None:
@@ -345,7 +345,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(unread: Any) -> None:
     unread.assert_completed(2)
 
 
-@in_both_worlds
+@in_simulation
 def test_resuming_passes_over_a_damaged_checkpoint(start: Start) -> None:
     run = start("checkpoint.every=2", "steps=12", "checkpoint.keep=3")
     run.until_step(6)

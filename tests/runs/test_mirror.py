@@ -22,7 +22,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.cli.show.mirror import mirror_run
 from stretto.errors import ConfigError, Refused
 from stretto.records.shared import is_record, record_sizes
-from worlds import in_both_worlds
+from worlds import in_simulation
 
 
 def begin(invitation: Path, folder: Path) -> subprocess.Popen[str]:
@@ -149,7 +149,7 @@ async def ask_for_records(folder: Path) -> None:
             await read("config.yaml", "0" * 64)
 
 
-@in_both_worlds
+@in_simulation
 def test_only_records_leave_the_folder_and_only_to_the_operator(start: Start) -> None:
     run = start("steps=5000", "checkpoint.every=0")
     run.until_step(1)

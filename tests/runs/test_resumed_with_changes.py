@@ -11,7 +11,7 @@ import pytest
 
 from fixture_types import Start
 from stretto.bus.messages.events import BatchStarted, Event, RunOwned
-from worlds import in_both_worlds, module_in_both_worlds
+from worlds import in_both_worlds, in_simulation, module_in_both_worlds
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -32,7 +32,7 @@ def assert_each_ticket_trained_once(events: list[Event]) -> None:
     assert len(tickets) == len(set(tickets))
 
 
-@in_both_worlds
+@in_simulation
 def test_a_killed_run_goes_on_with_a_smaller_bound_and_batch(start: Start) -> None:
     run = start("checkpoint.every=3", "steps=30", "queue.max_staleness=4", "inference.sigma=1.2")
     run.until_step(8)

@@ -27,7 +27,7 @@ from processes import arguments_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
-from worlds import in_both_worlds, module_in_both_worlds
+from worlds import in_both_worlds, in_simulation, module_in_both_worlds
 
 # ------------------------------------------------------------------------------------- it works
 
@@ -83,7 +83,7 @@ def test_synchronous_training_has_no_staleness(synchronous: dict[str, Any]) -> N
     assert synchronous["staleness"] == {"0": 4 * 4 * 4}
 
 
-@in_both_worlds
+@in_simulation
 def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
     run = start(
         *("queue.on_late=drop", "queue.max_staleness=1", "inference.sigma=1.5", "inference.slots=24"),
@@ -328,7 +328,7 @@ async def deliver_again(folder: Path) -> int:
     return again
 
 
-@in_both_worlds
+@in_simulation
 def test_a_ticket_that_is_delivered_twice_is_worked_on_once(start: Start) -> None:
     """As a server does that was killed before it had stored who has what."""
     run = start("steps=8", "rollout.concurrency=64", "inference.tokens_per_s=800")

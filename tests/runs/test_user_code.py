@@ -18,7 +18,7 @@ from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone
 from stretto.bus.server import Bootstrap
-from worlds import in_both_worlds, module_in_both_worlds
+from worlds import in_both_worlds, in_simulation, module_in_both_worlds
 
 # ------------------------------------------------------------------------------- what users write
 
@@ -226,7 +226,7 @@ async def write_faulty_groups(folder: Path) -> None:
     await client.close()
 
 
-@in_both_worlds
+@in_simulation
 def test_an_outcome_that_no_step_could_use_fails_its_ticket(start: Start) -> None:
     """And what is no outcome at all is refused and counted."""
     run = start("steps=25", "queue.max_failures=1000")

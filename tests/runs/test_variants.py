@@ -10,7 +10,7 @@ import pytest
 
 from fixture_types import Start
 from stretto.kernel.schedule.variants import variant_of
-from worlds import in_both_worlds
+from worlds import in_simulation
 
 REWARDS = """
 def long(prompt, completion): return 0.25
@@ -18,7 +18,7 @@ def short(prompt, completion): return {"reward": 0.75, "accuracy": 1.0}
 """
 
 
-@in_both_worlds
+@in_simulation
 def test_each_variant_has_its_own_sampling_and_reward_and_its_own_figures(
     start: Start, tmp_path: Path
 ) -> None:

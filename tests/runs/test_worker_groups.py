@@ -13,7 +13,7 @@ import pytest
 
 from fixture_types import Start
 from processes import arguments_of
-from worlds import in_both_worlds
+from worlds import in_simulation
 
 # --------------------------------------------------------------------------- many models, many groups
 
@@ -139,7 +139,7 @@ def test_supervised_runs_start_trainers_only(start: Start) -> None:
     assert "reward" not in again.metrics()[0]
 
 
-@in_both_worlds
+@in_simulation
 def test_a_supervised_run_may_sample_for_its_evaluation(start: Start, tmp_path: Path) -> None:
     evaluated = f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}"
     run = start("algorithm=sft", "algorithm.completion_column=answer", evaluated, "evaluation.rows=10")
@@ -147,7 +147,7 @@ def test_a_supervised_run_may_sample_for_its_evaluation(start: Start, tmp_path: 
     assert [point["version"] for point in summary["evaluation"]] == [0, 8]
 
 
-@in_both_worlds
+@in_simulation
 def test_rows_that_cannot_be_trained_on_are_refused_or_end_the_run(
     start: Start, refusals: Callable[..., list[str]], tmp_path: Path
 ) -> None:
