@@ -502,6 +502,29 @@ def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: 
 
 
 @in_simulation
+def test_a_kernel_that_is_killed_before_it_can_say_why_the_run_ends_leaves_that_to_the_next_one(
+    start: Start, tmp_path: Path
+) -> None:
+    options = (*reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "checkpoint.every=4")
+    run = start(*options, "training.seconds_per_step=0.02")
+    run.until(lambda: "the run cannot go on" in run.text())
+    run.process.kill()
+    run.process.wait()
+    assert not (run.folder / "summary.json").exists()
+    steps = len(run.metrics())
+    resumed = start(resume=run)
+    assert resumed.end() == 1
+    summary = resumed.assert_balanced()
+    assert summary["reason"].startswith("reward collapse (on_collapse: stop): mean reward fell from 0.")
+    assert steps <= summary["steps"] <= steps + 1
+    assert summary["checkpoints"][-1] == f"step-{summary['steps']:06d}"
+    again = start(resume=run)  # now its user knows
+    again.until_step(summary["steps"] + 2)
+    again.process.kill()
+    again.process.wait()
+
+
+@in_simulation
 def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
     run = start("steps=30", "checkpoint.every=4")
     run.until_step(8)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stretto.algorithm import Group
-from stretto.bus.messages.events import Evaluation
+from stretto.bus.messages.events import Evaluation, RunEnded
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.kernel.schedule.commands import (
     EvaluationDone,
@@ -30,6 +30,7 @@ from stretto.kernel.schedule.commands import (
     StartBatch,
     Withdraw,
 )
+from stretto.kernel.schedule.fold import apply
 from stretto.kernel.schedule.gate import DivergenceGate
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.records.timeline import Cause
@@ -1235,6 +1236,17 @@ def test_steps_that_change_nothing_end_the_run_also_when_kernels_change_in_betwe
     ]
     scheduler.release()
     assert not scheduler.training
+    assert (
+        continued(scheduler).failure
+        == scheduler.failure
+        == "the gradients of 5 steps in a row were not finite"
+    )
+    told = continued(scheduler)
+    apply(told, RunEnded("failed", scheduler.failure))
+    assert told.failure == ""
+    scheduler.owned(1000)
+    scheduler.start()  # somebody has resumed the run
+    assert scheduler.failure == ""
 
 
 def test_a_collapse_ends_the_run_at_the_same_step_also_when_kernels_change_in_between() -> None:

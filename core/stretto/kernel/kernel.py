@@ -1,8 +1,9 @@
 """The kernel owns a run on the bus. It carries out the scheduler's commands and never touches token data.
 
 A `Kernel` lives as long as one open bus (see `stretto.kernel.life`). It lets the scheduler take in events,
-writes them into the journal, and carries out the commands. Its parts admit the workers (`Admission`), continue
-a former kernel's run (`Resumption`), train the steps (`Steps`), and obey the run's user (`Operation`).
+writes them into the journal, and carries out the commands. Its parts admit the workers (`Admission`),
+continue a former kernel's run (`Resumption`), train the steps (`Steps`), and obey the run's user
+(`Operation`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import Input, OutcomeRead, RunClosing, ScheduleStarted, WorkerGone
+from stretto.bus.messages.events import Input, OutcomeRead, RunClosing, RunEnded, ScheduleStarted, WorkerGone
 from stretto.bus.messages.membership import Beacon, WorkerProcess
 from stretto.bus.messages.tickets import GroupFailed, Progress, TicketStarted
 from stretto.config import MetricsConfig
@@ -68,6 +69,8 @@ _TURN_S = 30.0
 """Maximum length of an evaluation's first turn at a single engine, in seconds."""
 _TURNS_PER_WORKFLOW = 10
 """The first turn takes at most `workflow.timeout_s` divided by this number."""
+_RECORD_S = 2.0
+"""Deadline for the last event. If it is not stored, a resume ends the run for the same reason once more."""
 _LOOK_S = 5.0
 """Deadline for the look whether another kernel owns the run."""
 _ATTEMPTS_PER_KERNEL = 1000
@@ -226,6 +229,7 @@ class Kernel:
         finally:
             with anyio.CancelScope(shield=True):
                 await self._dismiss()
+                await self._record_end()
             self._timeline.end(self._ending.status)
             self._report.refused = self._bus.refusals.count
             self._report.journal = self._journal.head
@@ -315,6 +319,14 @@ class Kernel:
         at_once = self._ending.forced or not self._bus.connected
         await self._fleet.stop(0 if at_once else _LEAVE_S)
         await self._samples.stop(at_once=at_once)
+
+    async def _record_end(self) -> None:
+        """Write the end into the journal. The summary follows at once."""
+        has_begun = self._owned or self._scheduler.failure
+        if has_begun and self._ending.over.is_set() and self._bus.connected:
+            self._journal.hear(RunEnded(self._ending.status, self._ending.reason))
+            with anyio.move_on_after(_RECORD_S), suppress(BusError):
+                await self._journal.flush()
 
     async def _beacons(self) -> None:
         while True:
@@ -409,6 +421,7 @@ class Kernel:
                 await self._checkpointer.save_last()
                 self._ending.end("completed", "")
             case Fail(reason):
+                log.error("the run cannot go on", reason=reason)
                 self._ending.drain("failed", reason)
 
     async def _end_evaluation(self, done: EvaluationDone) -> None:

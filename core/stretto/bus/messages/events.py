@@ -73,6 +73,13 @@ class RunClosing(Message, frozen=True):
     """The run ends early: no ticket is issued any more, and no batch begins."""
 
 
+class RunEnded(Message, frozen=True):
+    """The kernel ends, and tells its user why."""
+
+    status: str
+    reason: str
+
+
 Input = (
     RunOwned
     | ScheduleStarted
@@ -83,6 +90,7 @@ Input = (
     | StepTrained
     | BatchesReleased
     | RunClosing
+    | RunEnded
 )
 """Everything that changes the state of a scheduler."""
 

@@ -123,9 +123,13 @@ class Resumption:
         self._journal.incarnation = recovered.incarnation
         self._tickets.log_sequence = recovered.log_sequence
         self._engines.remember(recovered.notes)
-        if not recovered.is_exact or (recovered.repeated and not setup.continues):
+        failure = setup.scheduler.failure  # the former kernel could not say it
+        is_over = setup.continues and failure
+        if not recovered.is_exact or is_over or (recovered.repeated and not setup.continues):
             await self._checkpointer.save_required(recovered.notes[-1])
-        if setup.continues:
+        if is_over:
+            self._ending.end("failed", failure)
+        elif setup.continues:
             log.info("resumed", version=recovered.notes[-1].version, repeated=recovered.repeated)
             setup.report.recall()
         else:

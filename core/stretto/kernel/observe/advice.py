@@ -4,7 +4,7 @@
 no other figures, so a resumed run gives it the kept lines again. `RULES` lists the rules; docs/advice.md
 defines them.
 
-Rules compare means over steps. For the spread of the rewards see `stretto.kernel.schedule.collapse`.
+Rules compare means over steps. For the spread of the rewards see `stretto.kernel.schedule.health`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from stretto.kernel.observe.bottleneck import bottleneck, number, total, works
-from stretto.kernel.schedule.collapse import CLEARS, HOLDS, Rewards, Window
+from stretto.kernel.schedule.health import CLEARS, HOLDS, Rewards, Window
 
 _KEPT = 200
 """Number of newest lines that the rules can use."""

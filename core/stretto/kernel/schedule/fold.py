@@ -13,6 +13,7 @@ from stretto.bus.messages.events import (
     OutcomeRead,
     RowsDrawn,
     RunClosing,
+    RunEnded,
     RunOwned,
     ScheduleStarted,
     StepTrained,
@@ -58,6 +59,8 @@ def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) ->
             scheduler.release()
         case RunClosing():
             scheduler.close()
+        case RunEnded():
+            scheduler.failure = ""
 
 
 def decisions(commands: Iterable[Command]) -> Iterator[Decision]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -35,7 +35,6 @@ import msgspec
 from stretto.algorithm import Group
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
 from stretto.dataset import Curriculum
-from stretto.kernel.schedule.collapse import Collapse
 from stretto.kernel.schedule.commands import (
     Account,
     Command,
@@ -50,12 +49,10 @@ from stretto.kernel.schedule.commands import (
 from stretto.kernel.schedule.draws import Draws, DrawState, RecordedDraw
 from stretto.kernel.schedule.evaluation import EvaluationRounds, EvaluationState
 from stretto.kernel.schedule.gate import DivergenceGate
+from stretto.kernel.schedule.health import Health
 from stretto.kernel.schedule.open_tickets import OpenTicket, TrainingTickets, rewards_of, versions_of
 from stretto.kernel.schedule.variants import VariantAccount, VariantAccounts
 from stretto.records.timeline import Cause
-
-_MOST_SKIPPED = 5
-"""The run ends after this many steps in a row with a gradient that is not finite."""
 
 
 class Ledger(msgspec.Struct):
@@ -123,8 +120,8 @@ class Snapshot(msgspec.Struct):
     closing: bool = False
     waits_for: Cause | None = None
     setbacks: Setbacks = msgspec.field(default_factory=Setbacks)
-    skipped: int = 0
-    collapse: Collapse = msgspec.field(default_factory=Collapse)
+    health: Health = msgspec.field(default_factory=Health)
+    failure: str = ""
     staleness: dict[int, int] = {}
     reasons: dict[str, int] = {}
     gate: DivergenceGate | None = None
@@ -179,9 +176,9 @@ class Scheduler:
         self.waits_for: Cause | None = None
         """What the next step waits for, or the end of the run; None while a batch is trained."""
         self._setbacks = Setbacks()
-        self._skipped = 0
-        """Number of newest steps in a row that did not change some model."""
-        self._collapse = Collapse()
+        self._health = Health()
+        self.failure = ""
+        """Why the run has to end; empty if it goes on, or if its user knows."""
         self._phase: Phase = "new"
         self._closing = False
         self._held = False
@@ -252,8 +249,8 @@ class Scheduler:
             closing=self._closing,
             waits_for=self.waits_for,
             setbacks=msgspec.structs.replace(setbacks, rows=set(setbacks.rows)),
-            skipped=self._skipped,
-            collapse=copy.deepcopy(self._collapse),
+            health=copy.deepcopy(self._health),
+            failure=self.failure,
             staleness=dict(self.staleness),
             reasons=dict(self.reasons),
             limits=dict(self.limits),
@@ -285,7 +282,7 @@ class Scheduler:
         (j + 1)·B tickets have a deadline of version + j or earlier. Admission preserves this condition.
         """
         self._closing = self._held = False
-        self._setbacks, self._skipped = Setbacks(), 0
+        self._setbacks, self._health.skipped, self.failure = Setbacks(), 0, ""
         self._phase = "training"
         rows = list(self.evaluation.tickets.open.values())
         for ticket in (*self.tickets.open.values(), *rows):
@@ -308,7 +305,7 @@ class Scheduler:
         self._held, self._closing = snapshot.held, snapshot.closing
         self.waits_for = snapshot.waits_for
         self._setbacks = msgspec.structs.replace(snapshot.setbacks, rows=set(snapshot.setbacks.rows))
-        self._skipped, self._collapse = snapshot.skipped, copy.deepcopy(snapshot.collapse)
+        self._health, self.failure = copy.deepcopy(snapshot.health), snapshot.failure
         self._ledger = msgspec.structs.replace(snapshot.ledger, in_flight=0)
         self._commands.clear()
         rows = self.settings.rows  # the dataset may have fewer rows now
@@ -340,7 +337,7 @@ class Scheduler:
             expire: expire all finished groups, for this reason; none if it is empty.
         """
         assert not self.training
-        self._phase = "waiting"
+        self._phase, self.failure = "waiting", ""
         finished = [ticket for ticket in self.tickets.open.values() if ticket.done is not None]
         for ticket in finished if expire else ():
             self._retire(ticket, "expired", expire)
@@ -467,7 +464,10 @@ class Scheduler:
                 self._gate.observe(divergence, bound=bound, max_staleness=most)
             self.limits[self._gate.limit] += 1
         self.evaluation.reached(self.version)
-        self._stop_if_failing(rewards, skipped=skipped)
+        stops, results = self.settings.stops_on_collapse, self.evaluation.results
+        fail = self._health.observe(self.version, rewards, results, skipped=skipped, stops_on_collapse=stops)
+        if fail and not self._closing and self.version < self.settings.steps:
+            self._stop(fail)
         self._proceed()
 
     def release(self) -> None:
@@ -583,31 +583,11 @@ class Scheduler:
             return  # with `start` the count begins
         too_many = self._setbacks.add(setback, ticket.row, reason, self.settings)
         if too_many and not (self._closing and setback == "left out"):
-            self._commands.append(too_many)
-            self._closing = True
+            self._stop(too_many)
 
-    def _stop_if_failing(self, rewards: Sequence[float], *, skipped: bool) -> None:
-        """End the run if several steps in a row changed nothing, or if its reward has collapsed.
-
-        Args:
-            rewards: those of the last step's samples.
-        """
-        evaluations = [
-            (each.version, each.accuracy, each.samples)
-            for each in self.evaluation.results
-            if each.accuracy is not None
-        ]
-        fall = self._collapse.observe(self.version, rewards, evaluations)
-        self._skipped = self._skipped + 1 if skipped else 0
-        if self._closing or self.version == self.settings.steps:
-            return
-        fail: Fail | None = None
-        if self._skipped == _MOST_SKIPPED:
-            fail = Fail(f"the gradients of {_MOST_SKIPPED} steps in a row were not finite")
-        elif fall is not None and self.settings.stops_on_collapse:
-            fail = Fail(f"reward collapse (on_collapse: stop): {fall.message}")
-        self._commands += [fail] if fail else []
-        self._closing = fail is not None
+    def _stop(self, fail: Fail) -> None:
+        self._commands.append(fail)
+        self._closing, self.failure = True, fail.reason
 
     # -------------------------------------------------------------------------------- the batches
 

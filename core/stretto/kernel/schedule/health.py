@@ -1,5 +1,5 @@
-"""The rule that finds a collapse of the reward. Advice gives it to people; with `on_collapse: stop` it ends a
-run.
+"""What ends a run by its steps: gradients that are not finite, and a collapse of the reward. Advice uses the
+rule of the collapse too.
 
 *Spread* is the standard deviation of the rewards of single answers in a batch: the largest mean over 10 steps
 so far. It shows which difference in reward is large, whatever the scale of the reward.
@@ -8,10 +8,13 @@ so far. It shows which difference in reward is large, whatever the scale of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
+
+from stretto.bus.messages.events import Evaluation
+from stretto.kernel.schedule.commands import Fail
 
 HOLDS = 3
 """The reward has collapsed when the rule has held at this many steps in a row."""
@@ -19,6 +22,8 @@ CLEARS = 20
 """The collapse is over after this many steps in a row at which the rule did not hold."""
 _LONGEST = 10
 """Steps of the longest window."""
+_MOST_SKIPPED = 5
+"""The run ends after this many steps in a row with a gradient that is not finite."""
 
 Evaluated = tuple[int, float, int]
 """(version, accuracy, number of samples) of a held-out evaluation."""
@@ -142,6 +147,40 @@ class Collapse(msgspec.Struct):
             return None
         self.found = True
         return fall
+
+
+class Health(msgspec.Struct):
+    """Whether the steps of a run go well."""
+
+    skipped: int = 0
+    """Number of newest steps in a row that did not change some model."""
+    collapse: Collapse = msgspec.field(default_factory=Collapse)
+
+    def observe(
+        self,
+        step: int,
+        rewards: Sequence[float],
+        evaluations: Iterable[Evaluation],
+        *,
+        skipped: bool,
+        stops_on_collapse: bool,
+    ) -> Fail | None:
+        """Take in a step. Return a command to end the run if it cannot go on.
+
+        Args:
+            rewards: those of the step's samples.
+            evaluations: the complete ones, in order.
+        """
+        known = [
+            (each.version, each.accuracy, each.samples) for each in evaluations if each.accuracy is not None
+        ]
+        fall = self.collapse.observe(step, rewards, known)
+        self.skipped = self.skipped + 1 if skipped else 0
+        if self.skipped == _MOST_SKIPPED:
+            return Fail(f"the gradients of {_MOST_SKIPPED} steps in a row were not finite")
+        if fall is not None and stops_on_collapse:
+            return Fail(f"reward collapse (on_collapse: stop): {fall.message}")
+        return None
 
 
 def _held_out(evaluations: Sequence[Evaluated]) -> Fall | None:
