@@ -43,7 +43,7 @@ async def test_each_event_is_stored_once_and_by_the_newest_writer(tmp_path: Path
                         tasks.start_soon(anyio.to_thread.run_sync, server.kill)
                     elif version == STARTED_AT:
                         await anyio.to_thread.run_sync(server.start)
-                    await store(writers[-1], VersionPublished(version, f"of {kernel}"))
+                    await store(writers[-1], VersionPublished(0, version, f"of {kernel}"))
                 writers.append(await own_journal(bus, names, str(kernel + 1)))
                 for former in writers[:-1]:
                     await refused(former)
@@ -60,7 +60,7 @@ async def test_each_event_is_stored_once_and_by_the_newest_writer(tmp_path: Path
                 if sequence == last:
                     break
     assert found == [
-        VersionPublished(version, f"of {kernel}") for kernel in range(KERNELS) for version in range(EVENTS)
+        VersionPublished(0, version, f"of {kernel}") for kernel in range(KERNELS) for version in range(EVENTS)
     ]
 
 
@@ -71,4 +71,4 @@ async def store(writer: JournalWriter, event: Event) -> None:
 
 async def refused(writer: JournalWriter) -> None:
     with pytest.raises(Superseded):
-        await store(writer, VersionPublished(0, "of a former kernel"))
+        await store(writer, VersionPublished(0, 0, "of a former kernel"))

@@ -83,12 +83,12 @@ MUTATIONS: list[Mutation] = [
         new="""                notes.append(msgspec.structs.replace(note, digest=new_note.digest))\n""",
     ),
     # Recovery. Breaks "digests are attested": a step that was trained, but not yet recorded, is repeated and
-    # never gets its digest in the journal (kernel killed between the batch's entry and the step's).
+    # never gets its digest in the journal (kernel killed between the batch's start and its digest).
     Mutation(
         "a repeated step without a digest gets none",
         "stretto.kernel.durable.recovery",
         old="""        if recorded is None:
-            self._writer.hear(VersionPublished(note.version, note.digest))
+            self._writer.hear(VersionPublished(self._state.incarnation, note.version, note.digest))
             await self._writer.flush()
         elif recorded != note.digest:\n""",
         new="""        if recorded is not None and recorded != note.digest:\n""",

@@ -19,6 +19,7 @@ from stretto.bus.messages.events import (
     Event,
     EventBatch,
     Input,
+    JournalHead,
     OutcomeRead,
     RunOwned,
     ScheduleStarted,
@@ -71,6 +72,7 @@ class History:
         """Ticket -> sequence number of its bundle."""
         self.log_sequence = 0
         self.events = 0
+        self.head = JournalHead(0, "")
 
     async def begin(self) -> None:
         """Make the streams, and start the run."""
@@ -85,9 +87,12 @@ class History:
 
     async def store(self, *events: Event) -> None:
         """Append events in one message."""
-        batch = EventBatch(1, self.events, tuple(msgspec.Raw(encode(event)) for event in events))
+        batch = EventBatch(
+            1, self.events, tuple(msgspec.Raw(encode(event)) for event in events), self.head.digest
+        )
         self.events += len(events)
-        await self.bus.store.append(self.names.events, batch, id=f"event {self.events}")
+        sequence = await self.bus.store.append(self.names.events, batch, id=f"event {self.events}")
+        self.head = JournalHead(sequence, batch.digest)
 
     async def make_streams(self) -> None:
         names = self.names
@@ -108,7 +113,7 @@ class History:
     async def train(self) -> None:
         """Complete the step of the batch that has been started."""
         version = self.scheduler.version + 1
-        await self.store(VersionPublished(version, f"digest {version}"))
+        await self.store(VersionPublished(0, version, f"digest {version}"))
         await self.hear(StepTrained(version, hold=False))
 
     async def run_to(self, version: int) -> None:
@@ -126,7 +131,7 @@ class History:
         snapshot = msgspec.json.decode(data, type=Snapshot)
         version = snapshot.version
         state = KernelState(version, 0, f"digest {version}", snapshot, self.log_sequence, 1, "", 1, 0, 0, 0.0)
-        return folder, msgspec.structs.replace(state, events_after=end)
+        return folder, msgspec.structs.replace(state, events_after=end, journal=self.head)
 
 
 class Trainers:
@@ -369,8 +374,9 @@ async def test_a_group_of_which_an_image_is_gone_is_issued_again(
         assert [group.ticket for group in scheduler.done_groups] == [5]
 
 
-async def test_a_journal_that_ends_early_costs_its_steps_and_what_they_sampled(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
+@pytest.mark.parametrize("newest_is_there", [True, False])
+async def test_a_journal_without_its_end_costs_its_steps_and_what_they_sampled(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path, newest_is_there: bool
 ) -> None:
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
@@ -380,15 +386,60 @@ async def test_a_journal_that_ends_early_costs_its_steps_and_what_they_sampled(
         journal = await history.bus.store.end(stream)
         await history.run_to(5)
         await history.finish(10)  # tokens of version 4, which is lost
-        for sequence in range(journal.sequence + 1, (await history.bus.store.end(stream)).sequence):
+        end = (await history.bus.store.end(stream)).sequence
+        for sequence in range(journal.sequence + 1, end + 1 - newest_is_there):
             await history.bus.store.delete(stream, sequence)
         stored, result, scheduler = await recovered(history, checkpoint, reached=5)
-        assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 3)
+        # Only what follows a hole shows that messages were there.
+        assert stored.lost == LostData(steps=2, groups=1, journals=int(newest_is_there))
+        assert stored.lost_from == 3
         assert (result.repeated, result.incarnation > 0) == (1, True)
         assert scheduler.version == 3
         # Groups of the lost steps that weights up to version 3 have sampled are trained again.
         assert scheduler.training
         assert [group.ticket for group in scheduler.done_groups] == [8, 9]
+
+
+async def test_a_journal_that_is_not_that_of_the_checkpoint_is_a_loss(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        folder, state = await history.checkpoint(tmp_path)
+        for sequence, digest in (
+            (history.head.sequence, "of another message"),
+            (history.head.sequence + 1, history.head.digest),
+        ):
+            other = msgspec.structs.replace(state, journal=JournalHead(sequence, digest))
+            stored, result, _ = await recovered(history, (folder, other), reached=2)
+            assert (stored.lost, stored.lost_from) == (LostData(journals=1), None)
+            assert not result.is_exact
+
+
+async def test_an_outcome_that_the_log_has_lost_is_not_taken_for_another_one(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    """The next kernel gives its number to another outcome, so a checkpoint has to come first."""
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        checkpoint = await history.checkpoint(tmp_path)
+        await history.finish(4)
+        await delete(history, history.log_sequence)
+        stored, result, _ = await recovered(history, checkpoint, reached=2)
+        assert (stored.fold.is_whole, result.is_exact) == (False, False)
+
+
+async def test_weights_of_another_incarnation_that_follow_begin_a_new_one(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    """The newest checkpoint is damaged, and an older one of another incarnation is taken."""
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        checkpoint = await history.checkpoint(tmp_path)
+        await history.hear(RunOwned(41, 2, 1, "", 1000))
+        stored, result, _ = await recovered(history, checkpoint, reached=2)
+        assert (stored.lost.steps, stored.lost_from) == (0, 2)
+        assert result.incarnation not in (0, 41)
 
 
 async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(

@@ -1242,11 +1242,26 @@ def test_steps_that_change_nothing_end_the_run_also_when_kernels_change_in_betwe
         == "the gradients of 5 steps in a row were not finite"
     )
     told = continued(scheduler)
+    apply(told, RunEnded("interrupted", "a second Ctrl-C"))
+    assert told.failure == scheduler.failure  # its user does not know
     apply(told, RunEnded("failed", scheduler.failure))
     assert told.failure == ""
     scheduler.owned(1000)
     scheduler.start()  # somebody has resumed the run
     assert scheduler.failure == ""
+
+
+def test_what_ends_the_run_while_it_closes_is_kept_for_the_next_kernel() -> None:
+    scheduler, tickets = begun()
+    for _ in range(4):
+        assert take_step(scheduler, tickets, 0.0, skipped=True) == []
+        scheduler.release()
+        tickets.extend(each.ticket for each in scheduler.commands() if isinstance(each, Issue))
+    scheduler.group_done(done(tickets.popleft(), scheduler.version))
+    scheduler.close()  # for other numbers of trainers
+    scheduler.step_finished(skipped=True)
+    assert not any(isinstance(each, Fail) for each in scheduler.commands())
+    assert continued(scheduler).failure == "the gradients of 5 steps in a row were not finite"
 
 
 def test_a_collapse_ends_the_run_at_the_same_step_also_when_kernels_change_in_between() -> None:

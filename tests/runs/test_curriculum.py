@@ -33,12 +33,12 @@ def mix_of(folder: Path) -> list[str]:
 
 def draws(run: Any) -> list[RowsDrawn]:
     """The draws in the journal of a run whose kernel is dead."""
-    return [entry for entry in run.journal() if isinstance(entry, RowsDrawn)]
+    return [event for event in run.journal() if isinstance(event, RowsDrawn)]
 
 
-def rows_of(entries: list[RowsDrawn]) -> dict[int, int]:
+def rows_of(events: list[RowsDrawn]) -> dict[int, int]:
     """Ticket -> row. No ticket is drawn twice."""
-    pairs = [pair for entry in entries for pair in entry.draws]
+    pairs = [pair for event in events for pair in event.draws]
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
 
@@ -58,7 +58,7 @@ def test_a_killed_run_keeps_the_rows_that_it_has_drawn(start: Start, tmp_path: P
     assert rows_of(before).items() <= rows.items()
     assert list(rows) == list(range(len(rows)))
     assert len(rows) == run.summary()["ledger"]["issued"]
-    assert len(after) < len(rows)  # one entry for all tickets that were admitted at once
+    assert len(after) < len(rows)  # one event for all tickets that were admitted at once
     report = run.audit()
     assert report.status == "clean", report
     assert "draws in the journal" in [check.name for check in report.checks]

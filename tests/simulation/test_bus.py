@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import anyio
 import msgspec
@@ -340,17 +341,43 @@ async def test_a_kernel_that_takes_the_lease_becomes_the_only_writer(
         former = await own_journal(kernel, names, "here")
         async with anyio.create_task_group() as tasks:  # each waits for the one before
             for version in (1, 2, 3):
-                former.hear(VersionPublished(version, "digest"))
+                former.hear(VersionPublished(0, version, "digest"))
                 tasks.start_soon(former.flush)
         newer = await own_journal(kernel, names, "there")
         assert newer.epoch > former.epoch == 1
         assert await newest_epoch(kernel, names) == newer.epoch
-        former.hear(VersionPublished(5, "digest"))
+        former.hear(VersionPublished(0, 5, "digest"))
         with pytest.raises(Superseded):
             await former.flush()
-        newer.hear(VersionPublished(5, "another digest"))
+        newer.hear(VersionPublished(0, 5, "another digest"))
         await newer.flush()
         assert (await kernel.store.extent(names.journal_stream)).last == newer.epoch + 1
+
+
+async def test_events_whose_append_fails_are_stored_by_the_next_one(
+    open_bus: OpenBus, names: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_bus("kernel") as kernel:
+        store, writer = kernel.store, await own_journal(kernel, names, "here")
+        append = store.append
+
+        async def refused(*args: Any, **options: Any) -> int:
+            raise BusError("insufficient resources")
+
+        writer.hear(VersionPublished(0, 1, "digest"))
+        monkeypatch.setattr(store, "append", refused)
+        with pytest.raises(BusError, match="insufficient"):
+            await writer.flush()
+        monkeypatch.setattr(store, "append", append)
+        writer.hear(VersionPublished(0, 2, "digest"))
+        await writer.settle()
+        messages: list[EventBatch] = []
+        async for _, message in store.follow(names.journal_stream, names.events, EventBatch, start=1):
+            messages.append(message)
+            if len(messages) == 2:
+                break
+    assert [(each.first, len(each.events)) for each in messages] == [(0, 1), (1, 1)]
+    assert messages[1].former == messages[0].digest
 
 
 async def test_events_are_stored_in_order(open_bus: OpenBus, names: Subjects) -> None:

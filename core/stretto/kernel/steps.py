@@ -139,7 +139,7 @@ class Steps:
     async def _publish(self, version: int) -> WeightsNote:
         """Wait until a version is published, and write its digest to the journal."""
         note = await self._trainers.published(version)
-        self._journal.hear(VersionPublished(version, note.digest))
+        self._journal.hear(VersionPublished(self._journal.incarnation, version, note.digest))
         await self._journal.flush()
         return note
 

@@ -141,6 +141,7 @@ Decision = BatchStarted | RowsDrawn | EvaluationEnded
 class VersionPublished(Message, frozen=True):
     """The weights of a version are published. It changes no scheduler."""
 
+    incarnation: int
     version: int
     digest: str
     """A repetition of the step must reach it."""

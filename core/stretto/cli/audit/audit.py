@@ -179,26 +179,40 @@ class _Checker:
 
     def _check_chain(self) -> Check:
         """Each message of the journal follows the one before it, and those that checkpoints and the summary
-        name are there. After a loss, their numbers may have been given again."""
-        messages, named = self._journal.messages, self._named_messages()
-        lost = self._summary is not None and any(self._summary.get("lost", {}).values())
+        name are there. What they named before a part of the journal was lost need not be there."""
+        messages, named, lost = self._journal.messages, *self._named_messages()
         newest = max((each.sequence for each in named), default=0)
         later = [message.sequence for message in messages if message.sequence > newest]
         unchecked = [f"messages {_ranges(later)}: no file names a later one"] if later else []
-        unchecked += ["what checkpoints name: a part of the store was lost"] if lost else []
+        unchecked += [f"what {_listed(lost)} names: a part of the journal was lost"] if lost else []
         return Check(
             name="journal unaltered",
             checked=f"{len(messages)} messages; {len(named)} are named elsewhere",
             unchecked="; ".join(unchecked),
-            violations=[*chain_faults(messages, () if lost else named)],
+            violations=[*chain_faults(messages, named)],
             empty=not messages,
         )
 
-    def _named_messages(self) -> list[NamedMessage]:
-        """Return the messages of the journal that checkpoints and the summary name."""
+    def _named_messages(self) -> tuple[list[NamedMessage], list[str]]:
+        """Return the messages of the journal that checkpoints and the summary name, and which of these files
+        are older than the newest loss of a part of the journal.
+
+        Raises:
+            RunError: if another version of stretto has written one of them.
+        """
         records = [(f"checkpoint {each.name}", each.state) for each in self._checkpoints if not each.damage]
         records += [("summary.json", self._summary)] if self._summary is not None else []
-        return [NamedMessage(place, **record["journal"]) for place, record in records]
+        for place, record in records:
+            if "journal" not in record:
+                raise RunError(
+                    f"{self._folder}: {place} is of another version of stretto: audit the run with that one"
+                )
+        losses = {place: record["lost"]["journals"] for place, record in records}
+        newest = max(losses.values(), default=0)
+        named = [
+            NamedMessage(place, **record["journal"]) for place, record in records if losses[place] == newest
+        ]
+        return named, [place for place in losses if losses[place] < newest]
 
     def _check_journal(self) -> Check:
         """Each version has one batch, and its batch came before its step."""
@@ -533,7 +547,8 @@ class _Checker:
         if steps != list(range(1, len(steps) + 1)):
             odd = next(index for index, step in enumerate(steps, 1) if step != index)
             violations.append(f"line {odd} of the steps is that of step {steps[odd - 1]}")
-        if len(steps) > present:
+        # The line of a step is there before its weights are published, beside the next step.
+        if len(steps) > present + (present in self._batches):
             violations.append(f"{len(steps)} steps; the journal has {present}")
         missing = range(len(steps) + 1, present + 1)
         if missing and self._completed_at is not None:

@@ -135,10 +135,10 @@ class JournalRecord:
                         f"version {version} has two batches in incarnation {self.incarnation}"
                     )
                 batches[version] = batch
-            case VersionPublished(version, digest):
-                if version - 1 not in self.history.batches:
+            case VersionPublished(incarnation, version, digest):
+                if version - 1 not in self.histories.get(incarnation, BatchHistory()).batches:
                     self.unordered.append(f"the step to version {version} has no earlier batch")
-                self.steps[self.incarnation, version].append(digest)
+                self.steps[incarnation, version].append(digest)
             case EvaluationEnded(result):
                 self.evaluations.append((self.incarnation, result))
             case RowsDrawn(draws=draws):

@@ -51,8 +51,6 @@ class StoredMessage:
     """One message of a stream."""
 
     sequence: int
-    id: str
-    """The id under which the sender stored it."""
     content: Message | None
     """None if the bytes are not a message of the kind that its subject carries."""
 
@@ -128,7 +126,7 @@ class StoredRun:
         async def read(sequence: int) -> bytes:
             return parts.pop(sequence, b"")
 
-        async for subject, sequence, id, data in self._raw(stream):
+        async for subject, sequence, data in self._raw(stream):
             if subject.endswith(".part") and subject.removesuffix(".part") in decoders:
                 parts[sequence] = data
             elif subject in decoders:
@@ -136,7 +134,7 @@ class StoredRun:
                     content = decoders[subject](await join_stored(data, read))
                 except (msgspec.DecodeError, ValueError):
                     content = None
-                yield StoredMessage(sequence, id, content)
+                yield StoredMessage(sequence, content)
 
     async def newest(self, stream: str, subject: str, kind: type[M]) -> M | None:
         """Return the newest message of a subject; None if there is none, or if its bytes are not of this
@@ -157,8 +155,8 @@ class StoredRun:
         except (APIError, nats.errors.Error, TimeoutError) as error:
             raise BusError(f"{subject} cannot be read: {error}") from error
 
-    async def _raw(self, stream: str) -> AsyncIterator[tuple[str, int, str, bytes]]:
-        """Yield subject, sequence number, id and bytes of every message of a stream."""
+    async def _raw(self, stream: str) -> AsyncIterator[tuple[str, int, bytes]]:
+        """Yield subject, sequence number and bytes of every message of a stream."""
         left = (await self._jetstream.stream_info(stream)).state.messages
         everything = ConsumerConfig(deliver_policy=DeliverPolicy.ALL, ack_policy=AckPolicy.NONE)
         consumer = await self._jetstream.add_consumer(stream, everything)
@@ -172,8 +170,7 @@ class StoredRun:
                 raise BusError(f"{left} messages of {stream} cannot be read: {error}") from error
             left -= len(batch)
             for msg in batch:
-                id = (msg.headers or {}).get("Nats-Msg-Id", "")
-                yield msg.subject, msg.metadata.sequence.stream, id, msg.data
+                yield msg.subject, msg.metadata.sequence.stream, msg.data
 
 
 # --------------------------------------------------------------------------------------- private

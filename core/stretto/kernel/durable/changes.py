@@ -6,8 +6,8 @@
     fingerprints.json  fingerprint of each dataset, by the key of its section
 
 A change is decided when `config.yaml` is replaced. A resumed run first repeats the steps that were trained
-with previous values. It changes to the next values where the journal records the change, or at the journal's
-end (`kernel.py`).
+with previous values. It changes to the next values where the journal has the change, or at the journal's end
+(`stretto.kernel.life`).
 """
 
 from __future__ import annotations

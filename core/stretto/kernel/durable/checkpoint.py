@@ -61,12 +61,15 @@ class LostData(msgspec.Struct, frozen=True):
     """Finished groups whose trajectories were gone, or were sampled by the weights of lost steps."""
     messages: int = 0
     """Messages that were missing in the part of the log that no checkpoint covered."""
+    journals: int = 0
+    """How often messages of the journal were missing."""
 
     def __bool__(self) -> bool:
         return self != LostData()
 
     def __add__(self, other: LostData) -> LostData:
-        return LostData(self.steps + other.steps, self.groups + other.groups, self.messages + other.messages)
+        own, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return LostData(*map(sum, zip(own, others, strict=True)))
 
 
 class KernelState(msgspec.Struct, frozen=True):

@@ -127,7 +127,7 @@ class Checkpointer:
         return self._engines.note
 
     async def _write(self, name: str, note: WeightsNote) -> None:
-        await self._journal.flush()
+        await self._journal.settle()
         state = self._state(note)  # no await in between: later events go on from this state
         async with writing(self._root, name, state, self._store) as draft:
             await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))

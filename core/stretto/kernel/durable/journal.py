@@ -41,11 +41,13 @@ class JournalWriter:
         """The newest message that the server has stored."""
         self._appending = anyio.Lock()
         self.events_after = end.sequence
-        """Sequence number in the stream: the scheduler has taken in all events up to it, and those that are
-        not stored yet. A snapshot that is taken when none is waiting goes on with the later ones."""
+        """Sequence number in the stream: the scheduler has taken in all events up to it, and those that
+        wait."""
         self._stored = 0
         """Number of events that the server has stored."""
         self._pending: list[msgspec.Raw] = []
+        self._sent: EventBatch | None = None
+        """The message that is on its way, or whose append has failed."""
         self._any_pending = anyio.Event()
         self.incarnation = 0
         """Incarnation of the weights. It rises when a repeated step does not reach its recorded digest."""
@@ -56,15 +58,26 @@ class JournalWriter:
         self._any_pending.set()
 
     async def flush(self) -> None:
-        """Wait until the server has stored all events that were heard, also meanwhile.
+        """Wait until the server has stored all events that were heard before the call.
 
         Raises:
             Superseded: if another kernel has taken the lease.
-            BusError: if the server cannot store them.
+            BusError: if the server cannot store them. The next call tries again.
         """
+        heard = self._stored + self._waiting
         async with self._appending:
-            while self._pending:
+            while self._stored < heard:
                 await self._store_events()
+
+    async def settle(self) -> None:
+        """Wait until no event waits. A snapshot that is taken before the next await has the state after
+        `events_after`.
+
+        Raises:
+            Superseded, BusError: as `flush`.
+        """
+        while self._waiting:
+            await self.flush()
 
     async def keep(self) -> None:
         """Store the events for which nobody waits, until cancelled.
@@ -82,13 +95,20 @@ class JournalWriter:
         """Sequence number of the last message in the stream."""
         return self._end.sequence
 
+    @property
+    def _waiting(self) -> int:
+        """Number of events that the server has not acknowledged."""
+        return len(self._pending) + (len(self._sent.events) if self._sent else 0)
+
     async def _store_events(self) -> None:
-        if not self._pending:
-            return
-        events = EventBatch(self.epoch, self._stored, tuple(self._pending), self.head.digest)
-        self._pending, self._any_pending = [], anyio.Event()
+        """Store the events that wait. A message that may have been stored is sent again as it was."""
+        if self._sent is None:
+            self._sent = EventBatch(self.epoch, self._stored, tuple(self._pending), self.head.digest)
+            self._pending, self._any_pending = [], anyio.Event()
+        events = self._sent
         id = f"events/{self.epoch}/{events.first}"
         await self._bus.store.append(self.names.events, events, id=id, after=self._end)
+        self._sent = None
         self._stored += len(events.events)
         self.events_after = self._end.sequence
         self.head = JournalHead(self._end.sequence, events.digest)

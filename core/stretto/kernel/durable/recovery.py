@@ -41,7 +41,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
 from stretto.bus.messages.training import RowRef
 from stretto.bus.store import Extent
-from stretto.errors import ConfigError, RunError
+from stretto.errors import ConfigError, Malformed, MessageGone, RunError
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.durable.checkpoint import KernelState, LostData
 from stretto.kernel.durable.journal import JournalWriter
@@ -58,7 +58,7 @@ Name = tuple[Purpose, int, int]
 """(purpose, ticket, attempt) of an outcome."""
 
 
-class _Steps(Protocol):
+class _RepeatedSteps(Protocol):
     """The part of `Trainers` that a repetition needs."""
 
     async def load(
@@ -94,8 +94,10 @@ class Journal:
     """Version -> digest of its weights, of that incarnation."""
     draws: dict[int, RecordedDraw] = field(default_factory=dict[int, RecordedDraw])
     """Draws of a curriculum, by ticket."""
+    incarnation: int | None = None
+    """That of the newest kernel; None if none has owned the run since the checkpoint."""
     is_damaged: bool = False
-    """Whether events are missing, or the stream ends before the checkpoint's place in it."""
+    """Whether messages are missing. What followed the first one is in no place of `heard`."""
 
 
 @dataclass
@@ -117,7 +119,9 @@ class Fold:
     next_values: int | None = None
     """Number of the values with which the journal goes on; None if it does not."""
     is_whole: bool = True
-    """Whether no event follows that could not be taken in."""
+    """Whether each event was taken in, up to where other values follow."""
+    is_left: bool = False
+    """Whether weights of another incarnation follow."""
 
     def applied_to(self, state: KernelState) -> KernelState:
         """Return the state of a checkpoint that has taken in these events, which start no batch."""
@@ -264,7 +268,7 @@ async def read_store(
     fold = _fold(scheduler, journal, usable, state, values)
     end = fold.version
     newest = max(reached, *journal.digests, end)
-    is_cut = fold.next_values is None and (newest > end or end in journal.started)
+    is_cut = fold.next_values is None and (newest > end or end in journal.started or fold.is_left)
     lost_steps = newest - end if is_cut else 0
     if lost_steps and folder is None and not end:
         raise ConfigError(
@@ -292,7 +296,7 @@ async def read_store(
         fold=fold,
         later=() if fold.next_values else later,
         log_is_short=short,
-        lost=LostData(lost_steps, len(lost), missing),
+        lost=LostData(lost_steps, len(lost), missing, int(journal.is_damaged)),
         lost_from=end if is_cut else None,
     )
 
@@ -305,6 +309,7 @@ def begin(scheduler: Scheduler, snapshot: Snapshot, journal: Journal, *, fits: b
     """
     scheduler.restore(snapshot, journal.draws)
     if not fits:
+        scheduler.failure = ""  # with other values the run may go on
         scheduler.fit()
 
 
@@ -321,7 +326,7 @@ class Repetition:
         self,
         writer: JournalWriter,
         scheduler: Scheduler,
-        trainers: _Steps,
+        trainers: _RepeatedSteps,
         checkpoint: tuple[Path | None, KernelState],
         stored: Stored,
         *,
@@ -423,7 +428,7 @@ class Repetition:
         self._notes.append(note)
         recorded = self._stored.journal.digests.get(note.version)
         if recorded is None:
-            self._writer.hear(VersionPublished(note.version, note.digest))
+            self._writer.hear(VersionPublished(self._state.incarnation, note.version, note.digest))
             await self._writer.flush()
         elif recorded != note.digest:
             log.error("repetition differs", version=note.version, digest=note.digest, expected=recorded)
@@ -473,20 +478,21 @@ def _fold(
 
     Args:
         outcomes: those that are there, by sequence number in the log. Without its outcome, an event is left
-            out.
+            out, and if a batch followed from it, the fold ends.
     """
     fold = Fold(state.events_after, state.log_sequence, version=state.version)
     for heard in journal.heard:
         event = heard.event
         if isinstance(event, RunOwned) and (event.incarnation, event.values) != (state.incarnation, values):
             fold.next_values = event.values if event.values > values else None
-            fold.is_whole = fold.next_values is not None
+            fold.is_whole = fold.is_whole and fold.next_values is not None
+            fold.is_left = fold.next_values is None and event.incarnation != state.incarnation
             break
         outcome = outcomes.get(event.sequence) if isinstance(event, OutcomeRead) else None
         if isinstance(event, OutcomeRead) and outcome is None:
+            fold.is_whole = False
             if heard.batch is None:
                 continue
-            fold.is_whole = False
             break
         if isinstance(event, StepTrained) and not scheduler.training:
             fold.is_whole = False
@@ -538,28 +544,36 @@ async def _gone(bus: Bus, names: Subjects, extent: Extent, sequences: set[int]) 
 
 
 async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journal:
-    """Read the journal from a checkpoint on, up to the first event that is missing."""
+    """Read the journal from a checkpoint on. After a missing message, only what must not be done again
+    counts."""
     journal, after, stream = Journal(), state.events_after, names.journal_stream
     last = await bus.store.last_sequence(stream, names.events)
-    journal.is_damaged = (await bus.store.end(stream)).sequence < after
+    journal.is_damaged = await _lacks(bus, names, state)
+    former = "" if state.journal.sequence > after else state.journal.digest
     if last <= after:
         return journal
-    incarnation = state.incarnation
-    numbers: dict[int, int] = {}
-    """Lease epoch -> number of its next event."""
     async for sequence, batch in bus.store.follow(stream, names.events, EventBatch, start=after + 1):
-        expected = numbers.get(batch.lease_epoch, 0 if numbers else batch.first)
-        if batch.first != expected:
-            journal.is_damaged = True
-            break
-        numbers[batch.lease_epoch] = batch.first + len(batch.events)
+        journal.is_damaged |= former not in ("", batch.former)
+        former = batch.digest
         for event in _events_of(batch, sequence):
-            if isinstance(event, RunOwned):
-                incarnation = event.incarnation
-            _add(journal, sequence, event, is_current=incarnation == state.incarnation)
+            _add(journal, sequence, event, state.incarnation)
         if sequence >= last:
             break
     return journal
+
+
+async def _lacks(bus: Bus, names: Subjects, state: KernelState) -> bool:
+    """Return whether the journal lacks the message that was its newest one at the checkpoint, or ends before
+    the checkpoint's place."""
+    if (await bus.store.end(names.journal_stream)).sequence < state.events_after:
+        return True
+    if not state.journal.sequence:
+        return False
+    try:
+        newest = await bus.store.read(names.journal_stream, state.journal.sequence, EventBatch)
+    except (MessageGone, Malformed):
+        return True
+    return newest.digest != state.journal.digest
 
 
 def _events_of(batch: EventBatch, sequence: int) -> list[Event]:
@@ -572,27 +586,30 @@ def _events_of(batch: EventBatch, sequence: int) -> list[Event]:
         ) from error
 
 
-def _add(journal: Journal, position: int, event: Event, *, is_current: bool) -> None:
+def _add(journal: Journal, position: int, event: Event, incarnation: int) -> None:
     """Add the next event to a journal.
 
     Args:
-        is_current: whether it belongs to the checkpoint's incarnation.
+        incarnation: that of the checkpoint.
     """
     match event:
         case RowsDrawn(version, draws):  # a new incarnation keeps the draws of the previous one
             journal.draws |= {ticket: RecordedDraw(version, row) for ticket, row in draws}
         case BatchStarted(version):
-            if is_current:
+            if journal.incarnation in (None, incarnation):
                 journal.started.add(version)
-            if journal.heard:
+            if journal.heard and not journal.is_damaged:
                 journal.heard[-1].batch = event
-        case VersionPublished(version, digest):
-            if is_current:
+        case VersionPublished(own, version, digest):
+            if own == incarnation:
                 journal.digests.setdefault(version, digest)
         case EvaluationEnded():
             pass
         case _:
-            journal.heard.append(Heard(position, event))
+            if isinstance(event, RunOwned):
+                journal.incarnation = event.incarnation
+            if not journal.is_damaged:
+                journal.heard.append(Heard(position, event))
 
 
 def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:

@@ -125,14 +125,15 @@ class Resumption:
         self._engines.remember(recovered.notes)
         failure = setup.scheduler.failure  # the former kernel could not say it
         is_over = setup.continues and failure
-        if not recovered.is_exact or is_over or (recovered.repeated and not setup.continues):
+        has_news = recovered.repeated or (not stored.fits and stored.fold.events)
+        if not recovered.is_exact or is_over or (has_news and not setup.continues):
             await self._checkpointer.save_required(recovered.notes[-1])
-        if is_over:
-            self._ending.end("failed", failure)
-        elif setup.continues:
+        if setup.continues:
             log.info("resumed", version=recovered.notes[-1].version, repeated=recovered.repeated)
             setup.report.recall()
-        else:
+        if is_over:
+            self._ending.end("failed", failure)
+        elif not setup.continues:
             self._ending.next_values = recovered.next_values
             self._ending.end("repeated" if setup.replays is None else "completed", "")
         return recovered

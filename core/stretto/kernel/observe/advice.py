@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from stretto.kernel.observe.bottleneck import bottleneck, number, total, works
-from stretto.kernel.schedule.health import CLEARS, HOLDS, Rewards, Window
+from stretto.kernel.schedule.health import CLEARS, HOLDS, RewardHistory, Window
 
 _KEPT = 200
 """Number of newest lines that the rules can use."""
@@ -119,7 +119,7 @@ class _History:
         """(version, accuracy, samples)."""
         self.first: dict[str, Window] = {}
         """Name -> the first 10 steps with that figure, for `reward` and `entropy`."""
-        self.rewards = Rewards()
+        self.rewards = RewardHistory()
         self.lr = 0.0
         """Largest learning rate so far."""
         self.limit = -math.inf
@@ -144,12 +144,12 @@ class _History:
 
     @property
     def start(self) -> Window | None:
-        """See `Rewards`."""
+        """See `RewardHistory`."""
         return self.rewards.start
 
     @property
     def spread(self) -> float:
-        """See `Rewards`."""
+        """See `RewardHistory`."""
         return self.rewards.spread
 
     def known(self, name: str) -> list[tuple[int, float]]:

@@ -152,6 +152,7 @@ class Report:
         """
         self.lost += loss
         parts = [f"{loss.groups} finished groups", f"{loss.messages} messages of the log"]
+        parts += ["a part of the journal"] if loss.journals else []
         if version is not None:
             parts.insert(0, f"{loss.steps} steps, from version {version} on")
         self.problems.append(f"the store was damaged; lost: {', '.join(parts)}; what is lost is done again")

@@ -59,8 +59,8 @@ def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) ->
             scheduler.release()
         case RunClosing():
             scheduler.close()
-        case RunEnded():
-            scheduler.failure = ""
+        case RunEnded(_, reason):
+            scheduler.failure = "" if reason == scheduler.failure else scheduler.failure
 
 
 def decisions(commands: Iterable[Command]) -> Iterator[Decision]:

@@ -62,7 +62,7 @@ class Fall(msgspec.Struct, frozen=True):
     message: str
 
 
-class Rewards(msgspec.Struct):
+class RewardHistory(msgspec.Struct):
     """The rewards of a run's steps, as far as the rule needs them."""
 
     newest: list[tuple[int, float]] = []
@@ -127,7 +127,7 @@ class Rewards(msgspec.Struct):
 class Collapse(msgspec.Struct):
     """Whether the reward of a run has collapsed: the rule at each step."""
 
-    rewards: Rewards = msgspec.field(default_factory=Rewards)
+    rewards: RewardHistory = msgspec.field(default_factory=RewardHistory)
     held: int = 0
     """Number of newest steps in a row at which the rule has held."""
     clear: int = 0

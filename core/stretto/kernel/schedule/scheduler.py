@@ -337,7 +337,7 @@ class Scheduler:
             expire: expire all finished groups, for this reason; none if it is empty.
         """
         assert not self.training
-        self._phase, self.failure = "waiting", ""
+        self._phase = "waiting"
         finished = [ticket for ticket in self.tickets.open.values() if ticket.done is not None]
         for ticket in finished if expire else ():
             self._retire(ticket, "expired", expire)
@@ -466,7 +466,7 @@ class Scheduler:
         self.evaluation.reached(self.version)
         stops, results = self.settings.stops_on_collapse, self.evaluation.results
         fail = self._health.observe(self.version, rewards, results, skipped=skipped, stops_on_collapse=stops)
-        if fail and not self._closing and self.version < self.settings.steps:
+        if fail and self.version < self.settings.steps:
             self._stop(fail)
         self._proceed()
 
@@ -586,7 +586,7 @@ class Scheduler:
             self._stop(too_many)
 
     def _stop(self, fail: Fail) -> None:
-        self._commands.append(fail)
+        self._commands += [] if self._closing else [fail]
         self._closing, self.failure = True, fail.reason
 
     # -------------------------------------------------------------------------------- the batches

@@ -74,8 +74,8 @@ class Tape(msgspec.Struct, frozen=True, kw_only=True):
     """The run file, without its paths."""
     faults: tuple[Fault, ...]
     patience_s: float = 60.0
-    """Virtual seconds within which the journal gets an entry, from the last one or from the end of the last
-    fault on."""
+    """Virtual seconds within which the journal gets a batch, a version or an evaluation, from the last one or
+    from the end of the last fault on."""
     model: str = ""
     """Digest of the version that the run ends with, whatever goes wrong; empty if that is not known."""
     may_fail: bool = False

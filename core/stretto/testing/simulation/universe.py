@@ -322,8 +322,8 @@ class Universe:
             self._replaced.set_result(None)
 
     async def _audit(self) -> dict[str, Any]:
-        """Do what `stretto audit` does, in calm weather. A kernel that is replaced between a step's entry in
-        the journal and its line in `metrics.jsonl` may add the line after its rival has."""
+        """Do what `stretto audit` does, in calm weather. A kernel that is replaced between a step's event and
+        its line in `metrics.jsonl` may add the line after its rival has."""
         self.over = True
         self.server.calm()
         report = await audit(self.folder / "run")
