@@ -360,7 +360,7 @@ def test_resuming_passes_over_a_damaged_checkpoint(start: Start) -> None:
         metrics.write('{"step": 7')
     resumed = start(resume=run)
     summary = resumed.assert_completed(12)
-    assert (summary["run"], summary["lost"]) == (name, {"steps": 0, "groups": 0, "messages": 0})
+    assert (summary["run"], *summary["lost"].values()) == (name, 0, 0, 0, 0)
     for message in ("checkpoint is damaged", "file is damaged", "summary is damaged", "last line is broken"):
         assert message in resumed.text()
 
@@ -391,7 +391,9 @@ def test_a_run_that_has_lost_its_store_goes_on_from_its_checkpoint_or_is_refused
     resumed = start(resume=run)
     summary = resumed.assert_completed(14)
     assert summary["lost"]["steps"] == steps - version
+    assert summary["lost"]["journals"] == 1
     assert "the store was damaged" in summary["problems"][0]
+    run.assert_audit_is_clean()
     cut = [json.loads(line) for line in (run.folder / "metrics.cut.jsonl").read_text().splitlines()]
     assert [line["step"] for line in cut] == list(range(version + 1, steps + 1))
 

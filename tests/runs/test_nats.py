@@ -185,7 +185,7 @@ def test_nothing_is_lost_when_servers_of_a_cluster_are_killed_for_two_minutes(
         assert summary["version"] > steps >= 24
         assert summary["restarts"] == 0
         assert summary["ledger"]["trained"] == 4 * summary["version"]
-        assert summary["lost"] == {"steps": 0, "groups": 0, "messages": 0}
+        assert not any(summary["lost"].values())
         run.assert_audit_is_clean()
 
 
