@@ -416,6 +416,21 @@ async def test_a_journal_that_is_not_that_of_the_checkpoint_is_a_loss(
             assert not result.is_exact
 
 
+async def test_a_state_that_was_handed_over_knows_its_place_in_the_journal(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        folder, state = await history.checkpoint(tmp_path)
+        await history.finish(4)
+        stored, _, _ = await recovered(history, (folder, state), reached=2)
+        assert stored.fold.message == history.head
+        handed_over = folder, stored.fold.applied_to(state)
+        await history.finish(5)
+        stored, result, _ = await recovered(history, handed_over, reached=2)
+        assert (stored.lost, result.is_exact, result.repeated) == (LostData(), True, 1)
+
+
 async def test_an_outcome_that_the_log_has_lost_is_not_taken_for_another_one(
     open_bus: OpenBus, names: Subjects, tmp_path: Path
 ) -> None:

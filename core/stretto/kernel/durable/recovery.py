@@ -31,6 +31,7 @@ from stretto.bus.messages.events import (
     Event,
     EventBatch,
     Input,
+    JournalHead,
     OutcomeRead,
     RowsDrawn,
     RunOwned,
@@ -76,8 +77,8 @@ class _RepeatedSteps(Protocol):
 class Heard:
     """Something that the previous kernels' schedulers heard, and what they decided."""
 
-    position: int
-    """Sequence number in the journal's stream."""
+    message: JournalHead
+    """The message of the journal that has it."""
     event: Input
     batch: BatchStarted | None = None
     """The batch that followed."""
@@ -106,6 +107,8 @@ class Fold:
 
     position: int
     """Sequence number in the journal's stream up to which they reach."""
+    message: JournalHead
+    """The last message that they, or the checkpoint, know."""
     log_sequence: int
     """Sequence number of the last outcome that has been taken in."""
     events: list[tuple[Input, Outcome | None]] = field(default_factory=list[tuple[Input, Outcome | None]])
@@ -126,7 +129,11 @@ class Fold:
     def applied_to(self, state: KernelState) -> KernelState:
         """Return the state of a checkpoint that has taken in these events, which start no batch."""
         return msgspec.structs.replace(
-            state, snapshot=self.end, log_sequence=self.log_sequence, events_after=self.position
+            state,
+            snapshot=self.end,
+            log_sequence=self.log_sequence,
+            events_after=self.position,
+            journal=self.message,
         )
 
 
@@ -191,7 +198,7 @@ class Stored:
             fits=True,
             journal=Journal(draws=recorded),
             outcomes=(),
-            fold=Fold(state.events_after, state.log_sequence, version=state.version),
+            fold=Fold(state.events_after, state.journal, state.log_sequence, version=state.version),
             later=(),
             log_is_short=False,
             lost=LostData(),
@@ -480,7 +487,7 @@ def _fold(
         outcomes: those that are there, by sequence number in the log. Without its outcome, an event is left
             out, and if a batch followed from it, the fold ends.
     """
-    fold = Fold(state.events_after, state.log_sequence, version=state.version)
+    fold = Fold(state.events_after, state.journal, state.log_sequence, version=state.version)
     for heard in journal.heard:
         event = heard.event
         if isinstance(event, RunOwned) and (event.incarnation, event.values) != (state.incarnation, values):
@@ -504,7 +511,7 @@ def _fold(
             break
         fold.steps += start is not None
         fold.version = scheduler.version + scheduler.training
-        fold.position = heard.position
+        fold.position, fold.message = heard.message.sequence, heard.message
         fold.events.append((event, outcome))
         if isinstance(event, OutcomeRead):
             fold.log_sequence = event.sequence
@@ -556,7 +563,7 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journa
         journal.is_damaged |= former not in ("", batch.former)
         former = batch.digest
         for event in _events_of(batch, sequence):
-            _add(journal, sequence, event, state.incarnation)
+            _add(journal, JournalHead(sequence, former), event, state.incarnation)
         if sequence >= last:
             break
     return journal
@@ -586,7 +593,7 @@ def _events_of(batch: EventBatch, sequence: int) -> list[Event]:
         ) from error
 
 
-def _add(journal: Journal, position: int, event: Event, incarnation: int) -> None:
+def _add(journal: Journal, message: JournalHead, event: Event, incarnation: int) -> None:
     """Add the next event to a journal.
 
     Args:
@@ -609,7 +616,7 @@ def _add(journal: Journal, position: int, event: Event, incarnation: int) -> Non
             if isinstance(event, RunOwned):
                 journal.incarnation = event.incarnation
             if not journal.is_damaged:
-                journal.heard.append(Heard(position, event))
+                journal.heard.append(Heard(message, event))
 
 
 def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:
