@@ -162,6 +162,14 @@ class EventBatch(Message, frozen=True):
     former: str = ""
     """Digest of the message of this kind before it, also of another kernel; empty if there is none."""
 
+    def decoded(self) -> list[Event]:
+        """Return the events.
+
+        Raises:
+            msgspec.DecodeError: if one is of a kind or a form that this stretto does not know.
+        """
+        return [msgspec.msgpack.decode(each, type=Event) for each in self.events]
+
     @property
     def digest(self) -> str:
         """128 bits of the BLAKE2b hash of the message, in hexadecimal digits."""

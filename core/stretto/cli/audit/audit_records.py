@@ -263,7 +263,7 @@ def events_in(message: StoredMessage) -> list[Event] | None:
     if not isinstance(message.content, EventBatch):
         return None
     try:
-        return [msgspec.msgpack.decode(raw, type=Event) for raw in message.content.events]
+        return message.content.decoded()
     except msgspec.DecodeError:
         return None
 

@@ -585,7 +585,7 @@ async def _lacks(bus: Bus, names: Subjects, state: KernelState) -> bool:
 
 def _events_of(batch: EventBatch, sequence: int) -> list[Event]:
     try:
-        return [msgspec.msgpack.decode(raw, type=Event) for raw in batch.events]
+        return batch.decoded()
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"message {sequence} of the journal cannot be read ({error}): resume the run with the stretto "

@@ -92,8 +92,7 @@ class FoldOracle:
             return
         events = msgspec.msgpack.decode(data, type=EventBatch)
         kernel = subject, events.lease_epoch
-        for number, raw in enumerate(events.events, start=events.first):
-            event = msgspec.msgpack.decode(raw, type=Event)
+        for number, event in enumerate(events.decoded(), start=events.first):
             if not isinstance(event, Input):
                 self._compare(kernel, event)
                 continue

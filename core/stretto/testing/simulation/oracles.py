@@ -51,8 +51,8 @@ class Oracle:
             return
         if subject.endswith(".events"):
             batch = msgspec.msgpack.decode(data, type=EventBatch)
-            for event in batch.events:
-                self._judge(msgspec.msgpack.decode(event, type=Event))
+            for event in batch.decoded():
+                self._judge(event)
             if batch.lease_epoch < self._lease:
                 self._violated(
                     f"the kernel of lease {batch.lease_epoch} writes into the journal after {self._lease}"
