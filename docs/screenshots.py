@@ -22,7 +22,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 from selenium.webdriver import Chrome
 
-from stretto.kernel.observe.view import drawing
+from stretto.observe.view import drawing
 from stretto.records.kept.answers import newest_sample
 from stretto.records.status import Status, read_status
 from stretto.run_folder import RunFolder

@@ -23,6 +23,8 @@ from typing import Any, Literal
 import msgspec
 
 from stretto.bus.guard import is_locked
+from stretto.bus.messages.events import CauseKind
+from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
 from stretto.records.comparison import Comparison, RunFigures, compare_runs, labels_of
 from stretto.records.document import read_document
@@ -35,12 +37,10 @@ from stretto.records.metrics import ACCURACY, MAIN_FIGURES, METRICS, MetricsRead
 from stretto.records.status import STATUS, Status, read_status, standstill
 from stretto.records.timeline import (
     CallSpan,
-    CauseKind,
     EvaluationSpan,
     Event,
     KernelEnded,
     KernelStarted,
-    Purpose,
     StepSpan,
     SwapSpan,
     TicketDone,

@@ -197,7 +197,7 @@ assert not heavy, heavy
             "stretto.cli.main",
             "stretto.cli.make.schema",
             "stretto.assembly.assembly",
-            "stretto.kernel.life",
+            "stretto.process.life",
         ),
         *("stretto.workers.sampling.rollout", "stretto.workers.scoring.verifier", "stretto.children.reward"),
         *("stretto.workers.inference", "stretto.workers.training.trainer"),

@@ -174,7 +174,7 @@ def chained(events: Iterable[Event]) -> Iterator[EventBatch]:
     """Messages of the journal with an event each."""
     former = ""
     for number, event in enumerate(events):
-        batch = EventBatch(1, number, (msgspec.Raw(msgspec.msgpack.encode(event)),), former)
+        batch = EventBatch(1, number, (msgspec.Raw(msgspec.msgpack.encode(event)),), (0.0,), former)
         former = batch.digest
         yield batch
 

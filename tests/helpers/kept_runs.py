@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from kept_samples import Kept
-from stretto.records.timeline import CallSpan, Cause, KernelStarted, StepSpan, SwapSpan, TicketDone
+from stretto.bus.messages.events import Cause
+from stretto.records.timeline import CallSpan, KernelStarted, StepSpan, SwapSpan, TicketDone
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b]0;x\x07"
 """What a model, a reward or a run file may say."""

@@ -17,6 +17,7 @@ import pyarrow as pa
 import yaml
 from pyarrow import parquet as pq
 
+from stretto.bus.messages.events import Cause
 from stretto.records import timeline
 from stretto.records.kept.sample_files import SegmentName, schema_of
 
@@ -154,7 +155,7 @@ def _write_timeline(folder: Path, steps: int, groups: int, samples: int) -> None
                 )
             )
         events.append(timeline.CallSpan(done - 0.1, begun + 0.6, "training", "train(actor)", step - 1, 1.2))
-        waits = ((timeline.Cause("groups"), 0.6),)
+        waits = ((Cause("groups"), 0.6),)
         events.append(timeline.StepSpan(done, begun + 0.6, step, waits, numbers))
         events.append(timeline.SwapSpan(done, done - 0.05, "inference-0", step, 0.001, False))
         ticket += groups

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.bus.messages.events import Event, EventBatch
+from stretto.bus.messages.events import Event
 from stretto.cli.audit.audit import AuditReport, audit
-from stretto.cli.audit.audit_records import events_in
+from stretto.cli.audit.audit_records import events_in, journal_messages
 from stretto.cli.audit.audit_store import open_store
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 async def _read_journal(folder: Path) -> list[Event]:
     async with open_store(folder) as store:
-        messages = store.messages(store.names.journal_stream, {store.names.events: EventBatch})
+        messages = journal_messages(folder, store)
         return [event async for message in messages for event in events_in(message) or ()]
 
 

@@ -24,8 +24,8 @@ from stretto.assembly.compose import compose
 from stretto.assembly.logs import printable_fields
 from stretto.cli.make.operate import numbers_of, scale_request, stop_request
 from stretto.errors import ConfigError, StrettoError, one_error
-from stretto.kernel import life
 from stretto.kernel.durable.changes import assemble_in_force, compose_changes, put_into_force
+from stretto.process import life
 from stretto.testing.simulation import Tape
 from stretto.testing.simulation.loop import SimulatedProcess, current_process
 from stretto.testing.simulation.search import enter_fork

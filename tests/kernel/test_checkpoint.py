@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from stretto.bus.messages.events import JournalHead
 from stretto.errors import ConfigError
 from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
-from stretto.kernel.life import newest_checkpoint
 from stretto.kernel.schedule.scheduler import Snapshot
+from stretto.process.life import newest_checkpoint
 
 
 def state(version: int, lowest: int = 1) -> KernelState:
     snapshot = Snapshot(version)
     return KernelState(
-        version, 0, "digest", snapshot, 9, lowest, "layout", 1, 0, 0, 0.0, events_after=10 * lowest
+        *(version, 0, "digest", snapshot, 9, lowest, "layout", 1, 0, 0, 0.0),
+        events_after=10 * lowest,
+        journal=JournalHead(10 * lowest, "digest"),
     )
 
 
@@ -63,7 +66,7 @@ async def test_a_checkpoint_of_another_format_is_refused_in_one_sentence(tmp_pat
 async def test_pruning_keeps_the_newest_and_says_what_they_need(tmp_path: Path) -> None:
     for version, lowest in ((10, 5), (20, 17), (30, 25)):
         await write(tmp_path, version, lowest)
-    needed = 17  # nobody continues from one that is spared
+    needed = 17, 170  # nobody continues from one that is spared
     assert prune(tmp_path, 2, checkpoint_name(30), {10}) == needed
     assert (tmp_path / "step-000010").exists()
     assert prune(tmp_path, 2, checkpoint_name(30)) == needed

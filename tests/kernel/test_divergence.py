@@ -16,7 +16,7 @@ from stretto.array import Array
 from stretto.bus.messages.inference import ScoredRow, SwapDone
 from stretto.engine import SwapReport
 from stretto.errors import EngineError
-from stretto.kernel.calls.canary import EngineErrors
+from stretto.kernel.calls.engine_errors import EngineErrors
 from stretto.rl.batch import Batch
 from stretto.training.engine import HFTraining
 from stretto.workers.shared_rows import choose_rows, engine_kl, score_rows

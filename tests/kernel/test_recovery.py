@@ -47,12 +47,12 @@ from stretto.kernel.durable.journal import own_journal
 from stretto.kernel.durable.recovery import Recovered, Repetition, Stored, read_store
 from stretto.kernel.ending import Ending
 from stretto.kernel.kernel import own_run
-from stretto.kernel.observe.metrics_file import MetricsFile
 from stretto.kernel.schedule.commands import Issue, SchedulerSettings
 from stretto.kernel.schedule.fold import apply, decisions
 from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.kernel.schedule.tickets import TicketQueue
+from stretto.records.metrics_file import MetricsFile
 from stretto.weights import WeightsNote
 
 Checkpoint = tuple[Path | None, KernelState]
@@ -87,9 +87,8 @@ class History:
 
     async def store(self, *events: Event) -> None:
         """Append events in one message."""
-        batch = EventBatch(
-            1, self.events, tuple(msgspec.Raw(encode(event)) for event in events), self.head.digest
-        )
+        raw = tuple(msgspec.Raw(encode(event)) for event in events)
+        batch = EventBatch(1, self.events, raw, (0.0,) * len(raw), self.head.digest)
         self.events += len(events)
         sequence = await self.bus.store.append(self.names.events, batch, id=f"event {self.events}")
         self.head = JournalHead(sequence, batch.digest)
@@ -552,6 +551,17 @@ async def test_without_a_checkpoint_steps_after_the_first_may_be_lost(
         stored, result, scheduler = await recovered(history, beginning, reached=3)
         assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1, messages=1), 1)
         assert (result.repeated, scheduler.version) == (1, 1)
+
+
+async def test_a_journal_without_its_beginning_is_none_without_a_checkpoint(
+    open_bus: OpenBus, names: Subjects, beginning: Checkpoint
+) -> None:
+    """All checkpoints are damaged. The store has lost what the oldest of them did not need."""
+    async with open_history(open_bus, names) as history:
+        await history.run_to(3)
+        await history.bus.store.purge(names.journal_stream, below=8)
+        with pytest.raises(ConfigError, match="nothing is left to continue from"):
+            await recovered(history, beginning, reached=3)
 
 
 async def test_a_run_that_has_lost_its_store_without_a_checkpoint_is_refused(

@@ -15,8 +15,8 @@ import pytest
 
 from bus_testing import until
 from kernel_setup import make_setup
-from stretto.kernel.observe import sample_writer_supervisor
-from stretto.kernel.observe.sample_writer_supervisor import SampleWriterSupervisor
+from stretto.kernel.fleet import sample_writer_supervisor
+from stretto.kernel.fleet.sample_writer_supervisor import SampleWriterSupervisor
 
 
 class Connected:
@@ -36,7 +36,7 @@ async def running(supervisor: SampleWriterSupervisor) -> AsyncGenerator[None]:
 def make_supervisor(folder: Path) -> tuple[SampleWriterSupervisor, list[str]]:
     """A supervisor and the problems of its run."""
     setup, bus = make_setup(folder, steps=1), Connected()
-    return SampleWriterSupervisor(setup, cast("Any", bus), 1), setup.report.problems
+    return SampleWriterSupervisor(setup, cast("Any", bus), 1), setup.facts.problems
 
 
 async def test_a_writer_that_hangs_is_killed_started_again_and_reported(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stretto.algorithm import Group
-from stretto.bus.messages.events import Evaluation, RunEnded
+from stretto.bus.messages.events import Cause, Evaluation, RunEnded
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.kernel.schedule.commands import (
     EvaluationDone,
@@ -33,7 +33,6 @@ from stretto.kernel.schedule.commands import (
 from stretto.kernel.schedule.fold import apply
 from stretto.kernel.schedule.gate import DivergenceGate
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
-from stretto.records.timeline import Cause
 
 
 def done(ticket: Ticket, oldest: int, newest: int | None = None, reward: float = 1.0) -> GroupDone:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.kernel.observe.waits import Waits
-from stretto.records.timeline import Cause
+from stretto.bus.messages.events import Cause
+from stretto.kernel.waits import Waits
 
 GROUPS = Cause("groups")
 EVALUATION = Cause("evaluation", 15)

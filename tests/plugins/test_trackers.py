@@ -28,7 +28,7 @@ from stretto.children.tracker import Mode, command, cursor_file
 from stretto.cli.make.track import track_run
 from stretto.errors import printable
 from stretto.kernel.durable.changes import write_values
-from stretto.kernel.observe.metrics_file import MetricsFile
+from stretto.records.metrics_file import MetricsFile
 
 Point = tuple[int, float]
 Curves = tuple[list[Point], list[Point]]

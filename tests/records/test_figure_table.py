@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from stretto.bus.messages.events import CAUSES
 from stretto.cli.make import export
-from stretto.kernel.observe import prometheus, view
+from stretto.observe import prometheus, view
 from stretto.records.figures import FIGURES, Figure, figure
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
-from stretto.records.timeline import CAUSES
 from stretto.runs import notebook
 from stretto_trace import drawing
 from stretto_views import report

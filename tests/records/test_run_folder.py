@@ -17,7 +17,7 @@ from statuses import make_status
 from stretto.bus.guard import is_locked
 from stretto.bus.server import lock_run
 from stretto.errors import ConfigError
-from stretto.kernel.observe.metrics_file import MetricsFile
+from stretto.records.metrics_file import MetricsFile
 from stretto.run_folder import RunFolder, find_runs
 
 

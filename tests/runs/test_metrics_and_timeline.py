@@ -20,7 +20,8 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from commands import stretto
-from stretto.records.timeline import CAUSES, StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
+from stretto.bus.messages.events import CAUSES
+from stretto.records.timeline import StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
 from stretto_trace.history import RunHistory
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "stretto.json"

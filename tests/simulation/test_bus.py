@@ -16,6 +16,7 @@ import pytest
 from nats.aio.client import Client
 
 from bus_testing import NO_LOCK, bundle, until
+from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
     BatchesReleased,
@@ -390,6 +391,7 @@ async def test_events_are_stored_in_order(open_bus: OpenBus, names: Subjects) ->
         WorkerGone("rollout-0", drained=False),
     ]
     messages: list[EventBatch] = []
+    began = clock.wall()
     async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
         store, stream = kernel.store, names.journal_stream
         writer = await own_journal(kernel, names, "here")
@@ -413,9 +415,10 @@ async def test_events_are_stored_in_order(open_bus: OpenBus, names: Subjects) ->
         newer.hear(BatchesReleased())
         await newer.flush()
         await store.purge(stream, below=newer.stored_to)
-        assert await store.read_newest(stream, names.events, EventBatch) == EventBatch(
-            newer.epoch, 0, (msgspec.Raw(msgspec.msgpack.encode(BatchesReleased())),), messages[-1].digest
-        )
+        newest = await store.read_newest(stream, names.events, EventBatch)
+        assert newest is not None
+        released = (msgspec.Raw(msgspec.msgpack.encode(BatchesReleased())),)
+        assert newest == EventBatch(newer.epoch, 0, released, newest.times, messages[-1].digest)
         writer.hear(RunClosing())
         with pytest.raises(Superseded):
             await writer.flush()
@@ -423,6 +426,10 @@ async def test_events_are_stored_in_order(open_bus: OpenBus, names: Subjects) ->
     assert [each.first for each in messages] == [0, 2, 3]
     decode = msgspec.msgpack.Decoder(Event).decode
     assert [decode(event) for each in messages for event in each.events] == heard
+    times = [time for each in messages for time in each.times]
+    assert len(times) == len(heard)
+    assert times == sorted(round(time, 4) for time in times)
+    assert began - 0.001 <= times[0] <= times[-1] <= clock.wall() + 0.001
 
 
 async def test_everything_goes_on_after_the_server_was_killed(

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stretto.bus.messages.events import Cause
 from stretto.records.timeline import (
     FILE,
     CallSpan,
-    Cause,
     Event,
     KernelEnded,
     KernelStarted,

@@ -1,6 +1,6 @@
 """The kernel owns a run on the bus. It carries out the scheduler's commands and never touches token data.
 
-A `Kernel` lives as long as one open bus (see `stretto.kernel.life`). It lets the scheduler take in events,
+A `Kernel` lives as long as one open bus (see `stretto.process.life`). It lets the scheduler take in events,
 writes them into the journal, and carries out the commands. Its parts admit the workers (`Admission`),
 continue a former kernel's run (`Resumption`), train the steps (`Steps`), and obey the run's user
 (`Operation`).
@@ -17,14 +17,14 @@ import structlog
 from anyio.abc import TaskGroup
 
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import Input, OutcomeRead, RunClosing, RunEnded, ScheduleStarted, WorkerGone
+from stretto.bus.messages.events import Input, KernelBegan, RunClosing, RunEnded, ScheduleStarted, WorkerGone
 from stretto.bus.messages.membership import Beacon, WorkerProcess
 from stretto.bus.messages.tickets import GroupFailed, Progress, TicketStarted
-from stretto.config import MetricsConfig
 from stretto.errors import BusError, RunError
 from stretto.kernel.bus_watch import watch_bus, watch_owner, watch_store
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import Trainers
+from stretto.kernel.contexts import TraceContexts
 from stretto.kernel.durable.checkpoint import checkpoints_in
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter, newest_epoch, own_journal
@@ -33,11 +33,8 @@ from stretto.kernel.durable.resumption import Resumption
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.admission import Admission
 from stretto.kernel.fleet.routes import RouteSender
+from stretto.kernel.fleet.sample_writer_supervisor import SampleWriterSupervisor
 from stretto.kernel.fleet.worker_scaling import WorkerScaler
-from stretto.kernel.observe.record_server import RecordServer
-from stretto.kernel.observe.sample_writer_supervisor import SampleWriterSupervisor
-from stretto.kernel.observe.timeline import Timeline
-from stretto.kernel.observe.traces import RunTraces
 from stretto.kernel.operation import Operation
 from stretto.kernel.schedule.commands import (
     Command,
@@ -51,7 +48,7 @@ from stretto.kernel.schedule.commands import (
     StartBatch,
     Withdraw,
 )
-from stretto.kernel.schedule.fold import apply, decisions
+from stretto.kernel.schedule.fold import apply, decisions, outcome_read
 from stretto.kernel.schedule.lending import Demand
 from stretto.kernel.schedule.outcomes import Outcome, refs_of
 from stretto.kernel.schedule.tickets import TicketQueue
@@ -99,8 +96,6 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
         ending.end("repeated", "")
         return
     await bus.store.make_log(names.log_stream, names.of_log)
-    records = RecordServer(setup.folder)
-    await records.serve(bus, names)
     try:
         async with anyio.create_task_group() as tasks:
             kernel = Kernel(setup, bus, journal, ending, tasks)
@@ -110,10 +105,6 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
         if ending.status in ("running", "failed") and bus.connected:  # another may have taken the workers
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LOOK_S), suppress(BusError):
                 ending.replaced = await newest_epoch(bus, names) > journal.epoch
-    if ending.status != "repeated" and records.copied_lately and not ending.replaced:
-        setup.report.finish(ending.status, ending.reason)
-        setup.status_writer.write_end()
-        await records.hand_over(ending)
 
 
 class Kernel:
@@ -125,8 +116,8 @@ class Kernel:
         self._setup = setup
         self._config = setup.config
         self._scheduler = setup.scheduler
-        self._report = setup.report
-        self._status = setup.status_writer
+        self._facts = setup.facts
+        self._facts.bus = bus
         self._fleet = setup.fleet
         self._names = setup.names
         self._bus = bus
@@ -134,17 +125,16 @@ class Kernel:
         self._lease_epoch = lease_epoch = journal.epoch
         self._ending = ending
         self._tasks = tasks
-        self._timeline = Timeline(setup.folder)
-        self._traces = RunTraces(setup.run, lease_epoch)
-        self._trainers = Trainers(bus, setup.names, setup.placement, lease_epoch, self._timeline)
+        journal.on_stored = setup.on_stored
+        self._contexts = TraceContexts(setup.run, lease_epoch)
+        self._trainers = Trainers(bus, setup.names, setup.placement, journal)
         self._engines = Engines(
             bus,
             setup.names,
             setup.fleet,
-            lease_epoch,
-            self._timeline,
-            self._traces,
-            waits=setup.report.waits,
+            journal,
+            self._contexts,
+            waits=setup.waits,
             turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
         )
         self._routes = RouteSender(
@@ -157,20 +147,18 @@ class Kernel:
         )
         self._scaler = WorkerScaler(setup, bus, lease_epoch, ending, tasks)
         self._admission = Admission(
-            *(setup, bus, lease_epoch, ending, tasks),
+            *(setup, bus, journal, ending, tasks),
             engines=self._engines,
             routes=self._routes,
-            timeline=self._timeline,
             on_gone=lambda worker, drained: self._hear(WorkerGone(worker, drained)),
         )
-        self._operation = Operation(setup, bus, ending, self._scaler, self._admission)
+        self._operation = Operation(setup, bus, ending, self._scaler)
         self._steps = Steps(
             *(setup, journal, tasks),
             trainers=self._trainers,
             engines=self._engines,
             checkpointer=self._checkpointer,
-            timeline=self._timeline,
-            traces=self._traces,
+            contexts=self._contexts,
             hear=self._hear,
         )
         self._resumption = None if setup.resumed is None else self._make_resumption()
@@ -202,21 +190,17 @@ class Kernel:
             stored = await self._resumption.read()
             if self._resumption.hands_over(stored):
                 return
-        if self._config.metrics is not None:
-            self._status.metrics_url = await self._serve_metrics(self._config.metrics)
-        self._report.begin()
         resumed = self._setup.resumed
-        self._timeline.begin(self._lease_epoch, resumed[1].version if resumed else 0)
-        self._tasks.start_soon(self._timeline.keep)
-        if self._setup.continues:
-            self._setup.trackers.start()
+        version = resumed[1].version if resumed else 0
+        self._journal.hear(KernelBegan(self._lease_epoch, version, self._facts.wall_s))
+        await self._journal.flush()  # observers may refuse the run's files
+        self._facts.begun = True
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._routes.send_changes)
         self._tasks.start_soon(self._routes.refresh)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(watch_bus, self._setup, self._bus, self._ending)
         self._tasks.start_soon(watch_store, self._setup, self._bus, self._ending)
-        self._tasks.start_soon(self._status.publish, self._bus, self._names)
         self._tasks.start_soon(self._journal.keep)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
@@ -230,9 +214,8 @@ class Kernel:
             with anyio.CancelScope(shield=True):
                 await self._dismiss()
                 await self._record_end()
-            self._timeline.end(self._ending.status)
-            self._report.refused = self._bus.refusals.count
-            self._report.journal = self._journal.head
+            self._facts.refused = self._bus.refusals.count
+            self._facts.journal = self._journal.head
 
     # ------------------------------------------------------------------------------------ beginning
 
@@ -243,18 +226,8 @@ class Kernel:
         await self._admission.serve()
         await self._operation.serve()
         await self._samples.serve()
-        await bus.subscribe(names.ticket_started, TicketStarted, self._ticket_started)
+        await bus.subscribe(names.ticket_started, TicketStarted, self._hear)
         await bus.subscribe(names.progress, Progress, self._hear)
-
-    async def _serve_metrics(self, config: MetricsConfig) -> str:
-        """Start to serve the figures to Prometheus, and return their URL.
-
-        Raises:
-            RunError: if the address cannot be used.
-        """
-        from stretto.kernel.observe.prometheus import serve_metrics  # only here: it needs an extra
-
-        return await self._tasks.start(serve_metrics, config, self._setup, self._bus)
 
     async def _begin(self, stored: Stored | None) -> None:
         """Wait for the workers, load the weights or repeat the journal, and issue the first tickets."""
@@ -276,13 +249,13 @@ class Kernel:
         for sequence, outcome in recovered.later if recovered else ():
             self._tickets.take_in(sequence, outcome, self._take_in)
         self._tasks.start_soon(self._engines.look_after_lending)
-        self._status.note = "waiting for all workers"
+        self._facts.note = "waiting for all workers"
         await self._admission.until_all_callable()
         await self._samples.until_followed()
-        self._status.note = ""
-        self._admission.started = self._status.started = True
+        self._facts.note = ""
+        self._facts.started = True
         self._tasks.start_soon(self._tickets.follow, self._take_in)
-        self._report.first_ticket()
+        self._setup.waits.begin()
         self._hear(ScheduleStarted())
         if self._config.elastic.ranges():
             self._tasks.start_soon(self._scaler.follow)
@@ -297,22 +270,22 @@ class Kernel:
         """
         ending = self._ending
         await ending.drain_requested.wait()
-        if self._admission.started:
+        if self._facts.started:
             self._hear(RunClosing())
-            self._status.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
+            self._facts.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
             await self._steps.until_over()
             try:
                 await self._checkpointer.save_last()
             except RunError as error:
                 if ending.drain_status == "repeated":  # the next kernel would continue from an older one
                     raise
-                self._report.problems.append(str(error))
+                self._facts.problems.append(str(error))
             self._scaler.write_groups()
         ending.end(ending.drain_status, ending.drain_reason)
 
     async def _dismiss(self) -> None:
         """Ask the workers to leave, and stop those that do not leave in time."""
-        self._status.note = "stopping the workers"
+        self._facts.note = "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
                 await self._bus.publish(self._names.beacon, Beacon(self._lease_epoch, "over"))
@@ -335,18 +308,11 @@ class Kernel:
 
     # ---------------------------------------------------------------------------- events of tickets
 
-    def _ticket_started(self, message: TicketStarted) -> None:
-        self._timeline.taken(message)
-        self._hear(message)
-
     def _take_in(self, sequence: int, outcome: Outcome) -> None:
-        self._hear(OutcomeRead(sequence), outcome)
+        self._hear(outcome_read(sequence, outcome), outcome)
         if isinstance(outcome, GroupFailed):
             return
-        self._timeline.done(outcome)
-        if outcome.purpose == "eval":
-            self._traces.evaluated(outcome)
-        else:
+        if outcome.purpose == "train":
             self._scaler.groups += 1
         if self._setup.graph.samples and self._scheduler.is_finished(outcome):
             self._tasks.start_soon(partial(self._trainers.prefetch, refs_of((outcome,)), complete=False))
@@ -360,7 +326,7 @@ class Kernel:
         for each in (event, *decisions(commands)):
             self._journal.hear(each)
         self._commands += commands
-        self._report.waits.lacks(self._scheduler.waits_for)
+        self._setup.waits.lacks(self._scheduler.waits_for)
         self._heard.set()
 
     # ---------------------------------------------------------------------- the scheduler's commands
@@ -400,19 +366,18 @@ class Kernel:
             case RecordDraws():
                 pass  # they are in the journal, as all decisions are
             case Issue(ticket):
-                self._timeline.issued(ticket)
-                await self._tickets.issue(self._traces.issued(ticket))
+                await self._tickets.issue(self._contexts.issued(ticket))
             case Withdraw(purpose, ticket, attempt):
                 await self._tickets.withdraw(purpose, ticket, attempt)
             case StartBatch():
                 self._tasks.start_soon(self._steps.take, command)
-            case Retire(purpose, ticket, attempt, account, reason):
+            case Retire(purpose, ticket, _, account, reason):
                 if purpose == "train":
                     self._samples.retire(ticket, account, reason)
-                self._timeline.retired(purpose, ticket, attempt, account, reason)
-                self._traces.retired(command)
             case EvaluationDone():
-                await self._end_evaluation(command)
+                self._tickets.evaluation_ended()
+                if self._config.checkpoint.keep_best:
+                    await self._checkpointer.prune()
             case HeldBack(evaluating, waiting):
                 log.warning("evaluations hold training back", evaluating=evaluating, waiting=waiting)
             case Finish():
@@ -423,12 +388,3 @@ class Kernel:
             case Fail(reason):
                 log.error("the run cannot go on", reason=reason)
                 self._ending.drain("failed", reason)
-
-    async def _end_evaluation(self, done: EvaluationDone) -> None:
-        """Report a complete evaluation."""
-        self._tickets.evaluation_ended()
-        self._report.evaluation(done.evaluation)
-        self._timeline.evaluation(done.evaluation)
-        self._traces.evaluation_ended(done.evaluation)
-        if self._config.checkpoint.keep_best:
-            await self._checkpointer.prune()

@@ -9,7 +9,6 @@ from stretto.bus.joining import check_operator
 from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, StopRun
 from stretto.errors import ConfigError
 from stretto.kernel.ending import Ending
-from stretto.kernel.fleet.admission import Admission
 from stretto.kernel.fleet.worker_scaling import WorkerScaler
 from stretto.kernel.setup import RunSetup
 
@@ -19,14 +18,11 @@ log = structlog.get_logger()
 class Operation:
     """Obeys `stretto scale` and `stretto stop`."""
 
-    def __init__(
-        self, setup: RunSetup, bus: Bus, ending: Ending, scaler: WorkerScaler, admission: Admission
-    ) -> None:
+    def __init__(self, setup: RunSetup, bus: Bus, ending: Ending, scaler: WorkerScaler) -> None:
         self._setup = setup
         self._bus = bus
         self._ending = ending
         self._scaler = scaler
-        self._admission = admission
 
     async def serve(self) -> None:
         """Answer requests until the bus closes."""
@@ -36,7 +32,7 @@ class Operation:
 
     async def _scale(self, message: ScaleRun) -> RunScaled:
         self._check(message.token)
-        if not self._admission.started:
+        if not self._setup.facts.started:
             raise ConfigError("the run has not started to train yet; repeat the command when it has")
         return RunScaled(await self._scaler.scale(message.numbers))
 

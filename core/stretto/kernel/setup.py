@@ -1,4 +1,4 @@
-"""The parts of a kernel that exist before its server starts: components, scheduler, fleet, report, status."""
+"""The parts of a kernel that exist before its server starts: components, scheduler, fleet."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from stretto.dataset import Curriculum, CurriculumDataset, Dataset
 from stretto.errors import ConfigError, PluginError
 from stretto.kernel.durable.changes import fingerprint_changes
 from stretto.kernel.durable.checkpoint import KernelState, checkpoints_in
+from stretto.kernel.durable.journal import OnStored
 from stretto.kernel.durable.recovery import Replay
+from stretto.kernel.facts import RunFacts
 from stretto.kernel.fleet.fleet import Fleet
 from stretto.kernel.fleet.forks import ForkServer
-from stretto.kernel.observe.advice import Adviser
-from stretto.kernel.observe.report import Report
-from stretto.kernel.observe.status import StatusWriter
-from stretto.kernel.observe.trackers import Trackers
 from stretto.kernel.schedule.commands import SchedulerSettings
 from stretto.kernel.schedule.scheduler import Scheduler
+from stretto.kernel.waits import Waits
 from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher, ServiceLauncher
 from stretto.weights import WeightsTransport
 
@@ -103,21 +102,10 @@ class RunSetup:
             assembly.imports_of,
             max_restarts=config.launcher.max_restarts,
         )
-        self.report = Report(
-            folder,
-            self.run,
-            self.scheduler,
-            self.fleet,
-            resumed[1] if resumed else None,
-            sampled=self.graph.samples,
-            source_of=self.sources["dataset"],
-            canary=config.inference.canary,
-            adviser=Adviser(composed.document, quiet=replays is not None),
-        )
-        self.status_writer = StatusWriter(
-            config.name, config.steps, folder, self.report, self.scheduler, self.fleet
-        )
-        self.trackers = Trackers(folder, config.trackers, self.report.problems)
+        self.facts = RunFacts(self.fleet, resumed[1] if resumed else None)
+        self.waits = Waits(sampled=self.graph.samples)
+        self.on_stored: OnStored = lambda sequence, message, events: None
+        """Observers set it before the kernel begins."""
 
     def ownership(self, incarnation: int, *, attempts_from: int) -> RunOwned:
         """Return the first event of a kernel."""
@@ -175,7 +163,7 @@ class RunSetup:
                     path=path,
                 )
             log.warning("dataset changed", dataset=path, former=former, present=present)
-            self.report.problems.append(f"{path}: continued with changed rows ({former}, now {present})")
+            self.facts.problems.append(f"{path}: continued with changed rows ({former}, now {present})")
 
 
 def curriculum_of(composed: Composed, dataset: Dataset) -> Curriculum | None:

@@ -8,20 +8,18 @@ import anyio
 from anyio.abc import TaskGroup
 
 from stretto import tracing
-from stretto.bus.messages.events import BatchesReleased, Input, StepTrained, VersionPublished
-from stretto.bus.messages.inference import SwapDone
+from stretto.bus.messages.events import BatchesReleased, Cause, Input, StepTrained, VersionPublished
 from stretto.errors import one_error
-from stretto.kernel.calls.canary import EngineErrors
+from stretto.kernel.calls.engine_errors import EngineErrors
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import StepResult, Trainers
+from stretto.kernel.contexts import StepTrace, TraceContexts
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.observe.timeline import Timeline
-from stretto.kernel.observe.traces import RunTraces, StepTrace
 from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.outcomes import refs_of
 from stretto.kernel.setup import RunSetup
-from stretto.records.timeline import Cause
+from stretto.kernel.step_meter import StepMeter
 from stretto.weights import WeightsNote
 
 
@@ -41,28 +39,31 @@ class Steps:
         trainers: Trainers,
         engines: Engines,
         checkpointer: Checkpointer,
-        timeline: Timeline,
-        traces: RunTraces,
+        contexts: TraceContexts,
         hear: Callable[[Input], None],
     ) -> None:
         self._setup = setup
         self._scheduler = setup.scheduler
-        self._report = setup.report
         self._journal = journal
         self._tasks = tasks
         self._trainers = trainers
         self._engines = engines
         self._checkpointer = checkpointer
-        self._timeline = timeline
-        self._traces = traces
+        self._contexts = contexts
         self._hear = hear
+        self._meter = StepMeter(
+            *(setup.scheduler, setup.fleet, setup.facts),
+            reasons=setup.resumed[1].snapshot.reasons if setup.resumed else {},
+            sampled=setup.graph.samples,
+            source_of=setup.sources["dataset"],
+        )
         self._engine_errors = EngineErrors()
         self._ended = anyio.Event()
         """Set by the end of each step."""
         self._published = anyio.Event()
         """The newest version is published, in the journal, and announced."""
         self._published.set()
-        engines.on_swapped = self._take_in_swap
+        engines.on_swapped = self._engine_errors.add
 
     async def until_over(self) -> None:
         """Wait until no batch is trained, and the newest version is announced."""
@@ -75,8 +76,8 @@ class Steps:
 
         The weights are published beside the next step, unless a checkpoint is due or nothing may run ahead.
         """
-        waits = self._report.waits.take()
-        trace = self._traces.step(start)
+        waits = self._setup.waits.take()
+        trace = self._contexts.step(start)
         with tracing.within(trace.span):
             result, busy_s = await self._train(start, trace)
         version, config = result.version, self._setup.config
@@ -85,11 +86,9 @@ class Steps:
         due |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
         beside = self._scheduler.settings.max_staleness > 0 and not due
         note = None if beside else await self._publish(version)
-        # No await up to `announce`: no task may see the new ledger without the step's figures.
+        # No await up to `announce`: the events of a step are in one message.
         self._hear(StepTrained(version, due, divergence, bool(result.skipped)))
-        self._report.step(start, result, waits, generate_busy_s=busy_s, divergence=divergence)
-        self._record(start, result, waits)
-        self._traces.trained(trace, result.began)
+        self._record(start, result, waits, busy_s, divergence)
         if note is None:
             self._published = anyio.Event()
             self._tasks.start_soon(self._publish_beside, version, self._published)
@@ -102,16 +101,10 @@ class Steps:
             self._hear(BatchesReleased())
 
     def report(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
-        """Report a repeated step."""
-        self._report.step(start, result, (), generate_busy_s=0.0, divergence=divergence)
-        self._record(start, result, ())
+        """Record the figures of a repeated step."""
+        self._record(start, result, (), 0.0, divergence, repeated=True)
 
     # ----------------------------------------------------------------------------------- private
-
-    def _take_in_swap(self, worker: str, done: SwapDone) -> None:
-        """An engine has swapped weights, and scored the canary with them."""
-        self._engine_errors.add(worker, done)
-        self._report.swapped(worker, done)
 
     async def _train(self, start: StartBatch, trace: StepTrace) -> tuple[StepResult, float]:
         """Run the calls of a batch's step, and end the step, but not before the version of the previous one
@@ -147,6 +140,18 @@ class Steps:
         self._engines.announce(await self._publish(version))
         published.set()
 
-    def _record(self, start: StartBatch, result: StepResult, waits: tuple[tuple[Cause, float], ...]) -> None:
-        tickets = tuple(group.ticket for group in start.groups)
-        self._timeline.step(result.began, result.version, waits, tickets)
+    def _record(
+        self,
+        start: StartBatch,
+        result: StepResult,
+        waits: tuple[tuple[Cause, float], ...],
+        busy_s: float,
+        divergence: float | None,
+        *,
+        repeated: bool = False,
+    ) -> None:
+        measured = self._meter.measure(
+            *(start, result, waits), generate_busy_s=busy_s, divergence=divergence, repeated=repeated
+        )
+        self._setup.waits.begin()
+        self._journal.hear(measured)

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from stretto.bus.messages.events import CAUSES
 from stretto.records.metrics import ACCURACY, is_figure
-from stretto.records.timeline import CAUSES
 
 RECENT_STEPS = 10
 """A figure of a run, such as its reward, is the mean over this many newest steps: one step is noise."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, get_args
+from typing import BinaryIO
 
 import msgspec
 
+from stretto.bus.messages.events import Account, Cause, WorkerState
+from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
 from stretto.records.files import open_record
 
@@ -22,8 +24,6 @@ _BLOCK = 4096
 """Bytes. The search for a time ends with a part of the file this long, which is then read line by line."""
 _LONGEST_LINE = 2**20
 """Bytes. The line of a step has the number of each of its tickets."""
-
-Purpose = Literal["train", "eval"]
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -44,9 +44,6 @@ class KernelEnded(_Event, frozen=True, tag="over"):
     """The kernel ends the run. A killed kernel writes no such event."""
 
     status: str
-
-
-WorkerState = Literal["joined", "ready", "left", "lost"]
 
 
 class WorkerChanged(_Event, frozen=True, tag="worker"):
@@ -107,7 +104,7 @@ class TicketRetired(_Event, frozen=True, tag="retired"):
     ticket: int
     attempt: int
     """The newest attempt; 0 if the ticket was not issued yet."""
-    account: Literal["filtered", "expired", "failed"]
+    account: Account
     reason: str
 
 
@@ -145,33 +142,6 @@ class EvaluationSpan(_Event, frozen=True, tag="evaluation"):
     accuracy: float | None
     samples: int
     failed: int
-
-
-CauseKind = Literal["evaluation", "checkpoint", "swap", "engines", "late_ticket", "groups", "overhead"]
-
-CAUSES: tuple[CauseKind, ...] = get_args(CauseKind)
-
-
-class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What training waits for."""
-
-    kind: CauseKind
-    number: int = 0
-    """The version of an evaluation or of a swap, or the number of a late ticket."""
-
-    def __str__(self) -> str:
-        return _CAUSES[self.kind].format(self.number)
-
-
-_CAUSES: dict[CauseKind, str] = {
-    "evaluation": "evaluation of version {}",
-    "checkpoint": "checkpoint",
-    "swap": "swap to version {}",
-    "engines": "inference engines",
-    "late_ticket": "ticket {}",
-    "groups": "groups",
-    "overhead": "the kernel",
-}
 
 
 class StepSpan(_Event, frozen=True, tag="step"):

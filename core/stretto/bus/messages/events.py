@@ -1,20 +1,51 @@
-"""The journal: what the scheduler of a kernel hears and what it decides, in order, and the kernel's lease.
+"""The journal: what happens in a run, in order, and the kernel's lease.
 
-With the same settings and the same events a scheduler gives the same commands. What workers send is an event
-as it is: `TicketStarted` and `Progress`. A decision follows the event that leads to it, in the same message.
-Readers learn from it what was done, and a kernel that continues the run compares it with what its own
-scheduler decides.
+An input changes the scheduler's state: with the same settings and the same inputs a scheduler gives the same
+commands. What workers send is an input as it is: `TicketStarted` and `Progress`. A decision follows the input
+that leads to it, in the same message. A kernel that continues the run compares it with what its own scheduler
+decides. An observation changes no state. All figures and times that people see come from these events.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import Literal, get_args
 
 import msgspec
 
 from stretto.bus.messages.base import Message
-from stretto.bus.messages.tickets import Progress, TicketStarted
+from stretto.bus.messages.inference import Drift
+from stretto.bus.messages.tickets import Progress, Purpose, TicketStarted
 from stretto.bus.messages.training import RowRef
+
+Account = Literal["filtered", "expired", "failed"]
+"""An account of the ledger for tickets that end without being trained."""
+WorkerState = Literal["joined", "ready", "left", "lost"]
+CauseKind = Literal["evaluation", "checkpoint", "swap", "engines", "late_ticket", "groups", "overhead"]
+
+CAUSES: tuple[CauseKind, ...] = get_args(CauseKind)
+
+
+class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What training waits for."""
+
+    kind: CauseKind
+    number: int = 0
+    """The version of an evaluation or of a swap, or the number of a late ticket."""
+
+    def __str__(self) -> str:
+        return _CAUSES[self.kind].format(self.number)
+
+
+_CAUSES: dict[CauseKind, str] = {
+    "evaluation": "evaluation of version {}",
+    "checkpoint": "checkpoint",
+    "swap": "swap to version {}",
+    "engines": "inference engines",
+    "late_ticket": "ticket {}",
+    "groups": "groups",
+    "overhead": "the kernel",
+}
 
 
 class RunOwned(Message, frozen=True):
@@ -37,11 +68,35 @@ class ScheduleStarted(Message, frozen=True):
     """The workers are ready: tickets may be issued."""
 
 
+class GroupFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A finished group in figures, as its rollout worker reports them."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    worker: str
+    seconds: float
+    """Seconds since the worker took the attempt."""
+    generate_s: float
+    """The part of `seconds` in which a request was at an inference engine."""
+    score_s: float
+    """The part of `seconds` in which a call was at a verifier."""
+    samples: int
+    reward: float
+    """Mean over the samples."""
+    tokens: int
+    """Number of tokens that the policy sampled."""
+    oldest: int
+    """Version of the oldest token."""
+
+
 class OutcomeRead(Message, frozen=True):
     """The outcome of a ticket is in the log."""
 
     sequence: int
     """Sequence number of the outcome in the log."""
+    group: GroupFigures | None = None
+    """None for a ticket that failed."""
 
 
 class WorkerGone(Message, frozen=True):
@@ -95,6 +150,40 @@ Input = (
 """Everything that changes the state of a scheduler."""
 
 
+class IssuedTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One attempt of a ticket."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    row: int
+    min_version: int
+    """The version of an evaluation; for training, the oldest version that its tokens may have."""
+
+
+class TicketsIssued(Message, frozen=True):
+    """Decision: these attempts enter the work queue. Each ends any previous attempt of its ticket."""
+
+    tickets: tuple[IssuedTicket, ...]
+
+
+class RetiredTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A ticket that will not be trained, or a row of an evaluation without a result."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    """The newest attempt; 0 if the ticket was not issued yet."""
+    account: Account
+    reason: str
+
+
+class TicketsRetired(Message, frozen=True):
+    """Decision: these tickets will not be trained, or rows of an evaluation have no result."""
+
+    tickets: tuple[RetiredTicket, ...]
+
+
 class BatchStarted(Message, frozen=True):
     """Decision: this batch is trained next."""
 
@@ -135,11 +224,122 @@ class EvaluationEnded(Message, frozen=True):
     result: Evaluation
 
 
-Decision = BatchStarted | RowsDrawn | EvaluationEnded
+Decision = TicketsIssued | TicketsRetired | BatchStarted | RowsDrawn | EvaluationEnded
+"""Everything that follows from inputs, as far as readers need it."""
+
+
+class KernelBegan(Message, frozen=True):
+    """A kernel begins to change the run's files. What the run reports of versions after `version` no longer
+    counts: its steps are repeated, or lost."""
+
+    lease_epoch: int
+    version: int
+    """Version of the checkpoint from which it continues; 0 in a new run."""
+    wall_s: float
+    """Seconds of the run so far, those of former kernels up to the checkpoint included."""
+
+
+class FleetChanged(Message, frozen=True):
+    """A worker joined, can be called, or is gone."""
+
+    worker: str
+    state: WorkerState
+    how: str = ""
+    """How the worker was lost, or why it left."""
+
+
+class WeightsServed(Message, frozen=True):
+    """An inference worker serves other weights, or the same ones for another purpose."""
+
+    began: float
+    """Unix time at which the kernel asked for it."""
+    worker: str
+    version: int
+    exact: bool
+    """Whether the worker now serves an evaluation alone."""
+    are_new: bool
+    """Whether it served other weights before."""
+    pause_s: float
+    """Seconds in which the engine could sample no token."""
+    drift: Drift | None
+    """Of the canary; None if it was not compared."""
+    engine_kl: float | None
+    """See `SwapDone`."""
+    unscored: str
+    """Why the canary was not compared; empty if it was, or if the run has none."""
+
+
+class CallEnded(Message, frozen=True):
+    """A worker group has carried out one call of a step."""
+
+    began: float
+    """Unix time."""
+    group: str
+    """Path of the worker group in the run file, such as `training`."""
+    call: str
+    version: int
+    """Version at which the step began."""
+    seconds: float
+    """Seconds of work, as the trainer measured them. The rest is the way there and back."""
+
+
+class CallTime(msgspec.Struct, frozen=True):
+    """When a call ran, in seconds from the start of its step."""
+
+    call: str
+    group: str
+    start_s: float
+    end_s: float
+
+
+class StepMeasured(Message, frozen=True):
+    """The figures of a step. They go into `metrics.jsonl`."""
+
+    version: int
+    """Version after the step."""
+    repeated: bool
+    """Whether a kernel that continues the run has trained the batch again."""
+    began: float
+    """Unix time."""
+    train_s: float
+    """Seconds in which at least one call ran."""
+    tickets: tuple[int, ...]
+    waits: tuple[tuple[Cause, float], ...]
+    """What training waited for since the step before, in order, with the seconds; empty for a repeated
+    step."""
+    tokens: int
+    """Number of trained tokens."""
+    trained_tokens: int
+    generated_tokens: int
+    """Numbers of tokens since the run's start."""
+    of_batch: dict[str, float]
+    """Figures of the batch's groups, such as `reward`."""
+    statistics: dict[str, float]
+    """Figures of the calls, such as `loss`, of variants, sources and draws, and of the staleness gate."""
+    of_engines: dict[str, float]
+    """How tickets spent their time, and how full the engines were; empty if the run samples nothing."""
+    engines: int
+    """Number of inference workers."""
+    generate_busy_s: float
+    """Their mean seconds of work since the kernel's start."""
+    verify_busy_s: float
+    """Seconds of work of all verifiers since the kernel's start."""
+    cores_used: float
+    cores_idle: float
+    calls: tuple[CallTime, ...]
+    skipped: tuple[str, ...]
+    """The models that the step did not change, because their gradient was not finite: empty for the lead
+    model, else the model's name and a slash."""
+    ledger: dict[str, int]
+    variants: dict[str, dict[str, int]]
+    """Accounts of each variant's tickets; empty without variants."""
+    not_trained: dict[str, int]
+    """The most frequent causes for which tickets were filtered, expired or failed since the step before, with
+    their numbers."""
 
 
 class VersionPublished(Message, frozen=True):
-    """The weights of a version are published. It changes no scheduler."""
+    """The weights of a version are published."""
 
     incarnation: int
     version: int
@@ -147,7 +347,10 @@ class VersionPublished(Message, frozen=True):
     """A repetition of the step must reach it."""
 
 
-Event = Input | Decision | VersionPublished
+Observation = KernelBegan | FleetChanged | WeightsServed | CallEnded | StepMeasured | VersionPublished
+"""Everything else that readers need. It changes no state."""
+
+Event = Input | Decision | Observation
 """Everything that the journal holds."""
 
 
@@ -159,6 +362,8 @@ class EventBatch(Message, frozen=True):
     """Number of the first event among those of this kernel, from 0 on."""
     events: tuple[msgspec.Raw, ...]
     """Each is an `Event`. A reader that does not know a kind can go on behind it."""
+    times: tuple[float, ...]
+    """Unix time of each event, with 4 decimals. It never goes back within a kernel."""
     former: str = ""
     """Digest of the message of this kind before it, also of another kernel; empty if there is none."""
 

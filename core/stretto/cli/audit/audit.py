@@ -37,7 +37,7 @@ from stretto.cli.audit.audit_records import (
 from stretto.cli.audit.audit_store import open_store
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.durable.changes import values_file
-from stretto.kernel.durable.replay import RecordedBatch
+from stretto.process.replay import RecordedBatch
 from stretto.records.document import read_document
 from stretto.run_folder import RunFolder
 
@@ -86,7 +86,7 @@ def audit_run(folder: Path) -> AuditReport:
 async def audit(folder: Path) -> AuditReport:
     """Do what `audit_run` does, in an event loop."""
     async with open_store(folder) as store:
-        journal, log = await read_journal(store), await read_log(store)
+        journal, log = await read_journal(folder, store), await read_log(store)
     checker = _Checker(folder, journal, log, read_checkpoints(folder))
     checks = list(checker.checks())
     return AuditReport(
@@ -438,10 +438,11 @@ class _Checker:
                         f"{facts.length} tokens, expected {row.length}"
                     )
             violations += self._group_faults(version, rows)
-        ignored = len(self._log.unreadable)
+        ignored, log = len(self._log.unreadable), self._log
+        messages = f"log messages {log.first} to {log.last}" if log.first <= log.last else "no log message"
         return Check(
             name="rows in the log",
-            checked=f"versions {_ranges(checked)}, log messages {self._log.first} to {self._log.last}"
+            checked=f"versions {_ranges(checked)}, {messages}"
             + (f"; {ignored} malformed messages are no part of a batch" if ignored else ""),
             unchecked=_purged(self._sampled_versions() - checked),
             violations=violations,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -28,9 +28,11 @@ from stretto.bus.messages.events import (
     VersionPublished,
 )
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, TrajectoryBundle, WireTrajectory
+from stretto.bus.payloads import decoder
 from stretto.cli.audit.audit_store import StoredMessage, StoredRun
 from stretto.errors import RunError
-from stretto.kernel.durable.replay import RecordedBatch
+from stretto.process.replay import RecordedBatch
+from stretto.records.event_files import stored_events
 from stretto.records.files import read_record
 
 _PIECE = 2**20
@@ -226,10 +228,35 @@ def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
     )
 
 
-async def read_journal(store: StoredRun) -> JournalRecord:
-    """Read the whole journal."""
-    journal = JournalRecord()
+async def journal_messages(folder: Path, store: StoredRun) -> AsyncIterator[StoredMessage]:
+    """Yield the messages of a run's journal: those in its files, and what only the store has, because a
+    kernel was killed before it could write it.
+
+    Raises:
+        RunError: if the files cannot be read.
+    """
+    decode, newest = decoder(EventBatch), 0
+    try:
+        for newest, data in stored_events(folder):
+            try:
+                yield StoredMessage(newest, None if data is None else decode(data))
+            except (msgspec.DecodeError, ValueError):
+                yield StoredMessage(newest, None)
+    except OSError as error:
+        raise RunError(f"the events of the run in {folder} cannot be read: {error}") from error
     async for message in store.messages(store.names.journal_stream, {store.names.events: EventBatch}):
+        if message.sequence > newest:
+            yield message
+
+
+async def read_journal(folder: Path, store: StoredRun) -> JournalRecord:
+    """Read the whole journal.
+
+    Raises:
+        RunError: if its files cannot be read.
+    """
+    journal = JournalRecord()
+    async for message in journal_messages(folder, store):
         events = events_in(message)
         if events is None:
             journal.unreadable.append(message.sequence)

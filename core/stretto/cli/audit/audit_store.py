@@ -2,7 +2,7 @@
 
 The store of a bundled server is copied, and a nats-server of the command's own reads the copy. The run's own
 store stays as it is: a nats-server repairs and compacts the files that it opens. The store on a server of the
-user's own (`bus.url`) is read there.
+user's own (`bus.url`) is read there. A run whose store was removed has its journal as files, and no log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from stretto.bus.server import STORE, Bootstrap, binary
 from stretto.children.protocol import die_with_parent
 from stretto.cli.start.trust import require_own_server
 from stretto.errors import BusError, RunError
+from stretto.records.event_files import FOLDER as EVENTS
 from stretto.records.files import open_record, read_record
 
 M = TypeVar("M", bound=Message)
@@ -44,6 +45,8 @@ M = TypeVar("M", bound=Message)
 _START_S = 60.0
 _CONNECT_S = 5.0
 _BATCH = 32
+_GONE = 2**63 - 1
+"""Sequence number of the first message of a log that is gone: nothing comes before it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ async def open_store(folder: Path) -> AsyncGenerator[StoredRun]:
     bootstrap = folder / "bus" / "kernel.json"
     foreign = Bootstrap.read(bootstrap) if bootstrap.exists() else None
     if foreign is None or foreign.store_user:
-        async with _open_copy(folder) as stored:
+        is_gone = (folder / EVENTS).is_dir() and not (folder / "bus" / "store").exists()
+        async with nullcontext(StoredRun(None, _run_of(folder))) if is_gone else _open_copy(folder) as stored:
             yield stored
     else:
         require_own_server(folder, bootstrap)
@@ -94,9 +98,13 @@ async def _open_copy(folder: Path) -> AsyncGenerator[StoredRun]:
 
 
 class StoredRun:
-    """The streams of one run."""
+    """The streams of one run.
 
-    def __init__(self, jetstream: JetStreamContext, run: str) -> None:
+    Args:
+        jetstream: None if the store is gone. Its streams are then empty.
+    """
+
+    def __init__(self, jetstream: JetStreamContext | None, run: str) -> None:
         self._jetstream = jetstream
         self.run = run
         self.names = Subjects(run)
@@ -108,6 +116,8 @@ class StoredRun:
         Raises:
             BusError: if the stream cannot be read.
         """
+        if self._jetstream is None:
+            return _GONE, 0
         try:
             state = (await self._jetstream.stream_info(stream)).state
         except (APIError, nats.errors.Error, TimeoutError) as error:
@@ -144,11 +154,15 @@ class StoredRun:
             BusError: if the stream cannot be read.
         """
 
+        jetstream = self._jetstream
+        if jetstream is None:
+            return None
+
         async def read(sequence: int) -> bytes:
-            return (await self._jetstream.get_msg(stream, sequence)).data or b""
+            return (await jetstream.get_msg(stream, sequence)).data or b""
 
         try:
-            data = (await self._jetstream.get_last_msg(stream, subject)).data or b""
+            data = (await jetstream.get_last_msg(stream, subject)).data or b""
             return decoder(kind)(await join_stored(data, read))
         except (NotFoundError, msgspec.DecodeError, ValueError):
             return None
@@ -157,6 +171,8 @@ class StoredRun:
 
     async def _raw(self, stream: str) -> AsyncIterator[tuple[str, int, bytes]]:
         """Yield subject, sequence number and bytes of every message of a stream."""
+        if self._jetstream is None:
+            return
         left = (await self._jetstream.stream_info(stream)).state.messages
         everything = ConsumerConfig(deliver_policy=DeliverPolicy.ALL, ack_policy=AckPolicy.NONE)
         consumer = await self._jetstream.add_consumer(stream, everything)
@@ -174,6 +190,18 @@ class StoredRun:
 
 
 # --------------------------------------------------------------------------------------- private
+
+
+def _run_of(folder: Path) -> str:
+    """Return the id of a run whose store was removed.
+
+    Raises:
+        RunError: if its summary does not have it.
+    """
+    try:
+        return str(json.loads(read_record(folder / "summary.json"))["run"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder} has neither bus/store nor a summary that can be read: {error}") from error
 
 
 def _copy_streams(folder: Path, store: Path) -> str:

@@ -98,8 +98,8 @@ def replay(
     require_trust(folder.absolute(), trusted=trust_plugins)
     replayed = replay_run(folder, ReplayOptions(start, stop, out), overrides or ())
     if replayed.report is None:
-        from stretto.kernel.life import exit_status
-        from stretto.kernel.observe.view import final_lines
+        from stretto.observe.view import final_lines
+        from stretto.process.life import exit_status
 
         typer.echo(final_lines(replayed.summary, replayed.folder), err=True)
         raise typer.Exit(exit_status(replayed.summary))

@@ -33,8 +33,8 @@ from stretto.cli.audit.audit_store import StoredRun, open_store
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest
 from stretto.errors import ConfigError, RunError
-from stretto.kernel.durable.replay import Attempt, RecordedBatch, RecordedGroup, rows_of
 from stretto.models.images import ImageFile
+from stretto.process.replay import Attempt, RecordedBatch, RecordedGroup, rows_of
 from stretto.records.kept.kept_sample import KeptSample, digest_of
 from stretto.records.kept.sample_files import FOLDER, SegmentKind, schema_of, segments_in, with_columns
 from stretto.records.kept.sample_images import SampleImages
@@ -104,7 +104,7 @@ def read_replayed(folder: Path) -> ReplayJournal:
 
 async def _read_journal(folder: Path) -> JournalRecord:
     async with open_store(folder) as store:
-        return await read_journal(store)
+        return await read_journal(folder, store)
 
 
 def _recording_of(folder: Path, journal: JournalRecord) -> Recording:
@@ -160,7 +160,7 @@ class KeptGroups:
         return [batch.version for batch in batches if lost & rows_of([batch]).keys()]
 
     async def groups(self, rows: Mapping[Attempt, Sequence[RowRef]]) -> AsyncIterator[RecordedGroup]:
-        """See `stretto.kernel.durable.replay.GroupSource`."""
+        """See `stretto.process.replay.GroupSource`."""
         left = dict(rows)
         without_images: list[RecordedGroup] = []
         kept = groups_in_samples(self._folder, rows)

@@ -24,7 +24,7 @@ from stretto.cli.start.folders import is_free
 from stretto.errors import ConfigError
 from stretto.kernel.durable.changes import document_of, newest_values, values_file
 from stretto.kernel.durable.checkpoint import KernelState, find_checkpoint, state_of
-from stretto.kernel.durable.replay import RecordedBatch, ReplaySegment, train_again
+from stretto.process.replay import RecordedBatch, ReplaySegment, train_again
 from stretto.records.document import read_document
 from stretto.records.files import REPLAY
 from stretto.run_folder import RunFolder

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from stretto.cli.audit.recording import Recording, WeightSums, read_replayed, read_weights
 from stretto.cli.output import add_row, figure_table
-from stretto.kernel.durable.replay import RecordedBatch
+from stretto.process.replay import RecordedBatch
 from stretto.records.files import REPLAY
 from stretto.run_folder import RunFolder
 

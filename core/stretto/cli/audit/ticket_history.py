@@ -9,9 +9,9 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from stretto.bus.messages.events import BatchStarted, EventBatch
+from stretto.bus.messages.events import BatchStarted
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, RetiredTickets
-from stretto.cli.audit.audit_records import events_in
+from stretto.cli.audit.audit_records import events_in, journal_messages
 from stretto.cli.audit.audit_store import StoredRun, open_store
 from stretto.errors import ConfigError, printable
 from stretto.records.kept.samples import SampleStore
@@ -43,7 +43,7 @@ async def _history_of(folder: Path, ticket: int) -> TicketHistory:
     facts = _Facts(SampleStore(folder), ticket)
     async with open_store(folder) as store:
         await facts.read_log(store)
-        await facts.read_journal(store)
+        await facts.read_journal(folder, store)
     events = [*facts.attempts(), *facts.endings()]
     if not events:
         raise ConfigError(
@@ -79,8 +79,8 @@ class _Facts:
                 case _:
                     pass
 
-    async def read_journal(self, store: StoredRun) -> None:
-        async for message in store.messages(store.names.journal_stream, {store.names.events: EventBatch}):
+    async def read_journal(self, folder: Path, store: StoredRun) -> None:
+        async for message in journal_messages(folder, store):
             for event in events_in(message) or ():  # `stretto audit` says which cannot be read
                 if isinstance(event, BatchStarted) and self._ticket in event.tickets:
                     ids = tuple(row.id for row in event.rows if row.group == self._ticket)

@@ -75,8 +75,8 @@ def evaluate(
     with accepted_start(assembly) as forks:
         result, summary = run_evaluation(assembly, forks, threshold)
     if result is None:
-        from stretto.kernel.life import exit_status
-        from stretto.kernel.observe.view import final_lines
+        from stretto.observe.view import final_lines
+        from stretto.process.life import exit_status
 
         typer.echo(final_lines(summary, folder), err=True)
         raise typer.Exit(exit_status(summary) or 1)

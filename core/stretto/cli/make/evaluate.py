@@ -227,12 +227,12 @@ def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[st
 def run_evaluation(
     assembly: Assembly, forks: ForkServer | None, threshold: float
 ) -> tuple[Result | None, dict[str, Any]]:
-    """Run the evaluation to its end. Return its result and the run's summary; see `stretto.kernel.life.run`.
+    """Run the evaluation to its end. Return its result and the run's summary; see `stretto.process.life.run`.
 
     The result is None if the run did not complete, or if it has no answer or lacks some. Otherwise
     `summary.json` also gets the result, and the answers are written to `answers/step-000000.jsonl`.
     """
-    from stretto.kernel.life import run
+    from stretto.process.life import run
 
     config, folder = assembly.config, assembly.folder
     summary = run(assembly, forks)

@@ -23,7 +23,7 @@ from stretto.bus.server import Bootstrap
 from stretto.bus.tls import TlsIdentity
 from stretto.config import TlsConfig
 from stretto.errors import ConfigError, leaves, printable
-from stretto.kernel.observe.view import View, final_lines, terminal
+from stretto.observe.view import View, final_lines, terminal
 from stretto.records.figures import FIGURES
 from stretto.records.metrics import MAIN_FIGURES
 from stretto.records.status import LATE_S, Status, decode_status, standstill

@@ -90,7 +90,7 @@ def _run(request: RunRequest, send: Callable[[_Message], None]) -> int:
     from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted_start
-    from stretto.kernel.life import run_to_end
+    from stretto.process.life import run_to_end
 
     assembly = Assembly(compose(Path(request.file), request.overrides, document=request.document))
     with accepted_start(assembly, lambda level, text: send(RunNotice(level, text))) as forks:

@@ -37,7 +37,7 @@ def run(file: RunFile, overrides: Overrides = None, detach: Detach = False, dry_
         _detach(["run", str(file), *(overrides or ()), f"out={folder}"], folder)
         return
     with accepted_start(assembly) as forks:
-        from stretto.kernel.life import run_to_end
+        from stretto.process.life import run_to_end
 
         status = run_to_end(assembly, forks)
     raise typer.Exit(status)
@@ -64,7 +64,7 @@ def quickstart(
             forks = stack.enter_context(accepted_start(assembly))
         again = shlex.join(["stretto", "run", str(file), *(overrides or ())])
         typer.echo(f"the quickstart is in {folder}; to run it again: {again}", err=True)
-        from stretto.kernel.life import run_to_end
+        from stretto.process.life import run_to_end
 
         status = run_to_end(assembly, forks)
     raise typer.Exit(status)
@@ -105,7 +105,7 @@ def resume(
         _detach(["resume", str(folder), *(overrides or ()), *chosen], folder)
         return
     from stretto.cli.start.acceptance import accepted
-    from stretto.kernel.life import owned, resume_to_end
+    from stretto.process.life import owned, resume_to_end
 
     with owned(folder):
         if newest_values(folder) != values:  # another process changed them before this one owned the run

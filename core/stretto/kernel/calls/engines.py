@@ -17,16 +17,16 @@ import structlog
 from stretto import tracing
 from stretto.base import clock
 from stretto.bus.client import Bus
+from stretto.bus.messages.events import Cause, WeightsServed
 from stretto.bus.messages.inference import AskLoad, LoadReport, Swap, SwapDone
 from stretto.bus.messages.membership import WorkerProcess
 from stretto.bus.messages.subjects import Subjects
 from stretto.errors import BusError, NoAnswer, RunError
+from stretto.kernel.contexts import TraceContexts
+from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.fleet.fleet import Fleet, FleetMember
-from stretto.kernel.observe.timeline import Timeline
-from stretto.kernel.observe.traces import RunTraces
-from stretto.kernel.observe.waits import Waits
 from stretto.kernel.schedule.lending import Demand, Lending
-from stretto.records.timeline import Cause
+from stretto.kernel.waits import Waits
 from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
@@ -52,9 +52,8 @@ class Engines:
         bus: Bus,
         names: Subjects,
         fleet: Fleet,
-        lease_epoch: int,
-        timeline: Timeline,
-        traces: RunTraces,
+        journal: JournalWriter,
+        contexts: TraceContexts,
         *,
         waits: Waits,
         turn_s: float,
@@ -62,11 +61,10 @@ class Engines:
         self._bus = bus
         self._names = names
         self._fleet = fleet
-        self._lease_epoch = lease_epoch
-        self._timeline = timeline
-        self._traces = traces
+        self._journal = journal
+        self._contexts = contexts
         self.on_swapped: Callable[[str, SwapDone], None] = lambda worker, done: None
-        """Called after each swap, with the worker and its answer."""
+        """Called after each swap to new weights, with the worker and its answer."""
         self.on_callable: Callable[[FleetMember], None] = lambda member: None
         """Called with an engine that rollout workers may call, and again when it serves a new version or is
         lent."""
@@ -169,6 +167,7 @@ class Engines:
                 await news.wait()
                 continue
             note, exact = target
+            began = self._journal.now()
             try:
                 done = await self._swap(member, note, exact=exact)
             except BusError as error:
@@ -185,8 +184,10 @@ class Engines:
                 continue
             if not self._is_present(member):
                 return  # lost before it answered
-            if served is None or served[0] != note:
+            are_new = served is None or served[0] != note
+            if are_new:
                 self.on_swapped(member.worker, done)
+            self._journal.hear(_served(began, member.worker, done, exact=exact, are_new=are_new))
             failures, served = 0, target
             member.callable, member.exact_version = True, note.version if exact else None
             if not exact:
@@ -227,20 +228,29 @@ class Engines:
     async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone:
         if exact:  # from now until the next swap, the worker takes no request of training
             self._waits.away(member.worker, Cause("evaluation", note.version))
-        start = self._timeline.now()
-        cause = self._traces.cause_of_swap(note.version, exact=exact)
+        cause = self._contexts.cause_of_swap(note.version, exact=exact)
         with tracing.span("swap", cause, worker=member.worker, version=note.version) as span:
             done = await self._bus.request(
                 self._names.worker("inference", member.worker, member.nonce, "swap"),
-                Swap(self._lease_epoch, next(self._numbers), note, exact, span.traceparent, self.trainer),
+                Swap(self._journal.epoch, next(self._numbers), note, exact, span.traceparent, self.trainer),
                 SwapDone,
                 who=member.worker,
                 deadline_s=_SWAP_S,
             )
         if done.fault:
             raise RunError(f"{member.worker}: {done.fault}")
-        self._timeline.swap(start, member.worker, done.report.version, done.report.pause_s, exact=exact)
         return done
 
     def _is_present(self, member: FleetMember) -> bool:
         return self._fleet.members.get(member.worker) is member
+
+
+def _served(began: float, worker: str, done: SwapDone, *, exact: bool, are_new: bool) -> WeightsServed:
+    """Return the event for the answer of an engine that has swapped weights."""
+    return WeightsServed(
+        *(began, worker, done.report.version, exact, are_new),
+        pause_s=done.report.pause_s,
+        drift=done.drift,
+        engine_kl=done.engine_kl,
+        unscored=done.unscored,
+    )

@@ -18,6 +18,7 @@ from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.base import Message
+from stretto.bus.messages.events import CallEnded, CallTime
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.training import (
     AskPublished,
@@ -34,25 +35,15 @@ from stretto.bus.messages.training import (
     StepEnded,
 )
 from stretto.errors import one_error
+from stretto.kernel.contexts import UNTRACED, StepTrace
 from stretto.kernel.durable.checkpoint import Draft, place_of
-from stretto.kernel.observe.timeline import Timeline
-from stretto.kernel.observe.traces import UNTRACED, StepTrace
+from stretto.kernel.durable.journal import JournalWriter
 from stretto.weights import WeightsNote
 
 A = TypeVar("A", bound=Message)
 
 _DEADLINE_S = 24 * 3600.0
 """Deadline of one call, load or save. The fleet notices a dead trainer long before."""
-
-
-@dataclass(frozen=True)
-class CallTime:
-    """When a call ran, in seconds from the start of its step."""
-
-    call: str
-    group: str
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
@@ -90,16 +81,14 @@ class StepResult:
 class Trainers:
     """Sends the kernel's requests to rank 0 of every worker group."""
 
-    def __init__(
-        self, bus: Bus, names: Subjects, placement: Placement, lease_epoch: int, timeline: Timeline
-    ) -> None:
+    def __init__(self, bus: Bus, names: Subjects, placement: Placement, journal: JournalWriter) -> None:
         self._bus = bus
         self._names = names
-        self._lease_epoch = lease_epoch
+        self._lease_epoch = journal.epoch
         self.placement = placement
         self.nonces: Mapping[str, str] = {}
         """Nonces of the trainers, by worker. The kernel sets them when all trainers have joined."""
-        self.timeline = timeline
+        self.journal = journal
 
     async def load(
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...] = ()
@@ -131,7 +120,7 @@ class Trainers:
                 rows train.
         """
         request = RunCall(
-            self._lease_epoch, incarnation, version, "", rows, trace.span.traceparent, tuple(trace.groups)
+            self._lease_epoch, incarnation, version, "", rows, trace.span.traceparent, tuple(trace.tickets)
         )
         step = _Step(self, request, ahead)
         with one_error():
@@ -206,7 +195,7 @@ class _Step:
         self._placement = trainers.placement
         self._request = request
         self._ahead = ahead
-        self.began = trainers.timeline.now()
+        self.began = trainers.journal.now()
         self._began = clock.now()
         self._done = {call.name: anyio.Event() for call in self._placement.graph.step_calls}
         self.statistics: dict[str, float] = {}
@@ -223,14 +212,14 @@ class _Step:
                     await self._done[earlier].wait()
             if call.op == "train" and call.model == graph.lead and self._ahead:
                 await self._trainers.prefetch((*self._request.rows, *self._ahead), complete=True)
-            start_s, start = clock.now() - self._began, self._trainers.timeline.now()
+            start_s, start = clock.now() - self._began, self._trainers.journal.now()
             request = msgspec.structs.replace(self._request, name=call.name)
             done = await self._trainers.ask(group, "call", request, CallDone)
             prefix = "" if call.model in (None, graph.lead) else f"{call.model}/"
             self.statistics |= {f"{prefix}{name}": value for name, value in done.statistics.items()}
             self.times.append(CallTime(call.name, group.path, start_s, start_s + done.seconds))
-            version = self._request.version
-            self._trainers.timeline.call(start, group.path, call.name, version, done.seconds)
+            ended = CallEnded(start, group.path, call.name, self._request.version, round(done.seconds, 4))
+            self._trainers.journal.hear(ended)
             self._done[call.name].set()
 
 

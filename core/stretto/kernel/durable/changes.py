@@ -7,7 +7,7 @@
 
 A change is decided when `config.yaml` is replaced. A resumed run first repeats the steps that were trained
 with previous values. It changes to the next values where the journal has the change, or at the journal's end
-(`stretto.kernel.life`).
+(`stretto.process.life`).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
-FORMAT = 3
+FORMAT = 4
 """Number of the format of snapshots and events. Runs of another format cannot be resumed."""
 _PREFIX = "step-"
 _MANIFEST = "manifest.json"
@@ -259,9 +259,9 @@ def state_of(folder: Path) -> KernelState:
     return msgspec.json.decode((folder / "kernel.json").read_bytes(), type=KernelState)
 
 
-def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> int:
-    """Remove old checkpoints, and return the lowest `lowest_sequence` of the newest `keep`; 0 if none can be
-    read.
+def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> tuple[int, int]:
+    """Remove old checkpoints. Return the sequence numbers of the first messages of log and journal that the
+    newest `keep` need; zeros if none can be read.
 
     Args:
         keep: number of the newest checkpoints that stay.
@@ -274,13 +274,14 @@ def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> i
     for folder in folders[:-keep]:
         if folder.name not in names:
             _remove(folder)
-    sequences: list[int] = []
+    states: list[KernelState] = []
     for folder in folders[-keep:]:
         try:
-            sequences.append(state_of(folder).lowest_sequence)
+            states.append(state_of(folder))
         except (OSError, msgspec.DecodeError) as error:
             log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
-    return min(sequences, default=0)
+    log_below = min((state.lowest_sequence for state in states), default=0)
+    return log_below, min((min(each.events_after + 1, each.journal.sequence) for each in states), default=0)
 
 
 # --------------------------------------------------------------------------------------- private

@@ -12,7 +12,7 @@ from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import Trainers
 from stretto.kernel.durable.checkpoint import FORMAT, KernelState, checkpoint_name, prune, writing
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.observe.sample_writer_supervisor import SampleWriterSupervisor
+from stretto.kernel.fleet.sample_writer_supervisor import SampleWriterSupervisor
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
 from stretto.weights import WeightsNote
@@ -65,7 +65,7 @@ class Checkpointer:
             except (OSError, BusError) as error:
                 log.error("checkpoint failed", version=note.version, error=str(error))
                 problem = f"checkpoint of version {note.version} not written: {error}"
-                self._setup.report.problems.append(problem)
+                self._setup.facts.problems.append(problem)
 
     async def save_last(self) -> None:
         """Write the checkpoint with which the kernel ends, unless there is one of the current version.
@@ -102,8 +102,8 @@ class Checkpointer:
             await anyio.sleep(pause_s)
 
     async def prune(self) -> None:
-        """Remove old checkpoints as `checkpoint.keep` says, and the part of the log that only they needed and
-        whose samples are on disk.
+        """Remove old checkpoints as `checkpoint.keep` says, the part of the log that only they needed and
+        whose samples are on disk, and the part of the journal that they needed and the run's folder has.
 
         With `checkpoint.keep_best`, the checkpoints of the best version and of versions that still have to be
         evaluated stay.
@@ -115,9 +115,14 @@ class Checkpointer:
         if config.keep_best:
             best = scheduler.evaluation.best
             spared = {*scheduler.evaluation.needed_versions, *([best.version] if best else [])}
-        below = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
-        if below := self._samples.purgeable(below):
-            await self._bus.store.purge(self._setup.names.log_stream, below=below)
+        names, store = self._setup.names, self._bus.store
+        log_below, journal_below = await anyio.to_thread.run_sync(
+            prune, self._root, config.keep, self._newest, spared
+        )
+        if below := self._samples.purgeable(log_below):
+            await store.purge(names.log_stream, below=below)
+        if below := min(journal_below, self._setup.facts.events_on_disk + 1):
+            await store.purge(names.journal_stream, below=below)
 
     def _unsaved(self) -> WeightsNote | None:
         """Return the note of the current version; None if it has its checkpoint."""
@@ -132,7 +137,7 @@ class Checkpointer:
         async with writing(self._root, name, state, self._store) as draft:
             await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))
         self._saved, self._newest = (state.version, state.incarnation), name
-        self._setup.report.checkpoints.append(name)
+        self._setup.facts.checkpoints.append(name)
         log.info("checkpoint", folder=name)
         await self.prune()
 
@@ -155,11 +160,11 @@ class Checkpointer:
             lowest_sequence=self._tickets.lowest_sequence(snapshot),
             layout=setup.layout,
             seed=setup.config.seed,
-            trained_tokens=setup.report.trained_tokens,
-            generated_tokens=setup.report.generated_tokens,
-            wall_s=setup.report.wall_s,
+            trained_tokens=setup.facts.trained_tokens,
+            generated_tokens=setup.facts.generated_tokens,
+            wall_s=setup.facts.wall_s,
             values=setup.values,
-            lost=setup.report.lost,
+            lost=setup.facts.lost,
             events_after=self._journal.events_after,
             journal=self._journal.head,
             format=FORMAT,

@@ -8,12 +8,14 @@ those of a kernel after another one has taken the lease.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 
 import anyio
 import msgspec
 
+from stretto.base import clock
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import Event, EventBatch, JournalHead, KernelLease
+from stretto.bus.messages.events import Event, EventBatch, JournalHead, KernelLease, Observation
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.payloads import encode
 from stretto.bus.store import StreamEnd
@@ -21,6 +23,9 @@ from stretto.errors import Malformed, MessageGone, Superseded
 
 _BATCH_S = 0.05
 """Seconds for which an event for which nobody waits may wait for others."""
+
+OnStored = Callable[[int, EventBatch, Sequence[Event]], None]
+"""Gets each message that the server has stored, with its sequence number in the stream, and its events."""
 
 
 class JournalWriter:
@@ -41,20 +46,28 @@ class JournalWriter:
         """The newest message that the server has stored."""
         self._appending = anyio.Lock()
         self.events_after = end.sequence
-        """Sequence number in the stream: the scheduler has taken in all events up to it, and those that
+        """Sequence number in the stream: the scheduler has taken in all inputs up to it, and those that
         wait."""
         self._stored = 0
         """Number of events that the server has stored."""
-        self._pending: list[msgspec.Raw] = []
-        self._sent: EventBatch | None = None
-        """The message that is on its way, or whose append has failed."""
+        self._pending: list[tuple[float, msgspec.Raw, Event]] = []
+        """Events that wait, with their times and bytes."""
+        self._sent: tuple[EventBatch, tuple[Event, ...]] | None = None
+        """The message that is on its way, or whose append has failed, and its events."""
         self._any_pending = anyio.Event()
         self.incarnation = 0
         """Incarnation of the weights. It rises when a repeated step does not reach its recorded digest."""
+        self._began = clock.wall() - clock.now()
+        self.on_stored: OnStored = lambda sequence, message, events: None
+
+    def now(self) -> float:
+        """Return the Unix time with 4 decimals. It never goes back, and does not jump when somebody sets the
+        machine's clock."""
+        return round(self._began + clock.now(), 4)
 
     def hear(self, event: Event) -> None:
         """Queue an event. It is stored by the next `flush`, or by `keep`."""
-        self._pending.append(msgspec.Raw(encode(event)))
+        self._pending.append((self.now(), msgspec.Raw(encode(event)), event))
         self._any_pending.set()
 
     async def flush(self) -> None:
@@ -98,20 +111,25 @@ class JournalWriter:
     @property
     def _waiting(self) -> int:
         """Number of events that the server has not acknowledged."""
-        return len(self._pending) + (len(self._sent.events) if self._sent else 0)
+        return len(self._pending) + (len(self._sent[1]) if self._sent else 0)
 
     async def _store_events(self) -> None:
         """Store the events that wait. A message that may have been stored is sent again as it was."""
         if self._sent is None:
-            self._sent = EventBatch(self.epoch, self._stored, tuple(self._pending), self.head.digest)
+            times, raw, events = zip(*self._pending, strict=True)
+            self._sent = EventBatch(self.epoch, self._stored, raw, times, self.head.digest), events
             self._pending, self._any_pending = [], anyio.Event()
-        events = self._sent
-        id = f"events/{self.epoch}/{events.first}"
-        await self._bus.store.append(self.names.events, events, id=id, after=self._end)
+        message, events = self._sent
+        id = f"events/{self.epoch}/{message.first}"
+        await self._bus.store.append(self.names.events, message, id=id, after=self._end)
         self._sent = None
-        self._stored += len(events.events)
-        self.events_after = self._end.sequence
-        self.head = JournalHead(self._end.sequence, events.digest)
+        self._stored += len(events)
+        if not all(isinstance(event, Observation) for event in events):
+            self.events_after = (
+                self._end.sequence
+            )  # what a kernel observes while it repeats steps is no state
+        self.head = JournalHead(self._end.sequence, message.digest)
+        self.on_stored(self._end.sequence, message, events)
 
 
 async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:

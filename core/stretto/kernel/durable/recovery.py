@@ -27,7 +27,6 @@ import structlog
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
     BatchStarted,
-    EvaluationEnded,
     Event,
     EventBatch,
     Input,
@@ -48,7 +47,7 @@ from stretto.kernel.durable.checkpoint import KernelState, LostData
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.schedule.commands import Command, Retire, StartBatch
 from stretto.kernel.schedule.draws import RecordedDraw
-from stretto.kernel.schedule.fold import apply, decisions
+from stretto.kernel.schedule.fold import apply, decisions, outcome_read
 from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes, refs_of
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
@@ -455,10 +454,12 @@ class Repetition:
             log_sequence = max([log_sequence, *(sequence for sequence, _ in stored.outcomes)])
             scheduler.owned(scheduler.tickets.attempts_from)  # what comes now begins nothing
             for sequence, outcome in () if self._differs else later:
-                self._record(self._take_in(OutcomeRead(sequence), outcome))
+                self._record(self._take_in(outcome_read(sequence, outcome), outcome))
             scheduler.fit(expired)
             later = ()
-            self._retired += (each for each in scheduler.commands() if isinstance(each, Retire))
+            commands = scheduler.commands()
+            self._retired += (each for each in commands if isinstance(each, Retire))
+            self._record(commands)
             self._writer.events_after = self._writer.stored_to  # they do not give this state
         needed = scheduler.evaluation.needed_versions
         return Recovered(
@@ -556,11 +557,11 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journa
     journal, after, stream = Journal(), state.events_after, names.journal_stream
     last = await bus.store.last_sequence(stream, names.events)
     journal.is_damaged = await _lacks(bus, names, state)
-    former = "" if state.journal.sequence > after else state.journal.digest
+    former = None if state.journal.sequence > after else state.journal.digest
     if last <= after:
         return journal
     async for sequence, batch in bus.store.follow(stream, names.events, EventBatch, start=after + 1):
-        journal.is_damaged |= former not in ("", batch.former)
+        journal.is_damaged |= former not in (None, batch.former)
         former = batch.digest
         for event in _events_of(batch, sequence):
             _add(journal, JournalHead(sequence, former), event, state.incarnation)
@@ -610,13 +611,13 @@ def _add(journal: Journal, message: JournalHead, event: Event, incarnation: int)
         case VersionPublished(own, version, digest):
             if own == incarnation:
                 journal.digests.setdefault(version, digest)
-        case EvaluationEnded():
-            pass
-        case _:
+        case _ if isinstance(event, Input):
             if isinstance(event, RunOwned):
                 journal.incarnation = event.incarnation
             if not journal.is_damaged:
                 journal.heard.append(Heard(message, event))
+        case _:
+            pass
 
 
 def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:

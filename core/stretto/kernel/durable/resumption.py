@@ -20,6 +20,7 @@ from stretto.kernel.ending import Ending
 from stretto.kernel.schedule.commands import Command, StartBatch
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
+from stretto.records.metrics_file import MetricsFile
 from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
@@ -77,11 +78,11 @@ class Resumption:
             setup.new_scheduler(),
             values=setup.values,
             samples=setup.graph.samples,
-            reached=setup.report.reached,
+            reached=max((line["step"] for line in MetricsFile(setup.folder).read()), default=0),
             epoch=self._journal.epoch,
         )
         if stored.lost:
-            setup.report.add_loss(stored.lost, stored.lost_from)
+            setup.facts.add_loss(stored.lost, stored.lost_from)
         if stored.log_is_short:
             # The checkpoint names messages by number: new ones must not get the numbers of lost ones.
             await self._bus.store.purge(setup.names.log_stream, below=state.log_sequence + 1)
@@ -103,9 +104,7 @@ class Resumption:
         """Load the checkpoint and train the batches again that the later events start. Where the events that
         follow cannot continue the stored ones, write a checkpoint. If other values come next, end the run."""
         setup = self._setup
-        setup.status_writer.note = (
-            "repeating the journal" if setup.replays is None else "replaying the batches"
-        )
+        setup.facts.note = "repeating the journal" if setup.replays is None else "replaying the batches"
         repetition = Repetition(
             *(self._journal, setup.scheduler, self._trainers, (self._folder, self._state), stored),
             on_repeated=self._on_repeated,
@@ -130,7 +129,6 @@ class Resumption:
             await self._checkpointer.save_required(recovered.notes[-1])
         if setup.continues:
             log.info("resumed", version=recovered.notes[-1].version, repeated=recovered.repeated)
-            setup.report.recall()
         if is_over:
             self._ending.end("failed", failure)
         elif not setup.continues:

@@ -14,13 +14,14 @@ from anyio.abc import TaskGroup
 from stretto.bus.client import Bus
 from stretto.bus.joining import own_version
 from stretto.bus.lock import KernelLock
+from stretto.bus.messages.events import FleetChanged
 from stretto.bus.messages.membership import AskRanks, Join, Leaving, Ranks, Welcome
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.calls.engines import Engines
+from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.fleet import FleetMember, receive_heartbeats
 from stretto.kernel.fleet.routes import RouteSender
-from stretto.kernel.observe.timeline import Timeline
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES, ClusterLauncher, Role
 
@@ -43,29 +44,25 @@ class Admission:
         self,
         setup: RunSetup,
         bus: Bus,
-        lease_epoch: int,
+        journal: JournalWriter,
         ending: Ending,
         tasks: TaskGroup,
         *,
         engines: Engines,
         routes: RouteSender,
-        timeline: Timeline,
         on_gone: Callable[[str, bool], None],
     ) -> None:
         self._setup = setup
         self._fleet = fleet = setup.fleet
         self._bus = bus
-        self._lease_epoch = lease_epoch
+        self._journal = journal
         self._lock = KernelLock.of(setup.folder / "bus")
         self._ending = ending
         self._tasks = tasks
         self._engines = engines
         self._routes = routes
-        self._timeline = timeline
         self._on_gone = on_gone
         self._changed = anyio.Event()
-        self.started = False
-        """Whether the run has issued tickets."""
         fleet.on_ready = self._on_ready
         fleet.on_lost = self._on_lost
         fleet.on_left = self._on_left
@@ -79,7 +76,7 @@ class Admission:
         bus, names = self._bus, self._setup.names
         for role in ROLES:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
-            await receive_heartbeats(role, self._fleet, bus, names, self._lease_epoch)
+            await receive_heartbeats(role, self._fleet, bus, names, self._journal.epoch)
             await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
         await bus.serve(names.kernel("trainer", "ranks"), AskRanks, self._send_ranks)
 
@@ -128,14 +125,14 @@ class Admission:
             )
         self._fleet.join(role, message)
         self._notify()
-        self._timeline.worker(message.worker, "joined")
+        self._journal.hear(FleetChanged(message.worker, "joined"))
         log.info("worker joined", worker=message.worker, place=message.place)
         setup = self._setup
         return Welcome(
             config=msgspec.msgpack.encode(msgspec.to_builtins(setup.config)),
             run=setup.run,
             folder=str(setup.folder),
-            lease_epoch=self._lease_epoch,
+            lease_epoch=self._journal.epoch,
             grace_s=setup.config.bus.grace_s,
             fingerprints={path: dataset.fingerprint for path, dataset in setup.datasets.items()},
             outage_s=setup.config.bus.outage_s,
@@ -173,7 +170,7 @@ class Admission:
 
     def _on_ready(self, member: FleetMember) -> None:
         log.info("worker ready", worker=member.worker)
-        self._timeline.worker(member.worker, "ready")
+        self._journal.hear(FleetChanged(member.worker, "ready"))
         if member.role == "inference":
             self._tasks.start_soon(self._engines.keep_current, member)
         else:
@@ -186,17 +183,17 @@ class Admission:
         self._engines.changed(member)
 
     def _on_left(self, member: FleetMember, why: str) -> None:
-        self._timeline.worker(member.worker, "left", why)
+        self._journal.hear(FleetChanged(member.worker, "left", why))
         self._on_change(member)
         if member.role == "rollout":
             self._on_gone(member.worker, True)
 
     def _on_lost(self, member: FleetMember, how: str, final: bool) -> None:
-        self._timeline.worker(member.worker, "lost", how)
+        self._journal.hear(FleetChanged(member.worker, "lost", how))
         self._on_change(member)
         if final:
             self._ending.end("failed", f"{member.worker}: {how}")
-        elif member.role == "trainer" and not self.started:
+        elif member.role == "trainer" and not self._setup.facts.started:
             self._ending.end("failed", f"{member.worker} was lost while the run was starting ({how})")
         elif member.role == "trainer":
             self._ending.end(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stretto.bus.messages.events import Evaluation
+from stretto.bus.messages.events import Account, Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
 
 
@@ -80,10 +80,6 @@ class StartBatch:
     """In the order of their tickets."""
     rows: tuple[int, ...]
     """Row of the dataset of each group."""
-
-
-Account = Literal["filtered", "expired", "failed"]
-"""An account of the ledger for tickets that end without being trained."""
 
 
 @dataclass(frozen=True)

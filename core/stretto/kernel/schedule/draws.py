@@ -14,9 +14,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from stretto.bus.messages.events import Account
 from stretto.dataset import Curriculum, TicketEnd
 from stretto.errors import ContractError
-from stretto.kernel.schedule.commands import Account
 from stretto.kernel.schedule.open_tickets import OpenTicket, rewards_of
 
 

@@ -9,20 +9,28 @@ from stretto.bus.messages.events import (
     BatchStarted,
     Decision,
     EvaluationEnded,
+    GroupFigures,
     Input,
+    IssuedTicket,
     OutcomeRead,
+    RetiredTicket,
     RowsDrawn,
     RunClosing,
     RunEnded,
     RunOwned,
     ScheduleStarted,
     StepTrained,
+    TicketsIssued,
+    TicketsRetired,
     WorkerGone,
 )
 from stretto.bus.messages.tickets import GroupDone, Progress, TicketStarted
-from stretto.kernel.schedule.commands import Command, EvaluationDone, RecordDraws, StartBatch
+from stretto.kernel.schedule.commands import Command, EvaluationDone, Issue, RecordDraws, Retire, StartBatch
 from stretto.kernel.schedule.outcomes import Outcome, refs_of
 from stretto.kernel.schedule.scheduler import Scheduler
+
+_LONGEST_NAME = 80
+"""Characters. A rollout worker writes its own name into its groups."""
 
 
 def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) -> None:
@@ -64,9 +72,16 @@ def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) ->
 
 
 def decisions(commands: Iterable[Command]) -> Iterator[Decision]:
-    """Yield what the journal records of commands, in order."""
+    """Yield what the journal records of commands."""
+    issued: list[IssuedTicket] = []
+    retired: list[RetiredTicket] = []
     for command in commands:
         match command:
+            case Issue(ticket):
+                each = ticket.purpose, ticket.id, ticket.attempt, ticket.row, ticket.min_version
+                issued.append(IssuedTicket(*each))
+            case Retire(purpose, id, attempt, account, reason):
+                retired.append(RetiredTicket(purpose, id, attempt, account, reason))
             case StartBatch(version, groups):
                 yield BatchStarted(version, tuple(group.ticket for group in groups), refs_of(groups))
             case RecordDraws(version, draws):
@@ -75,3 +90,27 @@ def decisions(commands: Iterable[Command]) -> Iterator[Decision]:
                 yield EvaluationEnded(result)
             case _:
                 pass
+    if retired:
+        yield TicketsRetired(tuple(retired))
+    if issued:
+        yield TicketsIssued(tuple(issued))
+
+
+def outcome_read(sequence: int, outcome: Outcome) -> OutcomeRead:
+    """Return the event for an outcome at a place of the log."""
+    if not isinstance(outcome, GroupDone):
+        return OutcomeRead(sequence)
+    rewards = [member.reward for member in outcome.members if not member.part]
+    return OutcomeRead(
+        sequence,
+        GroupFigures(
+            *(outcome.purpose, outcome.ticket, outcome.attempt, outcome.worker[:_LONGEST_NAME]),
+            seconds=round(outcome.seconds, 4),
+            generate_s=round(outcome.generate_s, 4),
+            score_s=round(outcome.score_s, 4),
+            samples=len(rewards),
+            reward=round(sum(rewards) / max(1, len(rewards)), 6),
+            tokens=sum(member.sampled for member in outcome.members),
+            oldest=min(member.oldest for member in outcome.members),
+        ),
+    )

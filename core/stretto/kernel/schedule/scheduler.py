@@ -33,10 +33,10 @@ from typing import Literal
 import msgspec
 
 from stretto.algorithm import Group
+from stretto.bus.messages.events import Account, Cause
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
 from stretto.dataset import Curriculum
 from stretto.kernel.schedule.commands import (
-    Account,
     Command,
     Fail,
     Finish,
@@ -52,7 +52,6 @@ from stretto.kernel.schedule.gate import DivergenceGate
 from stretto.kernel.schedule.health import Health
 from stretto.kernel.schedule.open_tickets import OpenTicket, TrainingTickets, rewards_of, versions_of
 from stretto.kernel.schedule.variants import VariantAccount, VariantAccounts
-from stretto.records.timeline import Cause
 
 
 class Ledger(msgspec.Struct):

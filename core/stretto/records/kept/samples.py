@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import numpy as np
 
+from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
 from stretto.records.files import open_record
 from stretto.records.kept.sample_files import (
@@ -26,7 +27,6 @@ from stretto.records.kept.sample_files import (
     segments_in,
     with_columns,
 )
-from stretto.records.timeline import Purpose
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

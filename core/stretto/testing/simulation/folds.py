@@ -19,9 +19,9 @@ from stretto.bus.messages.events import (
     Event,
     EventBatch,
     Input,
+    Observation,
     OutcomeRead,
     RunOwned,
-    VersionPublished,
 )
 from stretto.bus.payloads import is_split
 from stretto.kernel.durable.journal import JournalWriter
@@ -128,7 +128,7 @@ class FoldOracle:
     def _compare(self, kernel: Kernel, decision: Event) -> None:
         """Compare what a kernel has decided with what the fold decides."""
         expected = self._decided.get(kernel[0], [])
-        if isinstance(decision, VersionPublished):
+        if isinstance(decision, Observation):
             return
         if decision in expected:
             expected.remove(decision)

@@ -20,7 +20,7 @@ import structlog
 import torch
 
 import stretto.kernel.kernel
-import stretto.kernel.observe.report
+import stretto.kernel.step_meter
 from stretto.assembly.assembly import Assembly, new_run_id
 from stretto.assembly.compose import Composed, compose_mapping
 from stretto.base.cores import CoreUse
@@ -32,11 +32,11 @@ from stretto.bus.server import lock_run
 from stretto.children import reward
 from stretto.cli.audit.audit import audit
 from stretto.errors import RequestError, StrettoError
-from stretto.kernel import life
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.ending import Interruptions
 from stretto.models.tokenizer import load_tokenizer
+from stretto.process import life
 from stretto.serving.intake import Intake
 from stretto.testing.simulation import processes
 from stretto.testing.simulation.faults import Tape, inject
@@ -390,7 +390,7 @@ def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextMana
     places: list[tuple[Any, str, Any]] = [
         (reward.Scorer, "answer", failing(reward.Scorer.answer)),
         (Intake, "accept", failing(Intake.accept)),
-        (stretto.kernel.observe.report, "CoreMeter", _NoMeter),
+        (stretto.kernel.step_meter, "CoreMeter", _NoMeter),
         (life, "View", _NoView),
         (context, "compose_mapping", compose_once),
         (reward, "compose_mapping", compose_once),

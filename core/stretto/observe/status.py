@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from pathlib import Path
 
 import anyio
 import msgspec
@@ -12,13 +11,11 @@ import structlog
 
 from stretto.base import clock
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import Evaluation
+from stretto.bus.messages.events import CAUSES, Evaluation
 from stretto.bus.messages.membership import RunStatus, Wait
 from stretto.bus.messages.subjects import Subjects
-from stretto.kernel.ending import Ending
-from stretto.kernel.fleet.fleet import Fleet
-from stretto.kernel.observe.report import Report
-from stretto.kernel.schedule.scheduler import Scheduler
+from stretto.kernel.setup import RunSetup
+from stretto.observe.report import Report
 from stretto.records.status import (
     STATUS,
     AdviceStatus,
@@ -28,7 +25,6 @@ from stretto.records.status import (
     Status,
     WorkerStatus,
 )
-from stretto.records.timeline import CAUSES
 
 log = structlog.get_logger()
 
@@ -47,55 +43,43 @@ _REASONS = 3
 
 
 class StatusWriter:
-    """Puts the state of a run together. It has the lifetime of the kernel.
+    """Puts the state of a run together. It has the lifetime of the kernel."""
 
-    Args:
-        name: the run's name.
-        steps: number of steps of the run.
-    """
-
-    def __init__(
-        self, name: str, steps: int, folder: Path, report: Report, scheduler: Scheduler, fleet: Fleet
-    ) -> None:
-        self._name = name
-        self._steps = steps
-        self._folder = folder
+    def __init__(self, setup: RunSetup, report: Report) -> None:
+        self._name = setup.config.name
+        self._steps = setup.config.steps
+        self._sampled = setup.graph.samples
+        self._folder = setup.folder
         self._report = report
-        self._scheduler = scheduler
-        self._fleet = fleet
+        self._facts = setup.facts
+        self._waits = setup.waits
+        self._scheduler = setup.scheduler
+        self._fleet = setup.fleet
         self._tokens: deque[tuple[float, int]] = deque()
         """(time, tokens generated so far) of the last seconds."""
-        self.note = "starting"
-        """What the run is doing while it does not train."""
-        self.started = False
-        """Whether the kernel has issued its first tickets."""
-        self.ending = Ending()
-        """The end of the run, as far as it is decided."""
-        self.bus: Bus | None = None
-        """The kernel's connection; None before it is open."""
         self.metrics_url = ""
         """Where Prometheus finds the figures; empty if it does not."""
         self._complaint = ""
 
     def status(self) -> Status:
         """Return the state of the run at this moment."""
-        scheduler, report, fleet, now = self._scheduler, self._report, self._fleet, clock.now()
-        ended = self.ending.status != "running"
+        facts, report, scheduler, fleet = self._facts, self._report, self._scheduler, self._fleet
+        now, ending = clock.now(), facts.ending
         return Status(
             written=clock.wall(),
             pid=os.getpid(),
             name=self._name,
             folder=str(self._folder),
-            state=self.ending.status,
-            started=self.started,
-            reason=self.ending.reason,
+            state=ending.status,
+            started=facts.started,
+            reason=ending.reason,
             version=scheduler.version,
             steps=self._steps,
-            wall_s=round(report.wall_s, 1),
-            left_s=None if ended else report.left_s(),
+            wall_s=round(facts.wall_s, 1),
+            left_s=None if ending.status != "running" else report.left_s(),
             now=self._now(),
             bottleneck=report.bottleneck(),
-            sampled=report.sampled,
+            sampled=self._sampled,
             newest={key: _number(report.last[key]) for key in _NEWEST if key in report.last},
             recent={
                 name: _short(mean)
@@ -113,7 +97,7 @@ class StatusWriter:
             reasons=dict(scheduler.reasons.most_common(_REASONS)),
             generate_tokens_per_s=self._generation_speed(now),
             advice=[AdviceStatus(each.rule, each.since, each.message) for each in report.adviser.open],
-            connected=self.bus is not None and self.bus.connected,
+            connected=facts.bus is not None and facts.bus.connected,
             restarts=fleet.restarts,
             workers=[
                 WorkerStatus(
@@ -126,15 +110,15 @@ class StatusWriter:
                 for member in fleet.members.values()
             ],
             starting=dict(fleet.starting),
-            waits=self._waits(),
+            waits=self._stalls(),
             metrics_url=self.metrics_url,
         )
 
     async def publish(self, bus: Bus, names: Subjects) -> None:
         """Write the status into the run's folder and send it to viewers, every few seconds and when the end
         of the run is decided. Log long waits. Runs until it is cancelled."""
-        self.bus = bus
         next_log_s: dict[tuple[str, str, str], float] = {}
+        over = self._facts.ending.over
         while True:
             status = self.status()
             self._write(status)
@@ -142,7 +126,7 @@ class StatusWriter:
                 await bus.publish(names.status, RunStatus(msgspec.json.encode(status)))
             _log_long_waits(status, next_log_s)
             with anyio.move_on_after(_WRITE_S):
-                await (anyio.sleep_forever() if self.ending.over.is_set() else self.ending.over.wait())
+                await (anyio.sleep_forever() if over.is_set() else over.wait())
 
     def write_end(self) -> None:
         """Write the final status, after the workers have ended."""
@@ -170,9 +154,9 @@ class StatusWriter:
         scheduler = self._scheduler
         if not self._fleet.hears():
             return "waiting for nats-server"
-        if self.note:
-            return self.note
-        cause = self._report.waits.cause
+        if self._facts.note:
+            return self._facts.note
+        cause = self._waits.cause
         if cause is not None and cause.kind != "groups":
             return f"waiting for {cause}"
         return "training" if scheduler.training else "generating"
@@ -189,9 +173,9 @@ class StatusWriter:
             waiting[0] if waiting else None,
         )
 
-    def _waits(self) -> list[Stall]:
+    def _stalls(self) -> list[Stall]:
         waits = [_stall(member.worker, member.wait) for member in self._fleet.members.values() if member.wait]
-        if self.bus is not None and (own := self.bus.unanswered.longest()):
+        if self._facts.bus is not None and (own := self._facts.bus.unanswered.longest()):
             waits.append(_stall("kernel", own))
         return sorted(waits, key=lambda each: -each.seconds)
 

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from fixture_types import Start
-from stretto.kernel.observe.advice import RULES, Advice, Adviser, causes
-from stretto.kernel.observe.bottleneck import bottleneck
+from stretto.kernel.step_meter import causes
+from stretto.observe.advice import RULES, Advice, Adviser
+from stretto.observe.bottleneck import bottleneck
 from worlds import in_simulation
 
 Line = dict[str, Any]

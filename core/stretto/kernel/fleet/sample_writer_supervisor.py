@@ -15,10 +15,10 @@ import structlog
 
 from stretto.base import clock
 from stretto.bus.client import Bus
+from stretto.bus.messages.events import Account
 from stretto.bus.messages.tickets import Follow, Following, Kept, RetiredTickets
 from stretto.errors import BusError
 from stretto.kernel.fleet.forks import ForkedProcess
-from stretto.kernel.schedule.commands import Account
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.supervised import Failure, ended, supervised
 
@@ -152,8 +152,8 @@ class SampleWriterSupervisor:
                 process.kill()
                 await ended(process, _KILLED_S)
                 problem = f"the sample writer hung: it was silent for {_SILENT_S:.0f} s, and was killed"
-                if problem not in self._setup.report.problems:
-                    self._setup.report.problems.append(problem)
+                if problem not in self._setup.facts.problems:
+                    self._setup.facts.problems.append(problem)
                 return f"it was silent for {_SILENT_S:.0f} s, and was killed"
         return f"it ended with status {status}"
 
@@ -162,7 +162,7 @@ class SampleWriterSupervisor:
             f"samples of the newest steps may be missing: the sample writer: {fault}; see {self._log_file}"
         )
         log.warning(problem)
-        self._setup.report.problems.append(problem)
+        self._setup.facts.problems.append(problem)
 
     @property
     def _log_file(self) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from operator import itemgetter
 
 from stretto.base import clock
-from stretto.records.timeline import Cause
+from stretto.bus.messages.events import Cause
 
 
 class Waits:

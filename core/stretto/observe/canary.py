@@ -1,4 +1,4 @@
-"""The difference between engines and trainer at each swap: on the canary, and on rows that were trained."""
+"""The difference between engines and trainer at each swap, for metrics and summary."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from typing import Any
 
 import structlog
 
-from stretto.bus.messages.inference import Drift, SwapDone
+from stretto.bus.messages.events import WeightsServed
+from stretto.bus.messages.inference import Drift
 from stretto.engine import CanaryConfig
 
 log = structlog.get_logger()
-
-_WEIGHT = 0.25
-"""Weight of an engine's newest error in its moving average."""
 
 
 class CanaryRecord:
@@ -32,15 +30,15 @@ class CanaryRecord:
         self._worst: tuple[Drift, str, int] | None = None
         self._not_compared: dict[str, str] = {}
 
-    def add(self, worker: str, done: SwapDone) -> None:
+    def add(self, done: WeightsServed) -> None:
         """Take in a swap's results for the canary and for the shared rows."""
         if done.engine_kl is not None:
             self._engine_kls.append(done.engine_kl)
         if done.drift is not None:
-            self._take(worker, done.report.version, done.drift)
-        elif done.unscored and self._not_compared.get(worker) != done.unscored:
-            self._not_compared[worker] = done.unscored
-            log.info("canary not compared", worker=worker, reason=done.unscored)
+            self._take(done.worker, done.version, done.drift)
+        elif done.unscored and self._not_compared.get(done.worker) != done.unscored:
+            self._not_compared[done.worker] = done.unscored
+            log.info("canary not compared", worker=done.worker, reason=done.unscored)
 
     def news(self) -> dict[str, float]:
         """Return the largest figures of the swaps since the last call, for a step's metrics; empty without
@@ -81,41 +79,6 @@ class CanaryRecord:
                     f"version {version}: the canary drifts by {drift.mean:.3g} a token between {worker} and "
                     f"the trainer; inference.canary.bound is {bound:g}"
                 )
-
-
-class EngineErrors:
-    """The error of each engine: its KL to the trainer at the same version, in nats per token.
-
-    The error changes slowly, but the figure from a few rows is noisy, so it is averaged over swaps.
-    """
-
-    def __init__(self) -> None:
-        self._kl: dict[str, float] = {}
-        self._unscored: dict[str, str] = {}
-
-    def add(self, worker: str, done: SwapDone) -> None:
-        """Take in a swap's result for the shared rows."""
-        if done.engine_kl is not None:
-            former = self._kl.get(worker, done.engine_kl)
-            self._kl[worker] = former + _WEIGHT * (done.engine_kl - former)
-        elif done.rows_unscored and self._unscored.get(worker) != done.rows_unscored:
-            self._unscored[worker] = done.rows_unscored
-            log.warning(
-                "engine's error unknown; it counts as divergence", worker=worker, reason=done.rows_unscored
-            )
-
-    @property
-    def mean(self) -> float | None:
-        """Mean error over the engines; None if no engine has been compared yet."""
-        return sum(self._kl.values()) / len(self._kl) if self._kl else None
-
-    def divergence(self, measured: float | None) -> float | None:
-        """Return the divergence between the policies: the trainer's figure of a batch minus the engines' mean
-        error, at least 0. An unknown error counts as 0. None if the trainer measured nothing, or if no engine
-        has tried the comparison yet."""
-        if measured is None or not (self._kl or self._unscored):
-            return None
-        return max(0.0, measured - (self.mean or 0.0))
 
 
 def _short(value: float) -> float:

@@ -13,8 +13,8 @@ from bus_testing import until
 from processes import arguments_of
 from stretto.assembly.compose import Composed, compose
 from stretto.kernel.durable.changes import write_values
-from stretto.kernel.observe.metrics_file import MetricsFile
-from stretto.kernel.observe.trackers import Trackers
+from stretto.observe.trackers import Trackers
+from stretto.records.metrics_file import MetricsFile
 
 PLUGIN = """
 import time

@@ -24,9 +24,11 @@ from stretto.config import MetricsConfig
 from stretto.engine import Load
 from stretto.errors import RunError, leaves
 from stretto.kernel.fleet.fleet import FleetMember
-from stretto.kernel.observe.advice import Advice
-from stretto.kernel.observe.prometheus import serve_metrics
 from stretto.kernel.setup import RunSetup
+from stretto.observe.advice import Advice
+from stretto.observe.observers import Observers
+from stretto.observe.prometheus import serve_metrics
+from stretto.observe.report import Report
 
 
 class QuietBus:
@@ -44,11 +46,11 @@ def setup(tmp_path: Path) -> RunSetup:
 
 
 @asynccontextmanager
-async def served(setup: RunSetup, **section: Any) -> AsyncGenerator[str]:
-    """The URL of the figures, in the block."""
+async def served(setup: RunSetup, report: Report | None = None, **section: Any) -> AsyncGenerator[str]:
+    """The URL of the figures, in the block. Without a report they are those of a new one."""
     async with anyio.create_task_group() as tasks:
-        bus = cast("Bus", QuietBus())
-        yield await tasks.start(serve_metrics, MetricsConfig(**section), setup, bus)
+        bus, report = cast("Bus", QuietBus()), report or Observers(setup).report
+        yield await tasks.start(serve_metrics, MetricsConfig(**section), setup, report, bus)
         tasks.cancel_scope.cancel()
 
 
@@ -71,7 +73,7 @@ async def figures(url: str) -> dict[str, float]:
 
 
 async def test_trouble_is_in_the_figures(setup: RunSetup) -> None:
-    fleet, scheduler, report = setup.fleet, setup.scheduler, setup.report
+    fleet, scheduler, report = setup.fleet, setup.scheduler, Observers(setup).report
     fleet.starting["rollout-0"] = "loading"
     fleet.restarts = 2
     lost = FleetMember("verifier-0", "verifier", "n", "here", time.monotonic(), ready=True, refused=4)
@@ -83,7 +85,7 @@ async def test_trouble_is_in_the_figures(setup: RunSetup) -> None:
         Advice(rule="plateau", since=1, said=2, until=3, message="over"),
     ]
     report.last = {"step": 3, "loss": float("nan"), "reward/format": 0.25}
-    async with served(setup) as url:
+    async with served(setup, report) as url:
         found = await figures(url)
     assert found["workers/rollout/starting"] == 1
     assert found["workers/verifier/ready"] == 1

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from stretto.records.timeline import CauseKind
+from stretto.bus.messages.events import CauseKind
 
 Part = Literal[
     "training",

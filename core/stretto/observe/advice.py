@@ -10,7 +10,6 @@ Rules compare means over steps. For the spread of the rewards see `stretto.kerne
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from stretto.kernel.observe.bottleneck import bottleneck, number, total, works
 from stretto.kernel.schedule.health import CLEARS, HOLDS, RewardHistory, Window
+from stretto.kernel.step_meter import causes
+from stretto.observe.bottleneck import bottleneck, number, total, works
 
 _KEPT = 200
 """Number of newest lines that the rules can use."""
@@ -693,17 +693,6 @@ RULES = (
 
 
 # -------------------------------------------------------------------------------------------- helpers
-
-
-def causes(reasons: Mapping[str, int]) -> Counter[str]:
-    """Count the reasons. Reasons that differ only in numbers and quoted text count together, under the first
-    of them."""
-    first: dict[str, str] = {}
-    counted: Counter[str] = Counter()
-    for reason, count in reasons.items():
-        kind = re.sub(r"""'[^']*'|"[^"]*"|\d+""", "…", reason)
-        counted[first.setdefault(kind, reason)] += count
-    return counted
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from stretto.base import clock
 from stretto.errors import ConfigError, StrettoError, printable
-from stretto.kernel.observe.keyboard import Keyboard
+from stretto.observe.keyboard import Keyboard
 from stretto.records.figures import FIGURES, describe_waits, duration_text
 from stretto.records.kept.answers import newest_sample
 from stretto.records.metrics import ACCURACY

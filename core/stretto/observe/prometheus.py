@@ -30,9 +30,10 @@ from prometheus_client.registry import Collector
 from stretto.bus.client import Bus
 from stretto.config import MetricsConfig
 from stretto.errors import RunError
-from stretto.kernel.observe.advice import RULES
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES
+from stretto.observe.advice import RULES
+from stretto.observe.report import Report
 from stretto.records.figures import FIGURES
 
 log = structlog.get_logger()
@@ -71,7 +72,7 @@ _ENGINE = {
 
 
 async def serve_metrics(
-    config: MetricsConfig, setup: RunSetup, bus: Bus, *, task_status: TaskStatus[str]
+    config: MetricsConfig, setup: RunSetup, report: Report, bus: Bus, *, task_status: TaskStatus[str]
 ) -> None:
     """Serve until cancelled. Report the URL of the figures as soon as they can be had.
 
@@ -79,7 +80,7 @@ async def serve_metrics(
         RunError: if the address cannot be used.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(RunCollector(setup, bus))
+    registry.register(RunCollector(setup, report, bus))
 
     async def answer(request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
@@ -143,8 +144,9 @@ def _is_address(name: str) -> bool:
 class RunCollector(Collector):
     """Reads the figures of a run from the kernel's objects. Each has the label `run`, the run's id."""
 
-    def __init__(self, setup: RunSetup, bus: Bus) -> None:
+    def __init__(self, setup: RunSetup, report: Report, bus: Bus) -> None:
         self._setup = setup
+        self._report = report
         self._bus = bus
         self._totals: dict[tuple[str, str], float] = {}
         """(counter, value of its label) -> largest total so far."""
@@ -162,7 +164,7 @@ class RunCollector(Collector):
         yield from self._last_step()
 
     def _progress(self) -> Iterable[Metric]:
-        setup, report = self._setup, self._setup.report
+        setup, report = self._setup, self._report
         info = InfoMetricFamily("stretto_run", "The run", labels=["run"])
         info.add_metric([setup.run], {"name": setup.config.name, "algorithm": setup.config.algorithm.use})
         yield info
@@ -171,7 +173,7 @@ class RunCollector(Collector):
         )
         yield self._gauge("planned_steps", "Number of steps of the run", setup.config.steps)
         yield self._counter(
-            "run_seconds", "Seconds of the run, those before a resume included", report.wall_s
+            "run_seconds", "Seconds of the run, those before a resume included", setup.facts.wall_s
         )
         yield self._gauge("remaining_seconds", "Estimate of the seconds up to the last step", report.left_s())
 
@@ -210,9 +212,9 @@ class RunCollector(Collector):
         )
 
     def _speed(self) -> Iterable[Metric]:
-        report, fleet = self._setup.report, self._setup.fleet
-        yield self._counter("generated_tokens", "Tokens that were sampled", report.generated_tokens)
-        yield self._counter("trained_tokens", "Tokens that were trained", report.trained_tokens)
+        report, fleet, facts = self._report, self._setup.fleet, self._setup.facts
+        yield self._counter("generated_tokens", "Tokens that were sampled", facts.generated_tokens)
+        yield self._counter("trained_tokens", "Tokens that were trained", facts.trained_tokens)
         busy = {
             "generate": fleet.busy_s("inference"),
             "score": fleet.busy_s("verifier"),
@@ -253,7 +255,7 @@ class RunCollector(Collector):
         yield self._gauge("bus_longest_wait_seconds", "Age of the oldest request without an answer", longest)
 
     def _advice(self) -> Iterable[Metric]:
-        given = {advice.rule for advice in self._setup.report.adviser.open}
+        given = {advice.rule for advice in self._report.adviser.open}
         rules = {rule.name: rule.name in given for rule in RULES}
         yield self._gauges("advice_open", "Whether the advice of a rule is open", "rule", rules)
 
@@ -272,7 +274,7 @@ class RunCollector(Collector):
         yield self._gauge("evaluation_running", "Whether an evaluation is under way", under_way)
 
     def _last_step(self) -> Iterable[Metric]:
-        line = self._setup.report.last
+        line = self._report.last
         for key, name in _LAST_STEP.items():
             yield self._gauge(f"last_step_{name}", FIGURES[key].meaning, line.get(key))
         metrics = {key.removeprefix("reward/"): line[key] for key in line if key.startswith("reward/")}

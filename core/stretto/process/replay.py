@@ -42,9 +42,9 @@ from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, newe
 from stretto.kernel.durable.recovery import Replay
 from stretto.kernel.ending import Interruptions
 from stretto.kernel.fleet.forks import fork_server
-from stretto.kernel.life import live, served
-from stretto.kernel.observe.view import terminal
 from stretto.kernel.setup import RunSetup
+from stretto.observe.view import terminal
+from stretto.process.life import live, served
 
 log = structlog.get_logger()
 

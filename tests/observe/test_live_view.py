@@ -14,8 +14,9 @@ from rich.console import Console
 
 from kernel_setup import make_setup
 from statuses import make_status
-from stretto.kernel.observe.curve import Curve
-from stretto.kernel.observe.view import drawing, sparkline
+from stretto.observe.curve import Curve
+from stretto.observe.observers import Observers
+from stretto.observe.view import drawing, sparkline
 from stretto.records.status import (
     AdviceStatus,
     EvaluationProgress,
@@ -151,10 +152,11 @@ def test_a_curve_of_any_length_has_at_most_64_points() -> None:
 
 def test_the_status_of_a_kernel_is_small_and_complete(tmp_path: Path) -> None:
     setup = make_setup(tmp_path, name="small", steps=2000)
-    for curve in setup.report.curves.values():
+    observers = Observers(setup)
+    for curve in observers.report.curves.values():
         for number in range(2000):
             curve.add(number / 3)
-    setup.status_writer.write_end()
+    observers.status.write_end()
     status = read_status(tmp_path)
     assert status is not None
     assert (status.name, status.steps, status.state, status.now) == ("small", 2000, "running", "running")

@@ -26,11 +26,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, StatusCode
 
+from kernel_events import step_measured
 from stretto import tracing
+from stretto.bus.messages.events import Event, KernelBegan
 from stretto.bus.messages.tickets import GroupDone, Member, Ticket
 from stretto.config import TracingConfig
-from stretto.kernel.observe.traces import RunTraces
-from stretto.kernel.schedule.commands import Retire, StartBatch
+from stretto.kernel.contexts import UNTRACED, TraceContexts
+from stretto.kernel.schedule.commands import Command, Issue, Retire, StartBatch
+from stretto.kernel.schedule.fold import decisions
+from stretto.observe.traces import RunTraces
 from stretto.tracing.files import FileExporter
 
 TICKETS = 2000
@@ -57,6 +61,31 @@ def done(ticket: Ticket) -> GroupDone:
     return GroupDone("train", ticket.id, ticket.attempt, "rollout-0", (member,), 0.1)
 
 
+class TracedKernel:
+    """What a kernel does for its traces: it gives out contexts, and its events end the traces."""
+
+    def __init__(self, lease_epoch: int) -> None:
+        self.contexts = TraceContexts("run-1", lease_epoch)
+        self.traces = RunTraces("run-1")
+        self.hear(KernelBegan(lease_epoch, 0, 0.0))
+
+    def hear(self, *events: Event) -> None:
+        for event in events:
+            self.traces.take(time.time(), event)
+
+    def decide(self, *commands: Command) -> None:
+        self.hear(*decisions(commands))
+
+    def issue(self, ticket: Ticket) -> Ticket:
+        """The ticket as the rollout workers get it."""
+        self.decide(Issue(ticket))
+        return self.contexts.issued(ticket)
+
+    def train(self, start: StartBatch) -> None:
+        """The step of a batch is complete."""
+        self.hear(step_measured(start.version + 1, time.time(), tuple(each.ticket for each in start.groups)))
+
+
 def facts(span: dict[str, Any]) -> dict[str, Any]:
     return {each["key"]: next(iter(each["value"].values())) for each in span["attributes"]}
 
@@ -64,17 +93,19 @@ def facts(span: dict[str, Any]) -> dict[str, Any]:
 def test_a_quarter_of_the_tickets_is_traced_and_of_the_others_nothing(tmp_path: Path) -> None:
     with tracing.traced(TracingConfig(share=0.25), "rollout-0", "run-1", "test", tmp_path):
         tracer = trace_api.get_tracer("a plugin")
-        traces = RunTraces("run-1", 1)
-        issued = [traces.issued(ticket(id)) for id in range(TICKETS)]
-        trace = traces.step(StartBatch(0, tuple(done(each) for each in issued), (0,) * len(issued)))
+        kernel = TracedKernel(1)
+        issued = [kernel.issue(ticket(id)) for id in range(TICKETS)]
+        start = StartBatch(0, tuple(done(each) for each in issued), (0,) * len(issued))
+        kernel.decide(start)
+        trace = kernel.contexts.step(start)
         for each in issued:
             with tracing.within(tracing.span("rollout", each.traceparent)):
                 tracer.start_span("of a plugin").end()
-        traces.trained(trace, time.time())
+        kernel.train(start)
         trace.span.end()
     traced = {each.traceparent for each in issued} - {""}
     assert 0.21 * TICKETS < len(traced) < 0.29 * TICKETS
-    assert set(trace.groups) == traced
+    assert set(trace.tickets) == traced
     spans = spans_in(tmp_path)
     names = [span["name"] for span in spans]
     assert {name: names.count(name) for name in names} == {
@@ -86,20 +117,44 @@ def test_a_quarter_of_the_tickets_is_traced_and_of_the_others_nothing(tmp_path: 
     }
     [step] = [span for span in spans if span["name"] == "step"]
     assert len(step["links"]) == len(traced)
+    for span in spans:
+        if span["name"] == "trained":
+            assert [link["spanId"] for link in span["links"]] == [step["spanId"]]
+
+
+def test_a_step_ends_its_own_tickets_although_the_next_batch_has_begun(tmp_path: Path) -> None:
+    with tracing.traced(TracingConfig(), "kernel", "run-1", "test", tmp_path):
+        kernel = TracedKernel(1)
+        batches = [
+            StartBatch(version, (done(kernel.issue(ticket(version))),), (version,)) for version in (0, 1)
+        ]
+        for batch in batches:
+            kernel.decide(batch)
+        for batch in batches:
+            kernel.train(batch)
+    trained = [span for span in spans_in(tmp_path) if span["name"] == "trained"]
+    contexts = [ticket_context_of(version) for version in (0, 1)]
+    assert [span["traceId"] for span in trained] == contexts
+    assert [facts(span)["step"] for span in trained] == ["1", "2"]
+
+
+def ticket_context_of(id: int) -> str:
+    """The id of the trace of a training ticket."""
+    return tracing.root_context("run-1", "train", id).split("-")[1]
 
 
 def test_a_resumed_kernel_ends_the_traces_that_the_former_one_began(tmp_path: Path) -> None:
     config = TracingConfig()
     with tracing.traced(config, "kernel", "run-1", "test", tmp_path):
-        traces = RunTraces("run-1", 1)
-        first, second = traces.issued(ticket(7)), traces.issued(ticket(8))
+        kernel = TracedKernel(1)
+        first, second = kernel.issue(ticket(7)), kernel.issue(ticket(8))
         with tracing.span("rollout", first.traceparent):
             pass
     with tracing.traced(config, "kernel", "run-1", "test", tmp_path):
-        traces = RunTraces("run-1", 2)
-        again = traces.issued(ticket(7, 1001))
-        traces.retired(Retire("train", 7, 1001, "failed", "\x1b[31mno luck"))
-        traces.retired(Retire("train", 8, 1, "expired", "late"))
+        kernel = TracedKernel(2)
+        again = kernel.issue(ticket(7, 1001))
+        kernel.decide(Retire("train", 7, 1001, "failed", "\x1b[31mno luck"))
+        kernel.decide(Retire("train", 8, 1, "expired", "late"))
     assert again.traceparent == first.traceparent != second.traceparent
     rollout, seven, eight = spans_in(tmp_path)
     assert rollout["traceId"] == seven["traceId"]
@@ -113,10 +168,12 @@ def test_a_resumed_kernel_ends_the_traces_that_the_former_one_began(tmp_path: Pa
 
 def test_without_tracing_nothing_is_recorded_and_messages_have_no_context(tmp_path: Path) -> None:
     with tracing.traced(None, "kernel", "run-1", "test", tmp_path):
-        traces = RunTraces("run-1", 1)
-        assert traces.issued(ticket(1)) == ticket(1)
-        trace = traces.step(StartBatch(0, (done(ticket(1)),), (0,)))
-        traces.trained(trace, time.time())
+        kernel = TracedKernel(1)
+        assert kernel.issue(ticket(1)) == ticket(1)
+        start = StartBatch(0, (done(ticket(1)),), (0,))
+        kernel.decide(start)
+        assert kernel.contexts.step(start) is UNTRACED
+        kernel.train(start)
         with tracing.span("rollout", f"00-{'a' * 32}-{'b' * 16}-01") as span:
             assert span is tracing.NO_SPAN
             assert tracing.current() == ""

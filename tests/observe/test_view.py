@@ -21,10 +21,11 @@ from stretto.bus.messages.tickets import GroupFailed
 from stretto.children.reward import Task, try_to_score
 from stretto.errors import printable
 from stretto.kernel.ending import Ending
-from stretto.kernel.observe.view import View, final_lines
 from stretto.kernel.schedule.commands import Issue
 from stretto.kernel.schedule.outcomes import admit
 from stretto.kernel.setup import RunSetup
+from stretto.observe.observers import Observers
+from stretto.observe.view import View, final_lines
 
 SAID = "no [/INST] \x1b]0;x\x07 \x9b2J [link=file:///etc] :smile: \ud800"
 SHOWN = "no [/INST] \\x1b]0;x\\x07 \\x9b2J [link=file:///etc] :smile: \\ud800"
@@ -85,7 +86,8 @@ async def test_what_a_reward_raises_is_plain_text_in_a_terminal(
 
 async def show_failures(setup: RunSetup, terminal: int) -> str:
     """Let tickets fail by the reward; return what the view, the log and the final lines show."""
-    scheduler, view = setup.scheduler, View(setup.status_writer.status, setup.folder)
+    scheduler, observers = setup.scheduler, Observers(setup)
+    view = View(observers.status.status, setup.folder)
     scheduler.start()
     reason = reason_of_reward(setup)
     assert reason.startswith(f"reward raised ValueError: {SHOWN} (")
@@ -94,7 +96,7 @@ async def show_failures(setup: RunSetup, terminal: int) -> str:
         outcome = admit(GroupFailed("train", ticket.id, 1, "rollout-0", reason), 1, samples=True)
         assert isinstance(outcome, GroupFailed)
         scheduler.group_failed(outcome)
-    setup.status_writer.note = SAID
+    setup.facts.note = SAID
     shown = ""
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:
@@ -108,7 +110,7 @@ async def show_failures(setup: RunSetup, terminal: int) -> str:
     structlog.get_logger().warning("ticket failed", reason=SAID, agent="\x1b[2J")
     ending = Ending()
     ending.end("failed", SAID)
-    summary = setup.report.finish(ending.status, ending.reason)
+    summary = observers.report.finish(ending.status, ending.reason)
     print(final_lines(summary, setup.folder), file=sys.stderr)
     with anyio.fail_after(20):
         while "see " not in shown:

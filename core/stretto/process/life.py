@@ -1,8 +1,8 @@
-"""The kernel process of a run, from the command to the summary. It leaves no process behind.
+"""The life of a run's kernels, from the command to the summary. It leaves no process behind.
 
 `run` starts a run and `resume_to_end` continues one. Both need the lock of the run's folder before they touch
 a file in it. For each kernel they start the bundled nats-server unless `bus.url` names another server, open
-the bus, let a `Kernel` own the run, and write `summary.json`.
+the bus, let a `Kernel` own the run beside its observers, and write `summary.json`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from stretto.kernel.durable.clean import cleaner_of
 from stretto.kernel.ending import Ending, Interruptions
 from stretto.kernel.fleet.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
-from stretto.kernel.observe.view import View, final_lines, terminal
 from stretto.kernel.setup import RunSetup
+from stretto.observe.observers import Observers
+from stretto.observe.view import View, final_lines, terminal
 from stretto.records.files import MIRROR, REPLAY
 
 log = structlog.get_logger()
@@ -248,38 +249,39 @@ async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tupl
         RunError: if another kernel has taken the run over, or if the run's folder is gone.
         StrettoError: if a resumed run failed before the kernel began to change the run's files.
     """
-    ending = setup.status_writer.ending = Ending()
+    ending = setup.facts.ending
+    observers = Observers(setup)
     with interruptions.obeyed_by(ending):  # before the first process starts
-        error = await _live(setup, ending)
-        if error is None and not setup.report.begun:  # there was nothing to repeat
+        error = await _live(setup, observers)
+        if error is None and not setup.facts.begun:  # there was nothing to repeat
             return {"status": "repeated"}, ending
         status, reason = ending.status, ending.reason
         if ending.replaced:
-            await setup.trackers.finish(lambda: True)
+            await observers.trackers.finish(lambda: True)
             raise RunError(f"another kernel owns the run in {setup.folder} now; this one ended: {reason}")
         if status == "failed":
             if not setup.folder.exists():
-                await setup.trackers.finish(lambda: True)
+                await observers.trackers.finish(lambda: True)
                 raise RunError(
                     f"the run's folder {setup.folder} is gone: it was removed or renamed; the first error: "
                     f"{reason}"
                 )
             reason += _full_disk(setup.folder, reason)
-        summary = setup.report.finish(status, reason)
-        setup.status_writer.write_end()
+        summary = observers.report.finish(status, reason)
+        observers.status.write_end()
         before = len(interruptions.received)
-        await setup.trackers.finish(lambda: ending.forced or len(interruptions.received) > before)
-    setup.report.add_late_problems(summary)
+        await observers.trackers.finish(lambda: ending.forced or len(interruptions.received) > before)
+    observers.report.add_late_problems(summary)
     return summary, ending
 
 
-async def _live(setup: RunSetup, ending: Ending) -> BaseException | None:
+async def _live(setup: RunSetup, observers: Observers) -> BaseException | None:
     """Run one kernel with its server. Return the error that ended it, if there was one.
 
     Raises:
         StrettoError: if a resumed run failed before the kernel began to change the run's files.
     """
-    view = View(setup.status_writer.status, setup.folder)
+    ending, view = setup.facts.ending, View(observers.status.status, setup.folder)
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(view.run)
@@ -288,13 +290,14 @@ async def _live(setup: RunSetup, ending: Ending) -> BaseException | None:
                     bootstrap = Bootstrap.read(setup.folder / "bus" / "kernel.json")
                     async with connect(bootstrap) as bus:
                         log.info("bus connected", url=bus.server)
-                        await own_run(setup, bus, ending)
+                        async with observers.beside(bus):
+                            await own_run(setup, bus, ending)
             finally:
                 view.stop()
             tasks.cancel_scope.cancel()
     except Exception as raised:
         error = leaves(raised)[0]
-        if isinstance(error, StrettoError) and not setup.report.begun:
+        if isinstance(error, StrettoError) and not setup.facts.begun:
             raise error from raised
         ending.end("failed", setup.composed.explain(error, setup.logs / "kernel.jsonl"))
         log.error("run failed", exc_info=error)
@@ -341,5 +344,5 @@ async def served(setup: RunSetup) -> AsyncGenerator[None]:
         with anyio.CancelScope(shield=True):
             if server is not None:
                 await server.stop()
-        if not setup.status_writer.ending.replaced:
+        if not setup.facts.ending.replaced:
             setup.transport.clean()

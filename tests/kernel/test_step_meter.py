@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.kernel.observe.report import _figure  # pyright: ignore[reportPrivateUsage]
+from stretto.kernel.step_meter import _figure  # pyright: ignore[reportPrivateUsage]
 
 
 def test_small_figures_keep_their_digits_and_whole_numbers_stay_whole() -> None:

@@ -1,0 +1,47 @@
+"""The error of each engine against the trainer, which is no divergence of the policy."""
+
+from __future__ import annotations
+
+import structlog
+
+from stretto.bus.messages.inference import SwapDone
+
+log = structlog.get_logger()
+
+_WEIGHT = 0.25
+"""Weight of an engine's newest error in its moving average."""
+
+
+class EngineErrors:
+    """The error of each engine: its KL to the trainer at the same version, in nats per token.
+
+    The error changes slowly, but the figure from a few rows is noisy, so it is averaged over swaps.
+    """
+
+    def __init__(self) -> None:
+        self._kl: dict[str, float] = {}
+        self._unscored: dict[str, str] = {}
+
+    def add(self, worker: str, done: SwapDone) -> None:
+        """Take in a swap's result for the shared rows."""
+        if done.engine_kl is not None:
+            former = self._kl.get(worker, done.engine_kl)
+            self._kl[worker] = former + _WEIGHT * (done.engine_kl - former)
+        elif done.rows_unscored and self._unscored.get(worker) != done.rows_unscored:
+            self._unscored[worker] = done.rows_unscored
+            log.warning(
+                "engine's error unknown; it counts as divergence", worker=worker, reason=done.rows_unscored
+            )
+
+    @property
+    def mean(self) -> float | None:
+        """Mean error over the engines; None if no engine has been compared yet."""
+        return sum(self._kl.values()) / len(self._kl) if self._kl else None
+
+    def divergence(self, measured: float | None) -> float | None:
+        """Return the divergence between the policies: the trainer's figure of a batch minus the engines' mean
+        error, at least 0. An unknown error counts as 0. None if the trainer measured nothing, or if no engine
+        has tried the comparison yet."""
+        if measured is None or not (self._kl or self._unscored):
+            return None
+        return max(0.0, measured - (self.mean or 0.0))

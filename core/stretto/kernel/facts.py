@@ -1,0 +1,77 @@
+"""What one kernel knows of its run that is in no event: how far it is, what went wrong, what it has used."""
+
+from __future__ import annotations
+
+import msgspec
+import structlog
+
+from stretto.base import clock
+from stretto.bus.client import Bus
+from stretto.bus.messages.events import JournalHead
+from stretto.kernel.durable.checkpoint import KernelState, LostData
+from stretto.kernel.ending import Ending
+from stretto.kernel.fleet.fleet import Fleet
+
+log = structlog.get_logger()
+
+
+class RunFacts:
+    """The facts of one kernel. Its parts change them; status, summary and checkpoints have them.
+
+    Args:
+        resumed: the state from which the kernel continues.
+    """
+
+    def __init__(self, fleet: Fleet, resumed: KernelState | None) -> None:
+        self._fleet = fleet
+        self._resumed = resumed or KernelState.initial()
+        self._began = clock.now()
+        self.note = "starting"
+        """What the run is doing while it does not train."""
+        self.started = False
+        """Whether the kernel has issued its first tickets."""
+        self.begun = resumed is None
+        """Whether the kernel has begun to change the run's files. Up to then a resume can be refused without
+        a trace."""
+        self.ending = Ending()
+        """The end of the run, as far as it is decided."""
+        self.bus: Bus | None = None
+        """The kernel's connection; None before it is open."""
+        self.problems: list[str] = []
+        """Problems that did not end the run, for the summary."""
+        self.checkpoints: list[str] = []
+        """Names of the checkpoints that this kernel has written."""
+        self.lost = self._resumed.lost
+        """Everything that the run has lost for good."""
+        self.trained_tokens = self._resumed.trained_tokens
+        """Number of tokens trained so far, including those of previous kernels up to the checkpoint."""
+        self.events_on_disk = 0
+        """Sequence number in the journal's stream up to which the run's folder has the events as files."""
+        self.journal = JournalHead(0, "")
+        """The newest message of the journal, at the end of the run."""
+        self.refused = 0
+        """Number of malformed messages that the kernel has refused, at the end of the run."""
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds so far, including those of previous kernels up to the checkpoint."""
+        return self._resumed.wall_s + clock.now() - self._began
+
+    @property
+    def generated_tokens(self) -> int:
+        """Number of tokens sampled so far, including those of previous kernels up to the checkpoint."""
+        return self._resumed.generated_tokens + self._fleet.generated_tokens()
+
+    def add_loss(self, loss: LostData, version: int | None) -> None:
+        """Note that a part of the store is lost.
+
+        Args:
+            version: the version from which steps are lost, if steps are lost.
+        """
+        self.lost += loss
+        parts = [f"{loss.groups} finished groups", f"{loss.messages} messages of the log"]
+        parts += ["a part of the journal"] if loss.journals else []
+        if version is not None:
+            parts.insert(0, f"{loss.steps} steps, from version {version} on")
+        self.problems.append(f"the store was damaged; lost: {', '.join(parts)}; what is lost is done again")
+        log.error("the store was damaged", version=version, **msgspec.structs.asdict(loss))

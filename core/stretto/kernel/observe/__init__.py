@@ -1,1 +1,0 @@
-"""What the kernel records and shows of a run."""

@@ -1,0 +1,213 @@
+"""The figures of a step, which the kernel writes into the journal."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import pstdev
+from typing import get_args
+
+import msgspec
+
+from stretto.base.cores import CoreMeter
+from stretto.bus.messages.events import Cause, StepMeasured
+from stretto.bus.messages.tickets import GroupDone
+from stretto.kernel.calls.trainers import StepResult
+from stretto.kernel.facts import RunFacts
+from stretto.kernel.fleet.fleet import Fleet
+from stretto.kernel.schedule.commands import StartBatch
+from stretto.kernel.schedule.evaluation import accuracies
+from stretto.kernel.schedule.scheduler import Scheduler
+from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of
+
+_MOST_CAUSES = 8
+"""Maximum number of causes that a step names for tickets that were not trained."""
+
+
+class StepMeter:
+    """Measures the steps of one kernel.
+
+    Args:
+        reasons: number of tickets that were not trained, by reason, before the first step.
+        sampled: whether the run trains on sampled trajectories, and not on sequences read from a dataset.
+        source_of: returns the source of a row, if the dataset is made of several.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        fleet: Fleet,
+        facts: RunFacts,
+        *,
+        reasons: Mapping[str, int],
+        sampled: bool,
+        source_of: Callable[[int], str],
+    ) -> None:
+        self._scheduler = scheduler
+        self._fleet = fleet
+        self._facts = facts
+        self._reasons = Counter(reasons)
+        self._sampled = sampled
+        self._source_of = source_of
+        self._cores = CoreMeter()
+
+    def measure(
+        self,
+        start: StartBatch,
+        result: StepResult,
+        waits: tuple[tuple[Cause, float], ...],
+        *,
+        generate_busy_s: float,
+        divergence: float | None,
+        repeated: bool,
+    ) -> StepMeasured:
+        """Return the figures of a complete step, which the scheduler has taken in.
+
+        Args:
+            waits: what training waited for before the step, with the seconds; empty for a repeated step.
+            generate_busy_s: the engines' mean seconds of work so far.
+        """
+        statistics = dict(result.statistics)
+        of_batch = self._of_samples(start) if self._sampled else {}
+        tokens = int(of_batch.pop("tokens", statistics.pop("tokens", 0)))
+        self._facts.trained_tokens += tokens
+        cores = self._cores.read()
+        return StepMeasured(
+            version=result.version,
+            repeated=repeated,
+            began=result.began,
+            train_s=result.seconds,
+            tickets=tuple(group.ticket for group in start.groups),
+            waits=tuple((cause, round(seconds, 4)) for cause, seconds in waits),
+            tokens=tokens,
+            trained_tokens=self._facts.trained_tokens,
+            generated_tokens=self._facts.generated_tokens,
+            of_batch=of_batch,
+            statistics={name: _figure(value) for name, value in statistics.items()}
+            | (self._of_variants(start) if self._sampled else {})
+            | self._of_sources(start)
+            | {name: _figure(value) for name, value in self._scheduler.draws.figures().items()}
+            | self._of_gate(divergence),
+            of_engines=self._of_engines(start) if self._sampled else {},
+            engines=len(self._fleet.of("inference")),
+            generate_busy_s=generate_busy_s,
+            verify_busy_s=self._fleet.busy_s("verifier"),
+            cores_used=round(cores.used, 4),
+            cores_idle=round(cores.idle, 4),
+            calls=tuple(result.times),
+            skipped=tuple(result.skipped),
+            ledger=msgspec.to_builtins(self._scheduler.ledger),
+            variants={name: counts(each) for name, each in self._scheduler.variants.accounts.items()},
+            not_trained=self._not_trained(),
+        )
+
+    def _of_samples(self, start: StartBatch) -> dict[str, float]:
+        """Return the figures of a batch of trajectories."""
+        members = [member for group in start.groups for member in group.members]
+        samples = [member for member in members if not member.part]
+        staleness = [start.version - member.oldest for member in members]
+        names = {name for member in members for name in member.metrics}
+        rewards = [member.reward for member in samples]
+        groups = [[each.reward for each in group.members if not each.part] for group in start.groups]
+        equal = [float(len(set(group)) == 1) for group in groups if len(group) > 1]
+        return {
+            "reward": _mean(rewards),
+            "reward_std": _figure(pstdev(rewards)),
+            "reward_max": max(rewards),
+            **({"zero_variance_groups": _mean(equal)} if equal else {}),
+            **{
+                f"reward/{name}": _mean(
+                    [member.metrics[name] for member in samples if name in member.metrics]
+                )
+                for name in sorted(names)
+            },
+            "length": _mean([member.sampled for member in members]),
+            "length_max": max(member.sampled for member in members),
+            "truncated": _mean([float(member.finish == "length") for member in members]),
+            "staleness": _mean(staleness),
+            "staleness_max": max(staleness),
+            "tokens": sum(member.sampled for member in members),
+        }
+
+    def _of_variants(self, start: StartBatch) -> dict[str, float]:
+        """Return the figures of each variant's part of a batch, such as `variant/short/reward`; empty without
+        variants. A variant without a group in the batch has no figures but the number of its groups."""
+        variants, figures = self._scheduler.variants, dict[str, float]()
+        for name in variants.weights:
+            groups = [group for group in start.groups if variants.of(group.ticket) == name]
+            members = [member for group in groups for member in group.members]
+            of_variant = {
+                "groups": len(groups),
+                **(figures_of(tuple(members)) if members else {}),
+                **({"seconds": _mean([group.seconds for group in groups])} if groups else {}),
+                "tokens": sum(member.sampled for member in members),
+            }
+            figures |= {f"variant/{name}/{key}": _figure(value) for key, value in of_variant.items()}
+        return figures
+
+    def _of_sources(self, start: StartBatch) -> dict[str, float]:
+        """Return the figures of each source's part of a batch, such as `dataset/easy/accuracy`. Rows
+        without a source have none."""
+        groups_of = defaultdict[str, list[GroupDone]](list)
+        for row, group in zip(start.rows, start.groups, strict=True):
+            groups_of[self._source_of(row)].append(group)
+        figures: dict[str, float] = {}
+        for name, groups in sorted(groups_of.items()):
+            if name:
+                figures[f"dataset/{name}/groups"] = len(groups)
+                if self._sampled:
+                    rewards = [each.reward for group in groups for each in group.members if not each.part]
+                    figures[f"dataset/{name}/reward"] = _mean(rewards)
+                    figures[f"dataset/{name}/accuracy"] = _mean(accuracies(groups))
+        return figures
+
+    def _of_gate(self, divergence: float | None) -> dict[str, float]:
+        """Return the step's divergence and the staleness limit of the gate; empty without a gate."""
+        if self._scheduler.settings.max_divergence is None:
+            return {}
+        known = {} if divergence is None else {"divergence": _figure(divergence)}
+        return {**known, "staleness_limit": self._scheduler.staleness_limit}
+
+    def _of_engines(self, start: StartBatch) -> dict[str, float]:
+        """Return how long the batch's tickets were sampled and scored, and how full the engines were since
+        the step before."""
+        figures = {
+            "ticket_generate_s": _mean([group.generate_s for group in start.groups]),
+            "ticket_score_s": _mean([group.score_s for group in start.groups]),
+            **self._fleet.load_figures(),
+        }
+        return {name: round(value, 4) for name, value in figures.items()}
+
+    def _not_trained(self) -> dict[str, int]:
+        """Return the most frequent causes for which tickets were filtered, expired or failed since the step
+        before, with their numbers."""
+        reasons = self._scheduler.reasons
+        news, self._reasons = reasons - self._reasons, Counter(reasons)
+        return dict(causes(news).most_common(_MOST_CAUSES))
+
+
+def causes(reasons: Mapping[str, int]) -> Counter[str]:
+    """Count the reasons. Reasons that differ only in numbers and quoted text count together, under the first
+    of them."""
+    first: dict[str, str] = {}
+    counted: Counter[str] = Counter()
+    for reason, count in reasons.items():
+        kind = re.sub(r"""'[^']*'|"[^"]*"|\d+""", "…", reason)
+        counted[first.setdefault(kind, reason)] += count
+    return counted
+
+
+def counts(account: VariantAccount) -> dict[str, int]:
+    """Return how many of a variant's tickets are in each account."""
+    return {name: getattr(account, name) for name in get_args(Account)}
+
+
+def _figure(value: float) -> float:
+    """Round a figure to six significant digits: small figures, such as learning rates, keep their digits."""
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return _figure(math.fsum(values) / len(values)) if values else 0.0

@@ -1,0 +1,181 @@
+"""The writer of the folder `events`: the journal's messages as files (see `stretto.records.event_files`).
+
+A message that the server has just stored is written at once. What former kernels stored and did not write,
+and what a full disk has kept from being written, is read from the journal's stream. The kernel waits for no
+disk: a thread flushes the files every few seconds, and only then may the stream lose what they have.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from stretto.bus.client import Bus
+from stretto.bus.messages.events import EventBatch
+from stretto.bus.messages.subjects import Subjects
+from stretto.bus.payloads import encode
+from stretto.errors import BusError
+from stretto.kernel.facts import RunFacts
+from stretto.records.event_files import FOLDER, file_name, move_lost, newest_stored, record_of
+
+log = structlog.get_logger()
+
+_SYNC_S = 5.0
+_RETRY_S = 5.0
+_COMPLETE_S = 30.0
+"""At the end of the run, the last messages are written in this time."""
+_FILE_BYTES = 2**26
+"""A file that is longer is followed by another one."""
+
+
+class EventLog:
+    """Writes the files of one kernel.
+
+    Args:
+        facts: gets the place in the stream up to which the files are on disk, and a problem if they stay
+            behind.
+    """
+
+    def __init__(self, folder: Path, facts: RunFacts) -> None:
+        self._folder = folder
+        self._facts = facts
+        self._epoch = 0
+        """Lease epoch of the kernel."""
+        self._file: int | None = None
+        self._size = 0
+        self._last: int | None = None
+        """Sequence number of the last message in the files; None while it is unknown."""
+        self._newest = 0
+        """Sequence number of the newest message that the server has stored."""
+        self._is_behind = True
+        """Whether messages have to be read from the stream."""
+        self._reading = anyio.Lock()
+        self._complaint = ""
+
+    def take(self, sequence: int, message: EventBatch) -> None:
+        """Take in a message of the kernel that the server has stored."""
+        self._epoch, self._newest = message.lease_epoch, sequence
+        if not self._is_behind:
+            self._append(sequence, message)
+
+    async def keep(self, bus: Bus, names: Subjects) -> None:
+        """Read from the stream what is missing, and flush the files, until cancelled."""
+        while True:
+            await self._catch_up(bus, names)
+            await self._sync()
+            await anyio.sleep(_RETRY_S if self._is_behind else _SYNC_S)
+
+    async def complete(self, bus: Bus, names: Subjects) -> None:
+        """Write the last messages. If that takes too long, note a problem: `stretto audit` reads the rest
+        from the store."""
+        with anyio.move_on_after(_COMPLETE_S):
+            while self._is_behind and bus.connected:
+                await self._catch_up(bus, names)
+                await anyio.sleep(0.2 if self._is_behind else 0)
+        await self._sync()
+        if self._is_behind:
+            self._facts.problems.append(
+                f"the files in {FOLDER} end before the run does ({self._complaint or 'no time was left'}); "
+                "the rest is in bus/store"
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    # ----------------------------------------------------------------------------------- private
+
+    async def _catch_up(self, bus: Bus, names: Subjects) -> None:
+        """Write the messages of the stream that the files do not have."""
+        async with self._reading:
+            if self._is_behind:
+                await self._read_stream(bus, names)
+
+    async def _read_stream(self, bus: Bus, names: Subjects) -> None:
+        try:
+            if self._last is None:
+                self._last = await anyio.to_thread.run_sync(self._find_end)
+            last = await bus.store.last_sequence(names.journal_stream, names.events)
+            if max(last, self._newest) <= self._last:
+                self._is_behind = False
+                return
+            start = self._last + 1
+            follow = bus.store.follow(names.journal_stream, names.events, EventBatch, start=start)
+            async for sequence, message in follow:
+                if not self._append(sequence, message):
+                    return
+                if sequence >= max(last, self._newest):
+                    self._is_behind = False
+                    return
+        except (OSError, BusError) as error:
+            self._complain(error)
+
+    def _find_end(self) -> int:
+        """Return where the files of former kernels end."""
+        if aside := move_lost(self._folder, self._epoch):
+            log.warning("the store is not the one of these event files", moved_to=str(aside))
+        return newest_stored(self._folder)
+
+    def _append(self, sequence: int, message: EventBatch) -> bool:
+        """Write a message. Return whether this worked."""
+        record = record_of(sequence, encode(message))
+        try:
+            if self._file is None or self._size > _FILE_BYTES:
+                self._open(sequence)
+            assert self._file is not None
+            if os.write(self._file, record) != len(record):
+                raise OSError(f"a part of {len(record)} bytes did not fit")
+        except OSError as error:
+            self._complain(error)
+            self._is_behind = True
+            self.close()  # a part of the record may be in the file: begin another one
+            return False
+        self._size += len(record)
+        self._last = sequence
+        return True
+
+    def _open(self, sequence: int) -> None:
+        folder = self._folder / FOLDER
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if self._file is not None:
+            os.fsync(self._file)
+            self.close()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._file = os.open(folder / file_name(self._epoch, sequence), flags, 0o600)
+        self._size = 0
+
+    async def _sync(self) -> None:
+        """Flush the files to the disk."""
+        last = self._last
+        if self._file is None or last is None or self._facts.events_on_disk == last:
+            return
+        try:
+            with _duplicate(self._file) as file:
+                await anyio.to_thread.run_sync(os.fsync, file)
+            self._facts.events_on_disk = last
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        """Log the first of several failures in a row."""
+        if str(error) != self._complaint:
+            self._complaint = str(error)
+            log.warning("events are not in files yet; trying again", error=self._complaint)
+
+
+@contextmanager
+def _duplicate(file: int) -> Generator[int]:
+    """Keep a file open for the duration of the block, although it may be closed meanwhile."""
+    copy = os.dup(file)
+    try:
+        yield copy
+    finally:
+        os.close(copy)

@@ -1,0 +1,93 @@
+"""All observers of one kernel: they get its events, and show the run to people.
+
+The kernel knows none of them. What they write and say follows from the events, and from the state of
+scheduler and fleet at this moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.abc import TaskGroup
+
+from stretto.bus.client import Bus
+from stretto.bus.messages.events import Event, EventBatch, KernelBegan
+from stretto.kernel.setup import RunSetup
+from stretto.observe.advice import Adviser
+from stretto.observe.event_log import EventLog
+from stretto.observe.record_server import RecordServer
+from stretto.observe.report import Report
+from stretto.observe.status import StatusWriter
+from stretto.observe.timeline import Timeline
+from stretto.observe.traces import RunTraces
+from stretto.observe.trackers import Trackers
+
+
+class Observers:
+    """The observers of one kernel. They begin with its first event."""
+
+    def __init__(self, setup: RunSetup) -> None:
+        self._setup = setup
+        self._began = anyio.Event()
+        self._events = EventLog(setup.folder, setup.facts)
+        self._timeline = Timeline(setup.folder)
+        self._traces = RunTraces(setup.run)
+        adviser = Adviser(setup.composed.document, quiet=setup.replays is not None)
+        self.report = Report(setup, adviser)
+        self.status = StatusWriter(setup, self.report)
+        self.trackers = Trackers(setup.folder, setup.config.trackers, setup.facts.problems)
+        setup.on_stored = self._take
+
+    @asynccontextmanager
+    async def beside(self, bus: Bus) -> AsyncGenerator[None]:
+        """Write, serve and publish for the duration of the block, from the kernel's first event on. When the
+        kernel has ended the run, those who copy the records get the last ones.
+
+        Raises:
+            RunError: if the figures for Prometheus cannot be served.
+        """
+        setup, ending = self._setup, self._setup.facts.ending
+        records = RecordServer(setup.folder)
+        async with anyio.create_task_group() as tasks:
+            if setup.config.metrics is not None:
+                from stretto.observe.prometheus import serve_metrics  # only here: it needs an extra
+
+                figures = setup.config.metrics, setup, self.report, bus
+                self.status.metrics_url = await tasks.start(serve_metrics, *figures)
+            tasks.start_soon(self._begin, bus, records, tasks)
+            try:
+                yield
+                if self._began.is_set() and not ending.replaced:
+                    await self._events.complete(bus, setup.names)
+            finally:
+                if self._began.is_set():
+                    self._timeline.end(ending.status)
+                self._events.close()
+            if ending.status != "repeated" and records.copied_lately and not ending.replaced:
+                self.report.finish(ending.status, ending.reason)
+                self.status.write_end()
+                await records.hand_over(ending)
+            tasks.cancel_scope.cancel()
+
+    def _take(self, sequence: int, message: EventBatch, events: Sequence[Event]) -> None:
+        """Take in a message that the server has stored."""
+        for time, event in zip(message.times, events, strict=True):
+            self.report.take(time, event)
+            self._timeline.take(time, event)
+            self._traces.take(time, event)
+            if isinstance(event, KernelBegan):
+                self._began.set()
+                if self._setup.continues:
+                    self.trackers.start()
+        self._events.take(sequence, message)
+
+    async def _begin(self, bus: Bus, records: RecordServer, tasks: TaskGroup) -> None:
+        """Wait for the first event, and begin."""
+        await self._began.wait()
+        setup = self._setup
+        await records.serve(bus, setup.names)
+        tasks.start_soon(self._events.keep, bus, setup.names)
+        tasks.start_soon(self._timeline.keep)
+        tasks.start_soon(self.status.publish, bus, setup.names)

@@ -1,0 +1,418 @@
+"""The report of a run for people: `metrics.jsonl`, `summary.json` and log lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+import structlog
+
+from stretto.base import clock
+from stretto.bus.messages.events import (
+    CAUSES,
+    Cause,
+    Evaluation,
+    EvaluationEnded,
+    Event,
+    KernelBegan,
+    RunOwned,
+    ScheduleStarted,
+    StepMeasured,
+    WeightsServed,
+)
+from stretto.kernel.durable.checkpoint import checkpoint_name
+from stretto.kernel.setup import RunSetup
+from stretto.kernel.step_meter import counts
+from stretto.observe.advice import Adviser
+from stretto.observe.bottleneck import bottleneck
+from stretto.observe.canary import CanaryRecord
+from stretto.observe.curve import Curve
+from stretto.records.figures import describe_waits
+from stretto.records.metrics import MAIN_FIGURES, is_evaluation
+from stretto.records.metrics_file import MetricsFile
+from stretto.records.status import State
+
+log = structlog.get_logger()
+
+# The metrics that a step's log line shows. `metrics.jsonl` has all metrics.
+_SHOWN = (
+    *("step", "reward", "length", "staleness", "loss", "grad_norm", "entropy"),
+    *("divergence", "staleness_limit"),
+    *("step_s", "train_s", "step_tokens_per_s"),
+)
+
+_RECENT = 20
+"""Number of newest steps from which the view computes the remaining time and the bottleneck."""
+
+
+class Report:
+    """Makes the figures of a run of its kernel's events, and writes them. It has the lifetime of the
+    kernel.
+
+    Raises:
+        ConfigError: if the metrics of a run to continue cannot be read.
+    """
+
+    def __init__(self, setup: RunSetup, adviser: Adviser) -> None:
+        self._folder = setup.folder
+        self._run = setup.run
+        self._facts = setup.facts
+        self._scheduler = setup.scheduler
+        self._fleet = setup.fleet
+        self._sampled = setup.graph.samples
+        self._metrics = MetricsFile(setup.folder)
+        self.adviser = adviser
+        self.curves = {name: Curve() for name in (*MAIN_FIGURES, "zero_variance_groups")}
+        """The figures of all steps so far, by name."""
+        if setup.resumed is not None:
+            self._continue(setup.resumed[1].version, setup.resumed[1].snapshot.evaluation.results)
+        self._began = 0.0
+        """Unix time at which the run would have begun, had it run without a break."""
+        self._evaluated: set[int] = set()
+        """Versions whose evaluations have a line."""
+        self._first_ticket = 0.0
+        """Unix time; 0 before the first ticket."""
+        self._steady: list[tuple[float, float, float]] = []
+        """(Unix time, busy seconds of generation, busy seconds of training) at the end of each step."""
+        self._last_step = clock.now()
+        self.train_busy_s = 0.0
+        self.swaps = 0
+        self.swap_pause_s = 0.0
+        self.swap_pause_max_s = 0.0
+        self._paused_s = self._verified_s = 0.0
+        """Seconds of swap pauses and seconds of verifier work, up to the newest line."""
+        self.last: dict[str, Any] = {}
+        """The newest line of `metrics.jsonl`."""
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        """The newest lines of steps that this kernel trained."""
+        self._skipped = False
+        """Whether the newest step did not change some model, because its gradient was not finite."""
+        self._drifts = CanaryRecord(setup.config.inference.canary, setup.facts.problems)
+
+    def take(self, time: float, event: Event) -> None:
+        """Take in an event of the kernel.
+
+        Args:
+            time: its Unix time.
+
+        Raises:
+            ConfigError: if the metrics cannot be read.
+            RunError: if the metrics cannot be written.
+        """
+        match event:
+            case KernelBegan(_, version, wall_s):
+                self._began = time - wall_s
+                self._begin(version)
+            case RunOwned():
+                self._recall(time)
+            case ScheduleStarted():  # the times of repeated steps no longer count
+                self._first_ticket = time
+                self._steady.clear()
+                self._recent.clear()
+            case WeightsServed(are_new=True):
+                self.swaps += 1
+                self.swap_pause_s += event.pause_s
+                self.swap_pause_max_s = max(self.swap_pause_max_s, event.pause_s)
+                self._drifts.add(event)
+            case StepMeasured():
+                self._step(time, event)
+            case EvaluationEnded(result):
+                self._evaluation(time, result)
+            case _:
+                pass
+
+    # -------------------------------------------------------------------------------------- lines
+
+    def _continue(self, version: int, evaluations: Sequence[Evaluation]) -> None:
+        """Take in what is known of a run that continues from a version."""
+        for evaluation in evaluations:
+            self.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
+        for line in self._metrics.read():
+            if line["step"] <= version and not is_evaluation(line):
+                self.adviser.step(line)
+                self._draw(line)
+
+    def _begin(self, version: int) -> None:
+        """Begin to change the run's files. The lines after a version go aside, because their steps are
+        repeated or lost. The previous kernel's summary goes."""
+        self._metrics.cut_after(version)
+        self._evaluated = {line["step"] for line in self._metrics.read() if is_evaluation(line)}
+        (self._folder / "summary.json").unlink(missing_ok=True)
+
+    def _step(self, time: float, step: StepMeasured) -> None:
+        """Report a complete step: write its line and log it."""
+        self.train_busy_s += step.train_s
+        before, generated_s, _ = (
+            self._steady[-1] if self._steady else (self._first_ticket or self._began, 0.0, 0.0)
+        )
+        self._steady.append((time, step.generate_busy_s, self.train_busy_s))
+        self._last_step = clock.now()
+        step_s = time - before
+        self.last = {
+            "step": step.version,
+            "time": round(time, 3),
+            "time_s": round(time - self._began, 3),
+            "step_s": round(step_s, 4),
+            "train_s": round(step.train_s, 4),
+            **_of_waits(step.waits, step_s - step.train_s),
+            "cores_used": step.cores_used,
+            "cores_idle": step.cores_idle,
+            **step.of_batch,
+            "tokens": step.tokens,
+            "train_tokens_per_s": round(step.tokens / step.train_s) if step.train_s else 0,
+            "step_tokens_per_s": round(step.tokens / step_s) if step_s else 0,
+            **step.statistics,
+            **self._drifts.news(),
+            **(self._of_speed(step, step.generate_busy_s - generated_s) if self._sampled else {}),
+            "calls": [
+                {"call": each.call, "group": each.group}
+                | {"start_s": round(each.start_s, 4), "end_s": round(each.end_s, 4)}
+                for each in step.calls
+            ],
+            "ledger": step.ledger,
+            **({"variants": step.variants} if step.variants else {}),
+            "not_trained": step.not_trained,
+        }
+        if step.version > 1:  # the first step waits for the first groups
+            self._recent.append(self.last)
+        self._draw(self.last)
+        self._advise()
+        self._note_skipped(step.skipped)
+        self._metrics.append(_finite(self.last))
+        shown = {key: self.last[key] for key in _SHOWN if key in self.last}
+        log.info("step", **shown, waits=describe_waits(self.last))
+
+    def _draw(self, line: Mapping[str, Any]) -> None:
+        """Add a step's figures to the curves."""
+        for name, curve in self.curves.items():
+            value = line.get(name)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                curve.add(value)
+
+    def _evaluation(self, time: float, evaluation: Evaluation) -> None:
+        """Report a complete evaluation: write its line, unless there is one. The line follows those of the
+        steps that were trained meanwhile."""
+        if evaluation.version in self._evaluated:
+            return
+        self._evaluated.add(evaluation.version)
+        line = {
+            "step": evaluation.version,
+            "time": round(time, 3),
+            "time_s": round(time - self._began, 3),
+            "evaluation/accuracy": evaluation.accuracy,
+            "evaluation/samples": evaluation.samples,
+            "evaluation/failed": evaluation.failed,
+            **{f"evaluation/accuracy/{name}": value for name, value in evaluation.sources.items()},
+        }
+        self._metrics.append(_finite(line))
+        log.info("evaluation", **msgspec.to_builtins(evaluation))
+        self.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
+
+    def _recall(self, time: float) -> None:
+        """Write the missing lines of evaluations, after the journal was repeated."""
+        for evaluation in self._scheduler.evaluation.results:
+            self._evaluation(time, evaluation)
+
+    def _of_speed(self, step: StepMeasured, generate_busy_s: float) -> dict[str, float]:
+        """Return how long generation, verification and swaps took since the step before, and how full the
+        engines were."""
+        figures = {
+            "generate_busy_s": max(0.0, generate_busy_s),
+            "verify_busy_s": step.verify_busy_s - self._verified_s,
+            "swap_pause_s": (self.swap_pause_s - self._paused_s) / max(1, step.engines),
+            **step.of_engines,
+        }
+        self._paused_s, self._verified_s = self.swap_pause_s, step.verify_busy_s
+        return {name: round(value, 4) for name, value in figures.items()}
+
+    def _advise(self) -> None:
+        """Apply the advice rules to the newest line, and log new and withdrawn advice."""
+        changed = self.adviser.step(self.last)
+        for advice in changed:
+            if advice.until is None:
+                log.warning("advice", rule=advice.rule, since=advice.since, message=advice.message)
+            else:
+                log.info("advice withdrawn", rule=advice.rule, since=advice.since)
+        self.last["advice"] = [advice.rule for advice in self.adviser.open]
+        if changed:
+            self.last["advice_changes"] = msgspec.to_builtins(changed)
+
+    def _note_skipped(self, skipped: Sequence[str]) -> None:
+        """Record the first of several steps in which every gradient of some model was not finite."""
+        is_first, self._skipped = bool(skipped) and not self._skipped, bool(skipped)
+        if is_first:
+            step, whose = self.last["step"], ", ".join(skipped)
+            log.warning("gradient is not finite: the step changes nothing", step=step, model=whose)
+            self._facts.problems.append(
+                f"step {step}: the gradient {whose}was not finite, and changed nothing"
+            )
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def left_s(self) -> float | None:
+        """Estimate the seconds until the last step, from the recent steps; None before the first of them."""
+        if not self._recent:
+            return None
+        step_s = math.fsum(line["step_s"] for line in self._recent) / len(self._recent)
+        steps = self._scheduler.settings.steps - self._scheduler.version
+        return max(0.0, steps * step_s - (clock.now() - self._last_step))
+
+    def bottleneck(self) -> str:
+        """Describe in words what the run waits for most; empty if it is not known yet, or if the run samples
+        nothing."""
+        if not self._recent or not self._sampled:
+            return ""
+        part, share = bottleneck(self._recent)
+        if part == "training":
+            return f"training: it works {share:.0%} of the time"
+        return f"{part}: training waits for it {share:.0%} of the time"
+
+    def finish(self, status: State, reason: str) -> dict[str, Any]:
+        """Write the summary and return it. If it cannot be written, log the error."""
+        summary = self._summary(status, reason)
+        self._write_summary(summary)
+        return summary
+
+    def add_late_problems(self, summary: dict[str, Any]) -> None:
+        """Write the summary again if there are problems that it does not have yet."""
+        if (problems := self._all_problems()) != summary["problems"]:
+            summary["problems"] = problems
+            self._write_summary(summary)
+
+    def _write_summary(self, summary: Mapping[str, Any]) -> None:
+        aside = self._folder / ".summary.json"
+        try:
+            aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
+            aside.rename(self._folder / "summary.json")
+        except OSError as error:
+            log.error("summary not written", error=str(error))
+
+    def _summary(self, status: State, reason: str) -> dict[str, Any]:
+        scheduler, fleet = self._scheduler, self._fleet
+        return {
+            "run": self._run,
+            "status": status,
+            "reason": reason or self._collapse(),
+            "seed": scheduler.settings.seed,
+            "steps": scheduler.version,
+            "version": scheduler.version,
+            "wall_s": round(self._facts.wall_s, 3),
+            "train_wall_s": round(self._train_wall_s(), 3),
+            "evaluation": [msgspec.to_builtins(evaluation) for evaluation in scheduler.evaluation.results],
+            "best": self._best(),
+            "ledger": msgspec.to_builtins(scheduler.ledger),
+            **self._variant_summary(),
+            "reasons": dict(scheduler.reasons),
+            "staleness": {str(key): scheduler.staleness[key] for key in sorted(scheduler.staleness)},
+            "staleness_limit": {str(key): scheduler.limits[key] for key in sorted(scheduler.limits)},
+            "tokens": {"generated": self._facts.generated_tokens, "trained": self._facts.trained_tokens},
+            "busy_s": {
+                "generate": round(fleet.busy_s("inference"), 3),
+                "train": round(self.train_busy_s, 3),
+            },
+            "overlap": round(self._overlap(), 4),
+            "swaps": {
+                "count": self.swaps,
+                "pause_mean_s": round(self.swap_pause_s / max(1, self.swaps), 5),
+                "pause_max_s": round(self.swap_pause_max_s, 5),
+            },
+            "canary": self._drifts.summary(),
+            "restarts": fleet.restarts,
+            "checkpoints": self._facts.checkpoints,
+            "journal": msgspec.to_builtins(self._facts.journal),
+            "lost": msgspec.structs.asdict(self._facts.lost),
+            "refused_messages": self._facts.refused + fleet.refused(),
+            "problems": self._all_problems(),
+            "advice": msgspec.to_builtins(self.adviser.given),
+        }
+
+    def _variant_summary(self) -> dict[str, Any]:
+        """Return accounts and figures of each variant, and how they differ from those of the first; empty
+        without variants."""
+        variants = self._scheduler.variants
+        if not variants.accounts:
+            return {}
+        estimates, differences = variants.estimates(), variants.differences()
+        return {
+            "variants": {
+                name: {
+                    "weight": variants.weights[name],
+                    "ledger": counts(account),
+                    "groups": account.figures["reward"].count if account.figures else 0,
+                    "figures": msgspec.to_builtins(estimates[name]),
+                    "difference": msgspec.to_builtins(differences.get(name, {})),
+                }
+                for name, account in variants.accounts.items()
+            }
+        }
+
+    def _collapse(self) -> str:
+        """Return what the open advice says of a policy that became worse; empty if there is none."""
+        given = [advice.message for advice in self.adviser.open if advice.rule == "reward_collapse"]
+        return given[0].partition(";")[0] if given else ""
+
+    def _best(self) -> dict[str, Any] | None:
+        """Return the best evaluation, with the checkpoint of its version if there is one."""
+        best = self._scheduler.evaluation.best
+        if best is None:
+            return None
+        name = checkpoint_name(best.version)
+        there = (self._folder / "checkpoints" / name).is_dir()
+        return {"version": best.version, "accuracy": best.accuracy, "checkpoint": name if there else None}
+
+    def _all_problems(self) -> list[str]:
+        return [*self._facts.problems, *self._held_back()]
+
+    def _held_back(self) -> list[str]:
+        """Return a line that says how often evaluations held training back; empty if they did not."""
+        scheduler = self._scheduler
+        if not scheduler.evaluation.held_back:
+            return []
+        every = scheduler.settings.evaluation_every
+        return [
+            f"evaluations held training back {scheduler.evaluation.held_back} times: one waited already when "
+            f"evaluation.every={every} would have had the next; raise it, evaluate fewer rows, or give "
+            "inference more replicas"
+        ]
+
+    def _train_wall_s(self) -> float:
+        """Return the seconds from the first ticket to the last step."""
+        if not self._first_ticket or not self._steady:
+            return 0.0
+        return self._steady[-1][0] - self._first_ticket
+
+    def _overlap(self) -> float:
+        """Return the share of the time in which generation or training was busy, whichever was busier. It
+        counts from the end of the first step."""
+        if len(self._steady) < 2:
+            return 0.0
+        (start, generate, train), (end, generate_end, train_end) = self._steady[0], self._steady[-1]
+        return max(generate_end - generate, train_end - train) / (end - start)
+
+
+def _of_waits(waits: Sequence[tuple[Cause, float]], waited_s: float) -> dict[str, float]:
+    """Return the seconds for which a step's training waited, by cause.
+
+    Args:
+        waits: of the time before the step.
+        waited_s: all seconds since the step before in which no call ran. Those within the step count as
+            `overhead`, like those before it without another cause.
+    """
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    for cause, waited in waits:
+        seconds[cause.kind] += waited
+    seconds["overhead"] = max(0.0, waited_s - math.fsum(seconds.values()) + seconds["overhead"])
+    return {f"wait/{kind}_s": round(each, 4) for kind, each in seconds.items()}
+
+
+def _finite(value: Any) -> Any:
+    """Return the figures with None, which is null in JSON, in place of every float that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

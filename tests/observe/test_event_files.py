@@ -1,0 +1,194 @@
+"""The journal as files: what is written, what readers make of it, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from bus_testing import until
+from fixture_types import OpenBus
+from full_disk import no_file_larger_than
+from kernel_setup import make_setup
+from run_files import TestedRun
+from stretto.bus.messages.events import Event, EventBatch, VersionPublished
+from stretto.bus.messages.subjects import Subjects
+from stretto.cli.audit.recording import read_recording
+from stretto.cli.audit.ticket_history import ticket_history
+from stretto.kernel.durable.journal import JournalWriter, own_journal
+from stretto.observe.advice import Adviser
+from stretto.observe.event_log import EventLog
+from stretto.observe.report import Report
+from stretto.observe.timeline import Timeline
+from stretto.records.event_files import FOLDER, file_name, move_lost, newest_stored, record_of, stored_events
+from stretto.records.timeline import KernelEnded, read_timeline
+from worlds import in_both_worlds
+
+Start = Callable[..., TestedRun]
+
+
+def write(folder: Path, epoch: int, *sequences: int, cut: int = 0) -> Path:
+    """A kernel's file with messages that say their epoch and number; without its last bytes."""
+    file = folder / FOLDER / file_name(epoch, sequences[0])
+    file.parent.mkdir(exist_ok=True)
+    content = b"".join(record_of(each, f"{epoch}: {each}".encode()) for each in sequences)
+    file.write_bytes(content[: len(content) - cut])
+    return file
+
+
+def read(folder: Path) -> list[tuple[int, str | None]]:
+    return [(number, None if text is None else text.decode()) for number, text in stored_events(folder)]
+
+
+def test_files_of_several_kernels_are_one_list(tmp_path: Path) -> None:
+    assert (read(tmp_path), newest_stored(tmp_path)) == ([], 0)
+    write(tmp_path, 1, 2, 3, 4, cut=1)  # the kernel was killed while it wrote the third
+    write(tmp_path, 5, 4, 6)
+    write(tmp_path, 5, 9)
+    assert read(tmp_path) == [(2, "1: 2"), (3, "1: 3"), (4, "5: 4"), (6, "5: 6"), (9, "5: 9")]
+    assert newest_stored(tmp_path) == 9
+
+
+def test_a_kernel_that_wakes_up_late_writes_nothing_twice(tmp_path: Path) -> None:
+    """It stood still between the server's answer and its file; its successor has copied the message."""
+    write(tmp_path, 1, 2, 3)
+    write(tmp_path, 4, 3, 5)
+    assert [number for number, _ in read(tmp_path)] == [2, 3, 5]
+
+
+def test_what_a_store_has_lost_counts_no_more(tmp_path: Path) -> None:
+    """The power failed: the files had more than the store. The next lease has a lost number."""
+    write(tmp_path, 1, 2, 3, 4, 5)
+    write(tmp_path, 4, 6)
+    assert read(tmp_path) == [(2, "1: 2"), (3, "1: 3"), (6, "4: 6")]
+
+
+def test_the_files_of_another_store_go_aside(tmp_path: Path) -> None:
+    older, lost = write(tmp_path, 1, 2), write(tmp_path, 3, 4)
+    assert move_lost(tmp_path, 4) is None
+    assert move_lost(tmp_path, 3) == tmp_path / "events.lost-1"
+    assert (older.exists(), lost.exists()) == (True, False)
+    write(tmp_path, 3, 4)
+    assert move_lost(tmp_path, 1) == tmp_path / "events.lost-2"
+    assert newest_stored(tmp_path) == 0
+
+
+@pytest.mark.parametrize("place", range(0, 40, 3))
+def test_a_flipped_bit_is_seen(tmp_path: Path, place: int) -> None:
+    file = write(tmp_path, 1, 2, 3)
+    whole, content = read(tmp_path), bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    assert read(tmp_path) != whole
+
+
+# ------------------------------------------------------------------------------------- the writer
+
+
+async def store(writer: JournalWriter, *versions: int) -> None:
+    for version in versions:
+        writer.hear(VersionPublished(0, version, "digest"))
+        await writer.flush()
+
+
+async def test_what_a_former_kernel_did_not_write_and_a_full_disk_held_up_is_written(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    facts = make_setup(tmp_path, steps=1).facts
+    async with open_bus("kernel") as bus, anyio.create_task_group() as tasks:
+        await store(await own_journal(bus, names, "0"), 1, 2)  # and it was killed
+        writer, events = await own_journal(bus, names, "0"), EventLog(tmp_path, facts)
+        writer.on_stored = lambda sequence, message, _: events.take(sequence, message)
+        await store(writer, 3)
+        tasks.start_soon(events.keep, bus, names)
+        await until(lambda: versions(tmp_path) == [1, 2, 3])
+        with capture_logs(), no_file_larger_than(10):
+            await store(writer, 4, 5)
+        assert versions(tmp_path) == [1, 2, 3]
+        await store(writer, 6)
+        await events.complete(bus, names)
+        assert versions(tmp_path) == [1, 2, 3, 4, 5, 6]
+        assert facts.events_on_disk == writer.head.sequence == newest_stored(tmp_path)
+        events.close()
+        tasks.cancel_scope.cancel()
+    assert facts.problems == []
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / FOLDER).iterdir()} == {0o600}
+
+
+async def test_a_disk_that_stays_full_is_a_problem_of_the_summary(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.observe.event_log._COMPLETE_S", 0.5)
+    facts = make_setup(tmp_path, steps=1).facts
+    async with open_bus("kernel") as bus:
+        writer, events = await own_journal(bus, names, "0"), EventLog(tmp_path, facts)
+        writer.on_stored = lambda sequence, message, _: events.take(sequence, message)
+        await store(writer, 1)
+        with capture_logs(), no_file_larger_than(10):
+            await events.complete(bus, names)
+        events.close()
+    [problem] = facts.problems
+    assert problem.startswith("the files in events end before the run does (")
+    assert facts.events_on_disk == 0
+
+
+def versions(folder: Path) -> list[int]:
+    """The versions in the files, which name nothing else."""
+    return [event.version for _, event in events_of(folder) if isinstance(event, VersionPublished)]
+
+
+# ------------------------------------------------------------------------------- what follows from it
+
+
+def events_of(folder: Path) -> list[tuple[float, Event]]:
+    """The events in the files of a run, with their times."""
+    batches = [msgspec.msgpack.decode(data or b"", type=EventBatch) for _, data in stored_events(folder)]
+    return list(chain.from_iterable(zip(each.times, each.decoded(), strict=True) for each in batches))
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_completed_run_is_audited_without_its_store(start: Start) -> None:
+    run = start("steps=4", "samples.keep=all")
+    run.assert_completed(4)
+    history, recording = ticket_history(run.folder, 3), read_recording(run.folder)
+    shutil.rmtree(run.folder / "bus" / "store")
+    run.assert_audit_is_clean()
+    checks = {check.name: check for check in run.audit().checks}
+    assert checks["journal unaltered"].checked.startswith(f"{len(list(stored_events(run.folder)))} messages")
+    assert checks["rows in the log"].checked == "versions none, no log message"
+    assert read_recording(run.folder) == recording
+    assert ticket_history(run.folder, 3).events[-1] == history.events[-1]
+
+
+@in_both_worlds
+def test_figures_and_timeline_follow_from_the_files(start: Start, tmp_path: Path) -> None:
+    evaluation = f"evaluation={{dataset: {{use: jsonl, path: {tmp_path}/rows.jsonl}}, every: 3, rows: 4}}"
+    run = start("steps=6", evaluation)
+    run.assert_completed(6)
+    assert run.summary()["journal"]["sequence"] == newest_stored(run.folder)
+    again = tmp_path / "again"
+    again.mkdir()
+    setup = make_setup(again, steps=6)
+    report, timeline = Report(setup, Adviser(setup.composed.document)), Timeline(again)
+    for time, event in events_of(run.folder):
+        report.take(time, event)
+        timeline.take(time, event)
+    timeline.end("completed")
+    assert lines_of(again) == lines_of(run.folder)
+    assert lines_but_end(again) == lines_but_end(run.folder)
+
+
+def lines_but_end(folder: Path) -> list[Any]:
+    return [line for line in read_timeline(folder) if not isinstance(line, KernelEnded)]
