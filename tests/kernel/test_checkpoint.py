@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from stretto.bus.messages.events import JournalHead
 from stretto.errors import ConfigError
 from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
 from stretto.kernel.schedule.scheduler import Snapshot
@@ -18,8 +17,7 @@ def state(version: int, lowest: int = 1) -> KernelState:
     snapshot = Snapshot(version)
     return KernelState(
         *(version, 0, "digest", snapshot, 9, lowest, "layout", 1, 0, 0, 0.0),
-        events_after=10 * lowest,
-        journal=JournalHead(10 * lowest, "digest"),
+        lowest_event=10 * lowest,
     )
 
 

@@ -19,8 +19,9 @@ from fixture_types import OpenBus
 from full_disk import no_file_larger_than
 from kernel_setup import make_setup
 from run_files import TestedRun
-from stretto.bus.messages.events import Event, EventBatch, VersionPublished
+from stretto.bus.messages.events import Event, EventBatch, RunEnded, VersionPublished
 from stretto.bus.messages.subjects import Subjects
+from stretto.cli.audit.audit_store import open_store
 from stretto.cli.audit.recording import read_recording
 from stretto.cli.audit.ticket_history import ticket_history
 from stretto.kernel.durable.journal import JournalWriter, own_journal
@@ -30,7 +31,7 @@ from stretto.observe.report import Report
 from stretto.observe.timeline import Timeline
 from stretto.records.event_files import FOLDER, file_name, move_lost, newest_stored, record_of, stored_events
 from stretto.records.timeline import KernelEnded, read_timeline
-from worlds import in_both_worlds
+from worlds import in_both_worlds, in_simulation
 
 Start = Callable[..., TestedRun]
 
@@ -49,12 +50,12 @@ def read(folder: Path) -> list[tuple[int, str | None]]:
 
 
 def test_files_of_several_kernels_are_one_list(tmp_path: Path) -> None:
-    assert (read(tmp_path), newest_stored(tmp_path)) == ([], 0)
+    assert (read(tmp_path), newest_stored(tmp_path, below=99)) == ([], 0)
     write(tmp_path, 1, 2, 3, 4, cut=1)  # the kernel was killed while it wrote the third
     write(tmp_path, 5, 4, 6)
     write(tmp_path, 5, 9)
     assert read(tmp_path) == [(2, "1: 2"), (3, "1: 3"), (4, "5: 4"), (6, "5: 6"), (9, "5: 9")]
-    assert newest_stored(tmp_path) == 9
+    assert newest_stored(tmp_path, below=99) == 9
 
 
 def test_a_kernel_that_wakes_up_late_writes_nothing_twice(tmp_path: Path) -> None:
@@ -69,16 +70,17 @@ def test_what_a_store_has_lost_counts_no_more(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, 4, 5)
     write(tmp_path, 4, 6)
     assert read(tmp_path) == [(2, "1: 2"), (3, "1: 3"), (6, "4: 6")]
+    assert newest_stored(tmp_path, below=4) == 3
 
 
 def test_the_files_of_another_store_go_aside(tmp_path: Path) -> None:
     older, lost = write(tmp_path, 1, 2), write(tmp_path, 3, 4)
-    assert move_lost(tmp_path, 4) is None
-    assert move_lost(tmp_path, 3) == tmp_path / "events.lost-1"
+    assert move_lost(tmp_path, 4, "a store") is None
+    assert move_lost(tmp_path, 3, "a store") == tmp_path / "events.lost-1"  # a copy of the store came back
     assert (older.exists(), lost.exists()) == (True, False)
-    write(tmp_path, 3, 4)
-    assert move_lost(tmp_path, 1) == tmp_path / "events.lost-2"
-    assert newest_stored(tmp_path) == 0
+    assert move_lost(tmp_path, 4, "another store") == tmp_path / "events.lost-2"
+    assert not older.exists()
+    assert newest_stored(tmp_path, below=99) == 0
 
 
 @pytest.mark.parametrize("place", range(0, 40, 3))
@@ -114,13 +116,28 @@ async def test_what_a_former_kernel_did_not_write_and_a_full_disk_held_up_is_wri
             await store(writer, 4, 5)
         assert versions(tmp_path) == [1, 2, 3]
         await store(writer, 6)
-        await events.complete(bus, names)
+        await events.complete(bus, names, facts.ending)
         assert versions(tmp_path) == [1, 2, 3, 4, 5, 6]
-        assert facts.events_on_disk == writer.head.sequence == newest_stored(tmp_path)
+        assert facts.events_on_disk == writer.head.sequence == newest_stored(tmp_path, below=99)
         events.close()
         tasks.cancel_scope.cancel()
     assert facts.problems == []
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / FOLDER).iterdir()} == {0o600}
+
+
+async def test_a_message_in_parts_is_kept_with_its_parts(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    """What a checkpoint needs begins with the first part of the newest message."""
+    async with open_bus("kernel") as bus:
+        writer = await own_journal(bus, names, "0")
+        await store(writer, 1)
+        assert writer.head_from == writer.head.sequence
+        writer.hear(RunEnded("failed", "x" * 2**24))
+        await writer.flush()
+        assert writer.head_from < writer.head.sequence
+        await bus.store.purge(names.journal_stream, below=writer.head_from)
+        assert await bus.store.holds(names.journal_stream, writer.head.sequence)
 
 
 async def test_a_disk_that_stays_full_is_a_problem_of_the_summary(
@@ -133,7 +150,7 @@ async def test_a_disk_that_stays_full_is_a_problem_of_the_summary(
         writer.on_stored = lambda sequence, message, _: events.take(sequence, message)
         await store(writer, 1)
         with capture_logs(), no_file_larger_than(10):
-            await events.complete(bus, names)
+            await events.complete(bus, names, facts.ending)
         events.close()
     [problem] = facts.problems
     assert problem.startswith("the files in events end before the run does (")
@@ -158,6 +175,27 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@in_simulation
+def test_the_server_keeps_only_what_a_resume_may_need(start: Start) -> None:
+    frequent = ("checkpoint.every=10", "checkpoint.keep=1", "training.seconds_per_step=0.5")
+    run = start("steps=40", *frequent)
+    run.assert_completed(40)
+    first, last = run.call(span_of_journal, run.folder)
+    numbers = [number for number, _ in stored_events(run.folder)]
+    assert numbers[0] == 2  # the first one is the lease
+    assert 100 < first <= numbers[-1] <= last
+    resumed = start("steps=42", resume=run)
+    resumed.assert_completed(42)
+    resumed.assert_audit_is_clean()
+    assert [number for number, _ in stored_events(run.folder)][: len(numbers)] == numbers
+
+
+async def span_of_journal(folder: Path) -> tuple[int, int]:
+    """The numbers of the first and the last message that the server has."""
+    async with open_store(folder) as store:
+        return await store.span(store.names.journal_stream)
+
+
 @pytest.mark.slow
 def test_a_completed_run_is_audited_without_its_store(start: Start) -> None:
     run = start("steps=4", "samples.keep=all")
@@ -177,7 +215,7 @@ def test_figures_and_timeline_follow_from_the_files(start: Start, tmp_path: Path
     evaluation = f"evaluation={{dataset: {{use: jsonl, path: {tmp_path}/rows.jsonl}}, every: 3, rows: 4}}"
     run = start("steps=6", evaluation)
     run.assert_completed(6)
-    assert run.summary()["journal"]["sequence"] == newest_stored(run.folder)
+    assert run.summary()["journal"]["sequence"] == newest_stored(run.folder, below=2**63)
     again = tmp_path / "again"
     again.mkdir()
     setup = make_setup(again, steps=6)
@@ -188,6 +226,21 @@ def test_figures_and_timeline_follow_from_the_files(start: Start, tmp_path: Path
     timeline.end("completed")
     assert lines_of(again) == lines_of(run.folder)
     assert lines_but_end(again) == lines_but_end(run.folder)
+
+
+@in_simulation
+def test_a_repeated_step_has_its_own_time(start: Start) -> None:
+    run = start("steps=12", "checkpoint.every=4")
+    run.until_step(7)
+    run.process.kill()
+    run.process.wait()
+    resumed = start(resume=run)
+    resumed.assert_completed(12)
+    cut = [json.loads(line) for line in (run.folder / "metrics.cut.jsonl").read_text().splitlines()]
+    first = next(line for line in cut if line["step"] == 5)
+    repeated = next(line for line in resumed.metrics() if line["step"] == 5)
+    assert repeated["time_s"] < first["time_s"] + 5
+    assert repeated["step_s"] < 1 < repeated["time_s"]
 
 
 def lines_but_end(folder: Path) -> list[Any]:

@@ -340,6 +340,11 @@ class Store:
         info = await self._storing(lambda: self._jetstream.stream_info(stream), stream)
         return StreamEnd(stream, info.state.last_seq)
 
+    async def identity(self, stream: str) -> str:
+        """Return when a stream was created. One that takes the place of a lost stream has another time."""
+        info = await self._storing(lambda: self._jetstream.stream_info(stream), stream)
+        return "" if info.created is None else info.created.isoformat()
+
     async def purge(self, stream: str, *, below: int | None = None) -> None:
         """Remove the messages with a sequence number lower than `below`, or all messages if it is None.
 

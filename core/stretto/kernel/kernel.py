@@ -20,7 +20,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.events import Input, KernelBegan, RunClosing, RunEnded, ScheduleStarted, WorkerGone
 from stretto.bus.messages.membership import Beacon, WorkerProcess
 from stretto.bus.messages.tickets import GroupFailed, Progress, TicketStarted
-from stretto.errors import BusError, RunError
+from stretto.errors import BusError, RunError, StrettoError
 from stretto.kernel.bus_watch import watch_bus, watch_owner, watch_store
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import Trainers
@@ -294,11 +294,11 @@ class Kernel:
         await self._samples.stop(at_once=at_once)
 
     async def _record_end(self) -> None:
-        """Write the end into the journal. The summary follows at once."""
-        has_begun = self._owned or self._scheduler.failure
-        if has_begun and self._ending.over.is_set() and self._bus.connected:
+        """Store the last events, and the end of the run. The summary follows at once."""
+        if (self._owned or self._scheduler.failure) and self._ending.over.is_set():
             self._journal.hear(RunEnded(self._ending.status, self._ending.reason))
-            with anyio.move_on_after(_RECORD_S), suppress(BusError):
+        if self._bus.connected:
+            with anyio.move_on_after(_RECORD_S), suppress(StrettoError):
                 await self._journal.flush()
 
     async def _beacons(self) -> None:

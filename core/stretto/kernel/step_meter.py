@@ -22,6 +22,8 @@ from stretto.kernel.schedule.evaluation import accuracies
 from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of
 
+_MOST_METRICS = 1000
+"""A step has figures of this many of the reward's metrics, the first in alphabetical order."""
 _MOST_CAUSES = 8
 """Maximum number of causes that a step names for tickets that were not trained."""
 
@@ -108,7 +110,7 @@ class StepMeter:
         members = [member for group in start.groups for member in group.members]
         samples = [member for member in members if not member.part]
         staleness = [start.version - member.oldest for member in members]
-        names = {name for member in members for name in member.metrics}
+        names = sorted({name for member in members for name in member.metrics})[:_MOST_METRICS]
         rewards = [member.reward for member in samples]
         groups = [[each.reward for each in group.members if not each.part] for group in start.groups]
         equal = [float(len(set(group)) == 1) for group in groups if len(group) > 1]
@@ -121,7 +123,7 @@ class StepMeter:
                 f"reward/{name}": _mean(
                     [member.metrics[name] for member in samples if name in member.metrics]
                 )
-                for name in sorted(names)
+                for name in names
             },
             "length": _mean([member.sampled for member in members]),
             "length_max": max(member.sampled for member in members),

@@ -8,8 +8,6 @@ disk: a thread flushes the files every few seconds, and only then may the stream
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -21,8 +19,18 @@ from stretto.bus.messages.events import EventBatch
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.payloads import encode
 from stretto.errors import BusError
+from stretto.kernel.durable.journal import newest_epoch
+from stretto.kernel.ending import Ending
 from stretto.kernel.facts import RunFacts
-from stretto.records.event_files import FOLDER, file_name, move_lost, newest_stored, record_of
+from stretto.records.event_files import (
+    FOLDER,
+    event_files,
+    file_name,
+    move_lost,
+    newest_stored,
+    record_of,
+    sync_files,
+)
 
 log = structlog.get_logger()
 
@@ -47,8 +55,11 @@ class EventLog:
         self._facts = facts
         self._epoch = 0
         """Lease epoch of the kernel."""
+        self._path = folder
         self._file: int | None = None
         self._size = 0
+        self._written: set[Path] = set()
+        """Files that have been written since they were flushed to the disk."""
         self._last: int | None = None
         """Sequence number of the last message in the files; None while it is unknown."""
         self._newest = 0
@@ -71,18 +82,18 @@ class EventLog:
             await self._sync()
             await anyio.sleep(_RETRY_S if self._is_behind else _SYNC_S)
 
-    async def complete(self, bus: Bus, names: Subjects) -> None:
-        """Write the last messages. If that takes too long, note a problem: `stretto audit` reads the rest
-        from the store."""
+    async def complete(self, bus: Bus, names: Subjects, ending: Ending) -> None:
+        """Write the last messages. If that takes too long, or the user is in a hurry, note a problem:
+        `stretto audit` reads the rest from the store."""
         with anyio.move_on_after(_COMPLETE_S):
-            while self._is_behind and bus.connected:
+            while self._is_behind and bus.connected and not ending.forced:
                 await self._catch_up(bus, names)
                 await anyio.sleep(0.2 if self._is_behind else 0)
         await self._sync()
         if self._is_behind:
             self._facts.problems.append(
-                f"the files in {FOLDER} end before the run does ({self._complaint or 'no time was left'}); "
-                "the rest is in bus/store"
+                f"the files in {FOLDER} end before the run does "
+                f"({self._complaint or 'the server did not answer'}); the rest is in bus/store"
             )
 
     def close(self) -> None:
@@ -102,7 +113,11 @@ class EventLog:
     async def _read_stream(self, bus: Bus, names: Subjects) -> None:
         try:
             if self._last is None:
-                self._last = await anyio.to_thread.run_sync(self._find_end)
+                if await newest_epoch(bus, names) > self._epoch:
+                    return  # another kernel owns the run and its files
+                store = await bus.store.identity(names.journal_stream)
+                self._last = await anyio.to_thread.run_sync(self._find_end, store)
+                self._facts.events_on_disk = self._last
             last = await bus.store.last_sequence(names.journal_stream, names.events)
             if max(last, self._newest) <= self._last:
                 self._is_behind = False
@@ -118,11 +133,12 @@ class EventLog:
         except (OSError, BusError) as error:
             self._complain(error)
 
-    def _find_end(self) -> int:
-        """Return where the files of former kernels end."""
-        if aside := move_lost(self._folder, self._epoch):
+    def _find_end(self, store: str) -> int:
+        """Return where the files of former kernels end, which are on the disk then."""
+        if aside := move_lost(self._folder, self._epoch, store):
             log.warning("the store is not the one of these event files", moved_to=str(aside))
-        return newest_stored(self._folder)
+        sync_files(self._folder, event_files(self._folder))
+        return newest_stored(self._folder, below=self._epoch)
 
     def _append(self, sequence: int, message: EventBatch) -> bool:
         """Write a message. Return whether this worked."""
@@ -139,43 +155,32 @@ class EventLog:
             self.close()  # a part of the record may be in the file: begin another one
             return False
         self._size += len(record)
+        self._written.add(self._path)
         self._last = sequence
         return True
 
     def _open(self, sequence: int) -> None:
-        folder = self._folder / FOLDER
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if self._file is not None:
-            os.fsync(self._file)
-            self.close()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        self._file = os.open(folder / file_name(self._epoch, sequence), flags, 0o600)
+        self.close()
+        self._path = self._folder / FOLDER / file_name(self._epoch, sequence)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self._size = 0
 
     async def _sync(self) -> None:
         """Flush the files to the disk."""
-        last = self._last
-        if self._file is None or last is None or self._facts.events_on_disk == last:
+        written, last = self._written, self._last
+        if not written or last is None:
             return
+        self._written = set()
         try:
-            with _duplicate(self._file) as file:
-                await anyio.to_thread.run_sync(os.fsync, file)
+            await anyio.to_thread.run_sync(sync_files, self._folder, written)
             self._facts.events_on_disk = last
-        except OSError as error:
+        except OSError as error:  # what the disk has not taken is lost: read it again
             self._complain(error)
+            self.close()
+            self._last, self._is_behind = self._facts.events_on_disk, True
 
     def _complain(self, error: Exception) -> None:
         """Log the first of several failures in a row."""
         if str(error) != self._complaint:
             self._complaint = str(error)
             log.warning("events are not in files yet; trying again", error=self._complaint)
-
-
-@contextmanager
-def _duplicate(file: int) -> Generator[int]:
-    """Keep a file open for the duration of the block, although it may be closed meanwhile."""
-    copy = os.dup(file)
-    try:
-        yield copy
-    finally:
-        os.close(copy)

@@ -60,19 +60,20 @@ class Observers:
             try:
                 yield
                 if self._began.is_set() and not ending.replaced:
-                    await self._events.complete(bus, setup.names)
+                    await self._events.complete(bus, setup.names, ending)
             finally:
                 if self._began.is_set():
                     self._timeline.end(ending.status)
                 self._events.close()
-            if ending.status != "repeated" and records.copied_lately and not ending.replaced:
-                self.report.finish(ending.status, ending.reason)
-                self.status.write_end()
-                await records.hand_over(ending)
             tasks.cancel_scope.cancel()
+        if ending.status != "repeated" and records.copied_lately and not ending.replaced:
+            self.report.finish(ending.status, ending.reason)
+            self.status.write_end()
+            await records.hand_over(ending)
 
     def _take(self, sequence: int, message: EventBatch, events: Sequence[Event]) -> None:
         """Take in a message that the server has stored."""
+        self._events.take(sequence, message)
         for time, event in zip(message.times, events, strict=True):
             self.report.take(time, event)
             self._timeline.take(time, event)
@@ -81,7 +82,6 @@ class Observers:
                 self._began.set()
                 if self._setup.continues:
                     self.trackers.start()
-        self._events.take(sequence, message)
 
     async def _begin(self, bus: Bus, records: RecordServer, tasks: TaskGroup) -> None:
         """Wait for the first event, and begin."""

@@ -19,6 +19,7 @@ from stretto.bus.messages.events import (
     EvaluationEnded,
     Event,
     KernelBegan,
+    RunEnded,
     RunOwned,
     ScheduleStarted,
     StepMeasured,
@@ -70,6 +71,8 @@ class Report:
         """The figures of all steps so far, by name."""
         if setup.resumed is not None:
             self._continue(setup.resumed[1].version, setup.resumed[1].snapshot.evaluation.results)
+        self._kernel_began = 0.0
+        """Unix time."""
         self._began = 0.0
         """Unix time at which the run would have begun, had it run without a break."""
         self._evaluated: set[int] = set()
@@ -105,9 +108,9 @@ class Report:
         """
         match event:
             case KernelBegan(_, version, wall_s):
-                self._began = time - wall_s
+                self._kernel_began, self._began = time, time - wall_s
                 self._begin(version)
-            case RunOwned():
+            case RunOwned() | RunEnded():
                 self._recall(time)
             case ScheduleStarted():  # the times of repeated steps no longer count
                 self._first_ticket = time
@@ -147,7 +150,7 @@ class Report:
         """Report a complete step: write its line and log it."""
         self.train_busy_s += step.train_s
         before, generated_s, _ = (
-            self._steady[-1] if self._steady else (self._first_ticket or self._began, 0.0, 0.0)
+            self._steady[-1] if self._steady else (self._first_ticket or self._kernel_began, 0.0, 0.0)
         )
         self._steady.append((time, step.generate_busy_s, self.train_busy_s))
         self._last_step = clock.now()
@@ -213,7 +216,7 @@ class Report:
         self.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
 
     def _recall(self, time: float) -> None:
-        """Write the missing lines of evaluations, after the journal was repeated."""
+        """Write the missing lines of evaluations, after the journal was repeated, which may end the run."""
         for evaluation in self._scheduler.evaluation.results:
             self._evaluation(time, evaluation)
 

@@ -53,7 +53,7 @@ _WRITE_S = 1.0
 
 
 class Timeline:
-    """The timeline of one kernel of the run in a folder. Nothing is written before `begin`."""
+    """The timeline of one kernel of the run in a folder. Nothing is written before its first event."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE

@@ -1,25 +1,29 @@
 """The folder `events` of a run: the messages of its journal, as files that need no server.
 
 Each kernel writes files of its own, with names that begin with its lease epoch. A record is the sequence
-number of a message in the journal's stream, the length of the message, its CRC-32, and the message, which is
-an `EventBatch`. The numbers of a file rise. A kernel first copies what its predecessors had stored but not
-written, so a message may be in two files.
+number of a message in the journal's stream, the length of the message, the CRC-32 of both, and the message,
+which is an `EventBatch`. The numbers of a file rise. A kernel first copies what its predecessors had stored
+but not written, so a message may be in two files.
 """
 
 from __future__ import annotations
 
 import heapq
+import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-from stretto.records.files import open_record
+from stretto.base.private_file import write_private
+from stretto.records.files import open_record, read_record
 
 FOLDER = "events"
 _HEAD = struct.Struct("<QII")
+_STORE = "store.txt"
+"""File with the identity of the store that has the messages."""
 _LONGEST = 2**30
 """Bytes. A longer message is none."""
 _NEVER = 2**63
@@ -32,7 +36,7 @@ def file_name(epoch: int, first: int) -> str:
 
 def record_of(sequence: int, message: bytes) -> bytes:
     """Return the record of a message."""
-    return _HEAD.pack(sequence, len(message), zlib.crc32(message)) + message
+    return _HEAD.pack(sequence, len(message), _checksum(sequence, message)) + message
 
 
 def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
@@ -50,41 +54,67 @@ def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
             newest = sequence
 
 
-def newest_stored(folder: Path) -> int:
-    """Return the sequence number of the last message in the files of the run in `folder`; 0 without one.
+def newest_stored(folder: Path, *, below: int) -> int:
+    """Return the highest sequence number below a lease epoch in the files of the run in `folder`; 0 without
+    one.
 
     Raises:
         OSError: if a file cannot be read.
     """
-    for file, below in reversed(_files(folder)):
-        if sequences := [sequence for sequence, _ in _records(file, below)]:
+    for file, next_epoch in reversed(_files(folder)):
+        if sequences := [sequence for sequence, _ in _records(file, min(below, next_epoch))]:
             return sequences[-1]
     return 0
 
 
-def move_lost(folder: Path, epoch: int) -> Path | None:
-    """Move the files aside that no kernel before this lease epoch has written: the store of the run in
-    `folder` is another one than theirs, and its numbers begin again. Return their new folder; None if there
-    are none.
+def event_files(folder: Path) -> list[Path]:
+    """Return the files of the run in `folder`, in order."""
+    return sorted((folder / FOLDER).glob("[0-9]*-*.events"))
+
+
+def sync_files(folder: Path, files: Iterable[Path]) -> None:
+    """Flush files of the run in `folder`, and their names, to the disk.
+
+    Raises:
+        OSError: if the disk does not take them.
+    """
+    for path in (*files, folder / FOLDER):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def move_lost(folder: Path, epoch: int, store: str) -> Path | None:
+    """Make the folder for the files of a new kernel. Move the files aside that are not of its store, or of a
+    part of it that was lost. Return their new folder; None if there are none.
+
+    Args:
+        epoch: lease epoch of the kernel.
+        store: identity of the store.
 
     Raises:
         OSError: if they cannot be moved.
     """
-    lost = [file for file, _ in _files(folder) if _epoch_of(file) >= epoch]
-    if not lost:
-        return None
-    number = 1 + len(list(folder.glob(f"{FOLDER}.lost-*")))
-    aside = folder / f"{FOLDER}.lost-{number}"
-    aside.mkdir(mode=0o700)
-    for file in lost:
-        file.rename(aside / file.name)
-    return aside
+    events = folder / FOLDER
+    events.mkdir(mode=0o700, exist_ok=True)
+    mark = events / _STORE
+    is_same = not mark.exists() or read_record(mark) == store.encode()
+    lost = [file for file in event_files(folder) if not is_same or _epoch_of(file) >= epoch]
+    aside = folder / f"{FOLDER}.lost-{1 + len(list(folder.glob(f'{FOLDER}.lost-*')))}"
+    if lost:
+        aside.mkdir(mode=0o700)
+        for file in lost:
+            file.rename(aside / file.name)
+    write_private(mark, store.encode())
+    return aside if lost else None
 
 
 def _files(folder: Path) -> list[tuple[Path, int]]:
     """Return the files in order. The messages of each have numbers below the next kernel's lease epoch,
     which is the number of its lease in the same stream; later ones were lost with a part of the store."""
-    files = sorted((folder / FOLDER).glob("[0-9]*-*.events"))
+    files = event_files(folder)
     epochs = sorted({_epoch_of(file) for file in files})
     following = dict(pairwise(epochs))
     return [(file, following.get(_epoch_of(file), _NEVER)) for file in files]
@@ -112,4 +142,8 @@ def _read_record(file: BinaryIO) -> tuple[int, bytes | None] | None:
     message = file.read(length) if length <= _LONGEST else b""
     if len(message) < length:
         return None
-    return sequence, message if zlib.crc32(message) == checksum else None
+    return sequence, message if _checksum(sequence, message) == checksum else None
+
+
+def _checksum(sequence: int, message: bytes) -> int:
+    return zlib.crc32(message, zlib.crc32(sequence.to_bytes(8, "little")))

@@ -352,6 +352,7 @@ Observation = KernelBegan | FleetChanged | WeightsServed | CallEnded | StepMeasu
 
 Event = Input | Decision | Observation
 """Everything that the journal holds."""
+_decode = msgspec.msgpack.Decoder(Event).decode
 
 
 class EventBatch(Message, frozen=True):
@@ -373,7 +374,7 @@ class EventBatch(Message, frozen=True):
         Raises:
             msgspec.DecodeError: if one is of a kind or a form that this stretto does not know.
         """
-        return [msgspec.msgpack.decode(each, type=Event) for each in self.events]
+        return [_decode(each) for each in self.events]
 
     @property
     def digest(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -229,24 +229,33 @@ def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
 
 
 async def journal_messages(folder: Path, store: StoredRun) -> AsyncIterator[StoredMessage]:
-    """Yield the messages of a run's journal: those in its files, and what only the store has, because a
-    kernel was killed before it could write it.
+    """Yield the messages of a run's journal: those in its files, and those that only the store has, because a
+    kernel was killed before it could write them.
 
     Raises:
         RunError: if the files cannot be read.
     """
-    decode, newest = decoder(EventBatch), 0
+    kinds = {store.names.events: EventBatch}
+    in_store = deque([each async for each in store.messages(store.names.journal_stream, kinds)])
     try:
-        for newest, data in stored_events(folder):
-            try:
-                yield StoredMessage(newest, None if data is None else decode(data))
-            except (msgspec.DecodeError, ValueError):
-                yield StoredMessage(newest, None)
+        for message in map(_message_of, stored_events(folder)):
+            while in_store and in_store[0].sequence <= message.sequence:
+                if (other := in_store.popleft()).sequence < message.sequence:
+                    yield other
+            yield message
     except OSError as error:
         raise RunError(f"the events of the run in {folder} cannot be read: {error}") from error
-    async for message in store.messages(store.names.journal_stream, {store.names.events: EventBatch}):
-        if message.sequence > newest:
-            yield message
+    for message in in_store:
+        yield message
+
+
+def _message_of(record: tuple[int, bytes | None]) -> StoredMessage:
+    """Return a message of the event files."""
+    sequence, data = record
+    try:
+        return StoredMessage(sequence, None if data is None else decoder(EventBatch)(data))
+    except (msgspec.DecodeError, ValueError):
+        return StoredMessage(sequence, None)
 
 
 async def read_journal(folder: Path, store: StoredRun) -> JournalRecord:

@@ -100,6 +100,8 @@ class KernelState(msgspec.Struct, frozen=True):
     go on from it."""
     journal: JournalHead = JournalHead(0, "")
     """The newest message of the journal then."""
+    lowest_event: int = 0
+    """Sequence number of the first message of the journal that a resumed run needs; 0 if it is unknown."""
     format: int = 1
     """`FORMAT` of the stretto that wrote the checkpoint."""
 
@@ -281,7 +283,7 @@ def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> t
         except (OSError, msgspec.DecodeError) as error:
             log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
     log_below = min((state.lowest_sequence for state in states), default=0)
-    return log_below, min((min(each.events_after + 1, each.journal.sequence) for each in states), default=0)
+    return log_below, min((state.lowest_event for state in states), default=0)
 
 
 # --------------------------------------------------------------------------------------- private

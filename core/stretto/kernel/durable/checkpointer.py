@@ -167,6 +167,7 @@ class Checkpointer:
             lost=setup.facts.lost,
             events_after=self._journal.events_after,
             journal=self._journal.head,
+            lowest_event=min(self._journal.events_after + 1, self._journal.head_from),
             format=FORMAT,
             needed=tuple(
                 self._engines.notes[version]

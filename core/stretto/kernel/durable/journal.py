@@ -44,6 +44,8 @@ class JournalWriter:
         self._end = end
         self.head = head
         """The newest message that the server has stored."""
+        self.head_from = 0
+        """Sequence number of its first part; 0 if a former kernel wrote it."""
         self._appending = anyio.Lock()
         self.events_after = end.sequence
         """Sequence number in the stream: the scheduler has taken in all inputs up to it, and those that
@@ -120,15 +122,13 @@ class JournalWriter:
             self._sent = EventBatch(self.epoch, self._stored, raw, times, self.head.digest), events
             self._pending, self._any_pending = [], anyio.Event()
         message, events = self._sent
-        id = f"events/{self.epoch}/{message.first}"
+        id, head_from = f"events/{self.epoch}/{message.first}", self._end.sequence + 1
         await self._bus.store.append(self.names.events, message, id=id, after=self._end)
         self._sent = None
         self._stored += len(events)
         if not all(isinstance(event, Observation) for event in events):
-            self.events_after = (
-                self._end.sequence
-            )  # what a kernel observes while it repeats steps is no state
-        self.head = JournalHead(self._end.sequence, message.digest)
+            self.events_after = self._end.sequence  # observations during a repetition are no state
+        self.head, self.head_from = JournalHead(self._end.sequence, message.digest), head_from
         self.on_stored(self._end.sequence, message, events)
 
 

@@ -19,6 +19,11 @@ from stretto.reward import is_number
 Outcome = GroupDone | GroupFailed
 
 _LONGEST_REASON = 500
+_MOST = 2**40
+"""No number of tokens or versions is as high. Sums of such numbers fit into messages."""
+_MOST_METRICS = 200
+"""The metrics of a sample may have this many names, each of at most `_LONGEST_NAME` characters."""
+_LONGEST_NAME = 200
 
 
 async def follow_outcomes(
@@ -90,12 +95,16 @@ def _sample_faults(group: GroupDone, member: Member, sequence: int) -> Iterator[
     # The data comes before the outcome. Those of an evaluation have the number 0.
     if not (0 if group.purpose == "eval" else 1) <= member.sequence < sequence:
         yield f"{member.id} lies at {member.sequence} of the log; its outcome lies at {sequence}"
-    if not 0 < member.sampled <= member.length:
+    if not 0 < member.sampled <= member.length < _MOST:
         yield f"{member.id} has {member.length} tokens, {member.sampled} of them sampled"
-    if not 0 <= member.oldest <= member.newest:
+    if not 0 <= member.oldest <= member.newest < _MOST:
         yield f"{member.id} has tokens of versions {member.oldest} to {member.newest}"
     if not is_number(member.reward):
         yield f"the reward of {member.id} is {member.reward}"
+    if len(member.metrics) > _MOST_METRICS:
+        yield f"{member.id} has {len(member.metrics)} metrics; expected at most {_MOST_METRICS}"
     for metric, value in member.metrics.items():
+        if len(metric) > _LONGEST_NAME:
+            yield f"a metric of {member.id} has a name of {len(metric)} characters, above {_LONGEST_NAME}"
         if not is_number(value):
             yield f"{printable(metric)[:40]!r} of {member.id} is {value}"

@@ -23,7 +23,7 @@ from stretto.bus.messages.events import (
     OutcomeRead,
     RunOwned,
 )
-from stretto.bus.payloads import is_split
+from stretto.bus.payloads import decoder, is_split
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.schedule.fold import apply, decisions
 from stretto.kernel.schedule.outcomes import Outcome, admit
@@ -138,7 +138,7 @@ class FoldOracle:
             )
 
     def _outcome(self, run: str, sequence: int) -> Outcome:
-        outcome = msgspec.msgpack.decode(self._read(run, sequence), type=Outcome)
+        outcome = decoder(Outcome)(self._read(run, sequence))
         return admit(outcome, sequence, samples=self.samples)
 
 

@@ -16,7 +16,7 @@ from stretto.bus.messages.events import (
     VersionPublished,
 )
 from stretto.bus.messages.tickets import GroupDone, GroupFailed
-from stretto.bus.payloads import is_split
+from stretto.bus.payloads import decoder, is_split
 from stretto.testing.simulation.faults import Tape
 
 PLANTED = "planted by the simulation"
@@ -60,7 +60,7 @@ class Oracle:
             self._lease = max(self._lease, batch.lease_epoch)
         elif subject.endswith(".log.groups"):
             with suppress(msgspec.DecodeError, RecursionError):  # else the kernel refuses it
-                outcome = msgspec.msgpack.decode(data, type=GroupDone | GroupFailed)
+                outcome = decoder(GroupDone | GroupFailed)(data)
                 if isinstance(outcome, GroupDone) and outcome.purpose == "train":
                     self._ages |= {member.id: member.oldest for member in outcome.members}
 
