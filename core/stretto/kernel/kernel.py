@@ -8,6 +8,7 @@ continue a former kernel's run (`Resumption`), train the steps (`Steps`), and ob
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -17,7 +18,15 @@ import structlog
 from anyio.abc import TaskGroup
 
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import Input, KernelBegan, RunClosing, RunEnded, ScheduleStarted, WorkerGone
+from stretto.bus.messages.events import (
+    Input,
+    KernelBegan,
+    RunClosing,
+    RunEnded,
+    ScheduleStarted,
+    StepMeasured,
+    WorkerGone,
+)
 from stretto.bus.messages.membership import Beacon, WorkerProcess
 from stretto.bus.messages.tickets import GroupFailed, Progress, TicketStarted
 from stretto.errors import BusError, RunError, StrettoError
@@ -309,7 +318,7 @@ class Kernel:
     # ---------------------------------------------------------------------------- events of tickets
 
     def _take_in(self, sequence: int, outcome: Outcome) -> None:
-        self._hear(outcome_read(sequence, outcome), outcome)
+        self._hear(outcome_read(sequence, outcome), outcome=outcome)
         if isinstance(outcome, GroupFailed):
             return
         if outcome.purpose == "train":
@@ -317,13 +326,24 @@ class Kernel:
         if self._setup.graph.samples and self._scheduler.is_finished(outcome):
             self._tasks.start_soon(partial(self._trainers.prefetch, refs_of((outcome,)), complete=False))
 
-    def _hear(self, event: Input, outcome: Outcome | None = None) -> None:
-        """Let the scheduler take in an event, and queue it for the journal with what is decided."""
+    def _hear(
+        self,
+        event: Input,
+        measure: Callable[[], StepMeasured] | None = None,
+        *,
+        outcome: Outcome | None = None,
+    ) -> None:
+        """Let the scheduler take in an event, and queue it for the journal with what is decided.
+
+        Args:
+            measure: returns the figures of the step that the event completes.
+        """
         if not self._owned:
             return
         apply(self._scheduler, event, outcome)
         commands = self._scheduler.commands()
-        for each in (event, *decisions(commands)):
+        self._journal.hear(event)
+        for each in (*([measure()] if measure else []), *decisions(commands)):
             self._journal.hear(each)
         self._commands += commands
         self._setup.waits.lacks(self._scheduler.waits_for)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import pstdev
 from typing import get_args
 
@@ -15,12 +15,10 @@ from stretto.base.cores import CoreMeter
 from stretto.bus.messages.events import Cause, StepMeasured
 from stretto.bus.messages.tickets import GroupDone
 from stretto.kernel.calls.trainers import StepResult
-from stretto.kernel.facts import RunFacts
-from stretto.kernel.fleet.fleet import Fleet
 from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.evaluation import accuracies
-from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of
+from stretto.kernel.setup import RunSetup
 
 _MOST_METRICS = 1000
 """A step has figures of this many of the reward's metrics, the first in alphabetical order."""
@@ -29,30 +27,17 @@ _MOST_CAUSES = 8
 
 
 class StepMeter:
-    """Measures the steps of one kernel.
+    """Measures the steps of one kernel."""
 
-    Args:
-        reasons: number of tickets that were not trained, by reason, before the first step.
-        sampled: whether the run trains on sampled trajectories, and not on sequences read from a dataset.
-        source_of: returns the source of a row, if the dataset is made of several.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        fleet: Fleet,
-        facts: RunFacts,
-        *,
-        reasons: Mapping[str, int],
-        sampled: bool,
-        source_of: Callable[[int], str],
-    ) -> None:
-        self._scheduler = scheduler
-        self._fleet = fleet
-        self._facts = facts
-        self._reasons = Counter(reasons)
-        self._sampled = sampled
-        self._source_of = source_of
+    def __init__(self, setup: RunSetup) -> None:
+        self._scheduler = setup.scheduler
+        self._fleet = setup.fleet
+        self._facts = setup.facts
+        self._waits = setup.waits
+        self._sampled = setup.graph.samples
+        self._source_of = setup.sources["dataset"]
+        self._reasons = Counter(setup.resumed[1].snapshot.reasons if setup.resumed else {})
+        """Number of tickets that were not trained, by reason, up to the newest step."""
         self._cores = CoreMeter()
 
     def measure(
@@ -60,17 +45,19 @@ class StepMeter:
         start: StartBatch,
         result: StepResult,
         waits: tuple[tuple[Cause, float], ...],
-        *,
         generate_busy_s: float,
         divergence: float | None,
-        repeated: bool,
+        *,
+        repeated: bool = False,
     ) -> StepMeasured:
-        """Return the figures of a complete step, which the scheduler has taken in.
+        """Return the figures of a complete step, which the scheduler has taken in. What comes now is a wait
+        for the next one.
 
         Args:
             waits: what training waited for before the step, with the seconds; empty for a repeated step.
             generate_busy_s: the engines' mean seconds of work so far.
         """
+        self._waits.begin()
         statistics = dict(result.statistics)
         of_batch = self._of_samples(start) if self._sampled else {}
         tokens = int(of_batch.pop("tokens", statistics.pop("tokens", 0)))

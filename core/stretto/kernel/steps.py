@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
 
 from stretto import tracing
-from stretto.bus.messages.events import BatchesReleased, Cause, Input, StepTrained, VersionPublished
+from stretto.bus.messages.events import BatchesReleased, Input, StepMeasured, StepTrained, VersionPublished
 from stretto.errors import one_error
 from stretto.kernel.calls.engine_errors import EngineErrors
 from stretto.kernel.calls.engines import Engines
@@ -27,7 +28,7 @@ class Steps:
     """The steps of one kernel.
 
     Args:
-        hear: lets the scheduler take in an event.
+        hear: lets the scheduler take in an event, and then records what the function returns.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Steps:
         engines: Engines,
         checkpointer: Checkpointer,
         contexts: TraceContexts,
-        hear: Callable[[Input], None],
+        hear: Callable[[Input, Callable[[], StepMeasured] | None], None],
     ) -> None:
         self._setup = setup
         self._scheduler = setup.scheduler
@@ -51,12 +52,7 @@ class Steps:
         self._checkpointer = checkpointer
         self._contexts = contexts
         self._hear = hear
-        self._meter = StepMeter(
-            *(setup.scheduler, setup.fleet, setup.facts),
-            reasons=setup.resumed[1].snapshot.reasons if setup.resumed else {},
-            sampled=setup.graph.samples,
-            source_of=setup.sources["dataset"],
-        )
+        self._meter = StepMeter(setup)
         self._engine_errors = EngineErrors()
         self._ended = anyio.Event()
         """Set by the end of each step."""
@@ -87,8 +83,8 @@ class Steps:
         beside = self._scheduler.settings.max_staleness > 0 and not due
         note = None if beside else await self._publish(version)
         # No await up to `announce`: the events of a step are in one message.
-        self._hear(StepTrained(version, due, divergence, bool(result.skipped)))
-        self._record(start, result, waits, busy_s, divergence)
+        measure = partial(self._meter.measure, start, result, waits, busy_s, divergence)
+        self._hear(StepTrained(version, due, divergence, bool(result.skipped)), measure)
         if note is None:
             self._published = anyio.Event()
             self._tasks.start_soon(self._publish_beside, version, self._published)
@@ -98,11 +94,11 @@ class Steps:
         self._ended = anyio.Event()
         if due:
             await self._checkpointer.save()
-            self._hear(BatchesReleased())
+            self._hear(BatchesReleased(), None)
 
     def report(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
         """Record the figures of a repeated step."""
-        self._record(start, result, (), 0.0, divergence, repeated=True)
+        self._journal.hear(self._meter.measure(start, result, (), 0.0, divergence, repeated=True))
 
     # ----------------------------------------------------------------------------------- private
 
@@ -139,19 +135,3 @@ class Steps:
     async def _publish_beside(self, version: int, published: anyio.Event) -> None:
         self._engines.announce(await self._publish(version))
         published.set()
-
-    def _record(
-        self,
-        start: StartBatch,
-        result: StepResult,
-        waits: tuple[tuple[Cause, float], ...],
-        busy_s: float,
-        divergence: float | None,
-        *,
-        repeated: bool = False,
-    ) -> None:
-        measured = self._meter.measure(
-            *(start, result, waits), generate_busy_s=busy_s, divergence=divergence, repeated=repeated
-        )
-        self._setup.waits.begin()
-        self._journal.hear(measured)

@@ -1,7 +1,8 @@
 """Serves the figures of a run to Prometheus: `/metrics` over HTTP, in the kernel's event loop.
 
 The figures are read from the kernel's objects when they are asked for. There is no await in between, so they
-all belong to the same moment. A run without the section `metrics` does not import this module.
+all belong to the same moment. An answer waits until the newest step is stored and reported. A run without the
+section `metrics` does not import this module.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from stretto.records.figures import FIGURES
 
 log = structlog.get_logger()
 
+_REPORT_S = 1.0
+"""An answer waits for the report of a step for at most this many seconds."""
 _LAST_STEP = {
     "step_s": "seconds",
     "train_s": "train_seconds",
@@ -83,6 +86,9 @@ async def serve_metrics(
     registry.register(RunCollector(setup, report, bus))
 
     async def answer(request: web.Request) -> web.Response:
+        with anyio.move_on_after(_REPORT_S):  # so that the figures are of one moment
+            while report.version < setup.scheduler.version:
+                await anyio.sleep(0.01)
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 

@@ -69,6 +69,8 @@ class Report:
         self.adviser = adviser
         self.curves = {name: Curve() for name in (*MAIN_FIGURES, "zero_variance_groups")}
         """The figures of all steps so far, by name."""
+        self.version = 0
+        """Version of the newest step that is reported."""
         if setup.resumed is not None:
             self._continue(setup.resumed[1].version, setup.resumed[1].snapshot.evaluation.results)
         self._kernel_began = 0.0
@@ -132,6 +134,7 @@ class Report:
 
     def _continue(self, version: int, evaluations: Sequence[Evaluation]) -> None:
         """Take in what is known of a run that continues from a version."""
+        self.version = version
         for evaluation in evaluations:
             self.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
         for line in self._metrics.read():
@@ -148,6 +151,7 @@ class Report:
 
     def _step(self, time: float, step: StepMeasured) -> None:
         """Report a complete step: write its line and log it."""
+        self.version = step.version
         self.train_busy_s += step.train_s
         before, generated_s, _ = (
             self._steady[-1] if self._steady else (self._first_ticket or self._kernel_began, 0.0, 0.0)
