@@ -597,6 +597,24 @@ def test_false_messages_in_the_log_that_no_batch_uses_are_no_violation(tmp_path:
     assert "1 malformed messages are no part of a batch" in report.checks[5].checked
 
 
+@pytest.mark.parametrize(
+    ("version", "fault"),
+    [(2, []), (3, ["metrics.jsonl: the evaluation of version 3 is not in the journal"])],
+)
+def test_an_evaluation_from_before_the_journal_begins_is_not_missed(
+    tmp_path: Path, version: int, fault: list[str]
+) -> None:
+    """The store of a run was lost at version 2, and its journal began again."""
+    books = Books()
+    books.journal = books.journal[4:]
+    figures = {"evaluation/accuracy": 0.25, "evaluation/samples": GROUP, "evaluation/failed": 0}
+    books.metrics.append({"step": version, **figures})
+    checks = {check.name: check for check in audit_run(books.write(tmp_path / "run")).checks}
+    check = checks["evaluations of one version"]
+    assert check.violations == fault
+    assert check.unchecked == "versions 0-1: the journal begins later"
+
+
 def test_versions_outside_the_loss_mask_do_not_count(tmp_path: Path) -> None:
     books = Books()
     age_a_prompt(books)

@@ -598,7 +598,12 @@ class _Checker:
         return Check(
             name="evaluations of one version",
             checked=f"versions {_ranges(versions)}; recomputed from samples: {_ranges(recomputed)}",
-            unchecked=f"versions {_ranges(rest)}: the log no longer has all their samples" if rest else "",
+            unchecked="; ".join(
+                [
+                    *([self._before_journal] if self._before_journal else []),
+                    *([f"versions {_ranges(rest)}: the log no longer has all their samples"] if rest else []),
+                ]
+            ),
             violations=violations,
             empty=not results,
         )
@@ -611,7 +616,9 @@ class _Checker:
                 yield f"metrics.jsonl has {count} evaluations of version {version}"
         known = {(each.version, each.samples, each.accuracy) for each in results}
         for line in self._evaluation_lines:
-            if (line["step"], line["evaluation/samples"], line["evaluation/accuracy"]) not in known:
+            figures = line["step"], line["evaluation/samples"], line["evaluation/accuracy"]
+            is_older = self._before_journal and line["step"] <= self._first
+            if figures not in known and not is_older:
                 yield f"metrics.jsonl: the evaluation of version {line['step']} is not in the journal"
         if self._completed_at is not None:
             for version in sorted({each.version for each in results} - written.keys()):
