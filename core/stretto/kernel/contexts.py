@@ -1,4 +1,4 @@
-"""The traces of a run: one for each ticket in the traced share, one for each step and each evaluation.
+"""The contexts of a run's traces: one for each ticket in the traced share, each step and each evaluation.
 
 The ids of a ticket's trace follow from the run and the ticket's number: the trace continues when the kernel
 issues the ticket again, also after a resume. So whoever knows the ticket names its trace, and the observer of

@@ -7,7 +7,7 @@ disk: a thread flushes the files every few seconds, and only then may the stream
 
 from __future__ import annotations
 
-import os
+from io import FileIO
 from pathlib import Path
 
 import anyio
@@ -56,7 +56,7 @@ class EventLog:
         self._epoch = 0
         """Lease epoch of the kernel."""
         self._path = folder
-        self._file: int | None = None
+        self._file: FileIO | None = None
         self._size = 0
         self._written: set[Path] = set()
         """Files that have been written since they were flushed to the disk."""
@@ -99,7 +99,7 @@ class EventLog:
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
     # ----------------------------------------------------------------------------------- private
@@ -147,7 +147,7 @@ class EventLog:
             if self._file is None or self._size > _FILE_BYTES:
                 self._open(sequence)
             assert self._file is not None
-            if os.write(self._file, record) != len(record):
+            if self._file.write(record) != len(record):
                 raise OSError(f"a part of {len(record)} bytes did not fit")
         except OSError as error:
             self._complain(error)
@@ -162,7 +162,7 @@ class EventLog:
     def _open(self, sequence: int) -> None:
         self.close()
         self._path = self._folder / FOLDER / file_name(self._epoch, sequence)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._file = self._path.open("wb", buffering=0)
         self._size = 0
 
     async def _sync(self) -> None:
