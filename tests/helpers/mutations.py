@@ -97,8 +97,9 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "the loss of a worker is not written",
         _KERNEL,
-        old="""        for each in (event, *decisions(commands)):\n""",
-        new="""        for each in (event, *decisions(commands))[isinstance(event, WorkerGone) :]:\n""",
+        old="""        self._journal.hear(event)\n""",
+        new="""        if not isinstance(event, WorkerGone):
+            self._journal.hear(event)\n""",
     ),
     # Checkpoints. Breaks "one evaluation of each due version": that under way at a checkpoint is forgotten
     # (kernel killed after a checkpoint, before the evaluation is complete).
