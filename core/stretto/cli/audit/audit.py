@@ -595,15 +595,11 @@ class _Checker:
         violations += self._evaluation_line_faults(results.values())
         versions = {version for _, version in results}
         rest = versions - recomputed
+        purged = f"versions {_ranges(rest)}: the log no longer has all their samples" if rest else ""
         return Check(
             name="evaluations of one version",
             checked=f"versions {_ranges(versions)}; recomputed from samples: {_ranges(recomputed)}",
-            unchecked="; ".join(
-                [
-                    *([self._before_journal] if self._before_journal else []),
-                    *([f"versions {_ranges(rest)}: the log no longer has all their samples"] if rest else []),
-                ]
-            ),
+            unchecked="; ".join(filter(None, [self._before_journal, purged])),
             violations=violations,
             empty=not results,
         )
