@@ -17,8 +17,6 @@ def step_measured(
         tickets=tickets,
         waits=waits,
         tokens=0,
-        trained_tokens=0,
-        generated_tokens=0,
         of_batch={},
         statistics={},
         of_engines={},

@@ -138,6 +138,15 @@ def test_a_step_ends_its_own_tickets_although_the_next_batch_has_begun(tmp_path:
     assert [facts(span)["step"] for span in trained] == ["1", "2"]
 
 
+def test_the_ticket_of_an_evaluation_has_the_name_that_workers_log(tmp_path: Path) -> None:
+    with tracing.traced(TracingConfig(), "kernel", "run-1", "test", tmp_path):
+        kernel = TracedKernel(1)
+        issued = kernel.issue(msgspec.structs.replace(ticket(7), purpose="eval"))
+        kernel.decide(Retire("eval", 7, 1, "failed", "no luck"))
+    [span] = spans_in(tmp_path)
+    assert facts(span)["ticket"] == issued.name == "eval-7/1"
+
+
 def ticket_context_of(id: int) -> str:
     """The id of the trace of a training ticket."""
     return tracing.root_context("run-1", "train", id).split("-")[1]

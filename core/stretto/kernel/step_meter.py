@@ -71,8 +71,6 @@ class StepMeter:
             tickets=tuple(group.ticket for group in start.groups),
             waits=tuple((cause, round(seconds, 4)) for cause, seconds in waits),
             tokens=tokens,
-            trained_tokens=self._facts.trained_tokens,
-            generated_tokens=self._facts.generated_tokens,
             of_batch=of_batch,
             statistics={name: _figure(value) for name, value in statistics.items()}
             | (self._of_variants(start) if self._sampled else {})

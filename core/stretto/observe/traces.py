@@ -21,7 +21,7 @@ from stretto.bus.messages.events import (
     TicketsIssued,
     TicketsRetired,
 )
-from stretto.bus.messages.tickets import Purpose
+from stretto.bus.messages.tickets import Purpose, attempt_name
 from stretto.kernel.contexts import evaluation_context, step_context, ticket_context
 
 
@@ -30,7 +30,7 @@ class RunTraces:
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._kernel = KernelBegan(0, 0, 0.0)
+        self._lease_epoch = 0
         self._began = 0.0
         self._open: dict[str, tuple[IssuedTicket, float]] = {}
         """Context -> the newest attempt of an open ticket that is traced, and when the kernel first issued
@@ -45,13 +45,13 @@ class RunTraces:
         if not tracing.is_on():
             return
         match event:
-            case KernelBegan():
-                self._kernel, self._began = event, time
+            case KernelBegan(lease_epoch):
+                self._lease_epoch, self._began = lease_epoch, time
             case TicketsIssued(tickets):
                 for ticket in tickets:
                     self._issued(ticket, time)
             case BatchStarted(version, _, rows):
-                self._batches[version + 1] = {row.group: int(row.id.split("/")[1]) for row in rows}
+                self._batches[version + 1] = {row.group: row.attempt for row in rows}
             case StepMeasured(version, repeated):
                 batch = self._batches.pop(version, {})
                 if not repeated:
@@ -78,7 +78,7 @@ class RunTraces:
     def _trained(self, step: StepMeasured, batch: Mapping[int, int]) -> None:
         """End the traces of a step's tickets. Each one gets a span with the number of the step, from the
         step's beginning to now."""
-        links = [step_context(self._run, self._kernel.lease_epoch, step.version)]
+        links = [step_context(self._run, self._lease_epoch, step.version)]
         for ticket, attempt in batch.items():
             if context := self._context("train", ticket):
                 start_ns = _ns(step.began)
@@ -111,7 +111,7 @@ class RunTraces:
             "ticket", context, links=links, start_ns=_ns(since), outcome=outcome, attempt=attempt
         )
         if ticket is not None:
-            name = f"{ticket.ticket}/{ticket.attempt}"
+            name = attempt_name(ticket.purpose, ticket.ticket, ticket.attempt)
             span.set(ticket=name, purpose=ticket.purpose, row=ticket.row, min_version=ticket.min_version)
         if reason:
             span.set(reason=reason)

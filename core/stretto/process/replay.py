@@ -112,7 +112,7 @@ class ReplaySegment:
 
 def attempt_of(row: RowRef) -> Attempt:
     """Return the attempt that a row of a batch comes from."""
-    return row.group, int(row.id.split("/")[1])
+    return row.group, row.attempt
 
 
 def rows_of(batches: Iterable[RecordedBatch]) -> dict[Attempt, list[RowRef]]:

@@ -309,9 +309,6 @@ class StepMeasured(Message, frozen=True):
     step."""
     tokens: int
     """Number of trained tokens."""
-    trained_tokens: int
-    generated_tokens: int
-    """Numbers of tokens since the run's start."""
     of_batch: dict[str, float]
     """Figures of the batch's groups, such as `reward`."""
     statistics: dict[str, float]

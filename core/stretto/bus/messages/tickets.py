@@ -14,6 +14,13 @@ from stretto.engine import Digest, Finish
 from stretto.tracing import Traceparent
 
 Purpose = Literal["train", "eval"]
+
+
+def attempt_name(purpose: Purpose, ticket: int, attempt: int) -> str:
+    """Return the name of an attempt of a ticket: `7/1`, or `eval-7/1`. It is unique in the run."""
+    return f"{'' if purpose == 'train' else 'eval-'}{ticket}/{attempt}"
+
+
 _BUNDLE_BYTES = 512 * 1024
 
 
@@ -39,8 +46,8 @@ class Ticket(Message, frozen=True):
 
     @property
     def name(self) -> str:
-        """`7/1`, or `eval-7/1`. The name is unique in the run."""
-        return f"{'' if self.purpose == 'train' else 'eval-'}{self.id}/{self.attempt}"
+        """See `attempt_name`."""
+        return attempt_name(self.purpose, self.id, self.attempt)
 
     @property
     def exact_version(self) -> int | None:
@@ -223,7 +230,7 @@ class TicketRecord(Message, frozen=True):
     @property
     def name(self) -> str:
         """The name of the attempt's ticket (see `Ticket.name`)."""
-        return f"{'' if self.purpose == 'train' else 'eval-'}{self.ticket}/{self.attempt}"
+        return attempt_name(self.purpose, self.ticket, self.attempt)
 
 
 class TrainedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):

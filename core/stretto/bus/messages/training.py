@@ -23,6 +23,11 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     length: int
     """Number of tokens; 0 if only the trainers that read the row know it."""
 
+    @property
+    def attempt(self) -> int:
+        """The attempt of the ticket that the row comes from. It is in the id."""
+        return int(self.id.split("/")[1])
+
 
 class RunCall(Message, frozen=True, tag="Call/2"):
     """Kernel to rank 0 of a worker group, answered by `CallDone`: run one call of the dataflow. Rank 0

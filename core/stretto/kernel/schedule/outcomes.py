@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, attempt_name
 from stretto.bus.messages.training import RowRef
 from stretto.errors import printable
 from stretto.reward import is_number
@@ -77,9 +77,9 @@ def _faults(group: GroupDone, sequence: int, *, stored: bool) -> Iterator[str]:
     for name in ("seconds", "generate_s", "score_s"):
         if not 0 <= getattr(group, name) < math.inf:
             yield f"{name} is {getattr(group, name)}; expected a number of seconds"
-    prefix = "eval-" if group.purpose == "eval" else ""
+    name = attempt_name(group.purpose, group.ticket, group.attempt)
     for place, member in enumerate(group.members):
-        id = f"{prefix}{group.ticket}/{group.attempt}/{place}"
+        id = f"{name}/{place}"
         if member.id != id:
             yield f"the id of member {place} is {printable(member.id)[:40]!r}; expected {id!r}"
         if not 0 <= member.index < len(group.members):
