@@ -251,7 +251,7 @@ class Run(TestedRun):
         """The process of the run that has this argument, if it runs."""
         return next((process for process in self.look() if argument in arguments_of(process)), None)
 
-    def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
+    def until(self, condition: Callable[[], Any], deadline_s: float = 180) -> Any:
         deadline = time.monotonic() + deadline_s
         while not (result := condition()):
             assert self.process.poll() is None, f"ended early:\n{self.text()}"
@@ -259,7 +259,7 @@ class Run(TestedRun):
             self._sleep()
         return result
 
-    def end(self, deadline_s: float = 90) -> int:
+    def end(self, deadline_s: float = 180) -> int:
         """Its exit status, once it has ended by itself."""
         deadline = time.monotonic() + deadline_s
         while (status := self.process.poll()) is None:

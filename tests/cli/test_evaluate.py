@@ -406,7 +406,6 @@ def test_evaluations_outlive_their_engine_and_their_kernel_and_hold_training_bac
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_checkpoint_gives_the_answers_that_its_run_reported(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     former = stretto(

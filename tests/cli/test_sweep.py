@@ -156,7 +156,6 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_run_that_fails_does_not_stop_the_others(run_file: Path) -> None:
     values = "workflow.timeout_s=0.0001,60", "queue.max_failures=2"
     printed = output_of(*command(run_file, *values, "--jobs", "1"), status=1)

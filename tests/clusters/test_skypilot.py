@@ -13,7 +13,7 @@ from tests.conftest import write_run_file
 
 from stretto.cli.audit.audit import audit_run
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parent.parent.parent
 

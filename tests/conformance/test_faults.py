@@ -15,7 +15,6 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["broken", "broken_engines"])
 def test_the_kit_finds_each_fault_and_no_other(name: str, tmp_path: Path) -> None:
     file, report = FOLDER / f"{name}.py", tmp_path / "report.xml"

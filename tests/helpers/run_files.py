@@ -31,11 +31,11 @@ class TestedRun(ABC):
         self.folder = folder
 
     @abstractmethod
-    def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
+    def until(self, condition: Callable[[], Any], deadline_s: float = 180) -> Any:
         """Let it run until a condition holds, and return its value."""
 
     @abstractmethod
-    def end(self, deadline_s: float = 90) -> int:
+    def end(self, deadline_s: float = 180) -> int:
         """Its exit status, once it has ended by itself."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class TestedRun(ABC):
         """Into the first train step."""
         self.until(lambda: any(line["event"] == "call" for line in self.log("trainer-0")))
 
-    def until_step(self, step: int, deadline_s: float = 60) -> None:
+    def until_step(self, step: int, deadline_s: float = 180) -> None:
         self.until(lambda: len(self.metrics()) >= step, deadline_s)
 
     def metrics(self) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def until(condition: Callable[[], Any], within_s: float = 60, otherwise: Callable[[], Any] = str) -> Any:
+def until(condition: Callable[[], Any], within_s: float = 180, otherwise: Callable[[], Any] = str) -> Any:
     """Wait until a condition holds, and return what it found.
 
     Args:

@@ -270,7 +270,6 @@ def _run_on(python: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif("STRETTO_VERIFIERS_PYTHON" not in os.environ, reason="no interpreter with verifiers")
 def test_a_run_trains_on_an_environment_of_the_library(start: Any, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()

