@@ -16,6 +16,7 @@ import pytest
 
 from commands import stretto
 from fixture_types import Start
+from run_files import TestedRun
 from worlds import in_both_worlds, in_simulation, module_in_both_worlds
 
 
@@ -253,6 +254,40 @@ def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(s
     assert [line["reward"] for line in run.metrics()[:6]] == [line["reward"] for line in before[:6]]
     steps = json.loads((run.folder / "checkpoints" / "step-000020" / "mock.json").read_text())
     assert steps["steps"] == 20
+
+
+@in_simulation
+def test_twenty_deaths_of_the_kernel_change_nothing_that_people_see(start: Start, tmp_path: Path) -> None:
+    """The observers live and die with their kernel: the next one's go on where the files end, without a gap and
+    without a double line."""
+
+    def begin(name: str) -> TestedRun:
+        rows = f"{{use: jsonl, path: {tmp_path}/rows.jsonl}}"
+        evaluation = f"evaluation={{dataset: {rows}, rows: 4, every: 5}}"
+        return start("steps=30", "checkpoint.every=4", "queue.max_staleness=0", evaluation, out=name)
+
+    def seen(run: TestedRun) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl without what depends on time."""
+        names = ("step", "reward", "reward_std", "length", "staleness", "tokens", "loss", "zero_variance_groups")
+        return [
+            {key: value for key, value in line.items() if key in names or key.startswith("evaluation/")}
+            for line in [*run.metrics(), *run.evaluations()]
+        ]
+
+    calm, run = begin("calm"), begin("killed")
+    expected = calm.assert_completed(30, bound=0)
+    for deaths in range(20):
+        run.until_step(deaths + 1)
+        run.process.kill()
+        run.process.wait()
+        run = start(resume=run)
+    summary = run.assert_completed(30, bound=0)
+    assert sorted(map(str, seen(run))) == sorted(map(str, seen(calm)))
+    assert len(seen(run)) == 30 + len(summary["evaluation"])
+    same = ("status", "steps", "version", "evaluation", "best", "staleness", "canary", "lost", "problems")
+    assert {key: summary[key] for key in same} == {key: expected[key] for key in same}
+    assert summary["tokens"]["trained"] == expected["tokens"]["trained"]
+    run.assert_audit_is_clean()
 
 
 @in_simulation
