@@ -50,7 +50,8 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     threads: PositiveInt = 1
     """Number of compute threads of each process. More threads than cores make a run many times slower."""
     gpus: NonNegativeInt = 0
-    """Number of GPUs of each process. The launcher passes them in CUDA_VISIBLE_DEVICES."""
+    """Number of GPUs of each process. The launcher passes them in CUDA_VISIBLE_DEVICES, so a process sees no
+    other ones, and none with 0."""
     share: Share = 1.0
     """Share of the memory of each GPU that a process may use. Roles whose shares add up to at most 1 can
     share one GPU."""

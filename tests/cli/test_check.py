@@ -557,6 +557,22 @@ def test_the_examples_have_no_problem(example: str, tmp_path: Path, monkeypatch:
     assert [each for each in found_problems if each.severity != "environment"] == []
 
 
+def test_an_engine_that_leaves_a_gpu_idle_is_named(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def idle(*overrides: str) -> set[str]:
+        return {path for path in found(run_file, *overrides, severity="warning") if path.endswith(".gpus")}
+
+    model = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+    torch = (f"model={model}", "training=torch", "inference={use: torch, context_length: 96}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert idle(*torch) == {"training.gpus", "inference.gpus"}
+    assert idle() == set()  # mock engines compute nothing
+    shared = ("training.gpus=1", "training.share=0.5", "inference.gpus=1", "inference.share=0.4")
+    assert idle(*torch, *shared) == set()
+    assert idle(*torch, "training.device=cpu", "inference.device=cpu") == set()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert idle(*torch) == set()
+
+
 # ---------------------------------------------------------------------------------------------- bus
 
 

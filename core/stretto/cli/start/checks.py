@@ -34,7 +34,7 @@ from stretto.cli.start.folders import is_free
 from stretto.component import Problem
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, StrettoError
-from stretto.launcher import Launcher
+from stretto.launcher import Launcher, visible_gpus
 from stretto.models.files import known_config
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.vision import is_vision_language
@@ -130,6 +130,7 @@ def _problems(assembly: Assembly, starting: bool) -> Iterator[Problem]:
         if config.tracing is not None and (module := _missing_module(*_TRACING_MODULES)):
             yield Problem("tracing", f"needs {module!r}: pip install 'stretto[otel]'")
         yield from _thread_problems(assembly)
+        yield from _gpu_problems(assembly)
         yield from _plugin_problems(assembly, "launcher", partial(_launcher_problems, assembly))
         if config.metrics and not config.metrics.insecure and not is_loopback(config.metrics.address):
             yield Problem(
@@ -626,3 +627,23 @@ def _thread_problems(assembly: Assembly) -> Iterator[Problem]:
             f"{cores:.0f} threads in all",
             "warning",
         )
+
+
+def _gpu_problems(assembly: Assembly) -> Iterator[Problem]:
+    """Warn of an engine that leaves a GPU of this machine idle: it gets one only if its section asks."""
+    config, composed = assembly.config, assembly.composed
+    if config.launcher.use != "local" or not visible_gpus(os.environ):
+        return
+    roles = {worker.role for worker in assembly.workers}
+    for path, role, section in (
+        ("training", "trainer", config.training),
+        ("inference", "inference", config.inference),
+    ):
+        is_meant = section.gpus or getattr(section, "device", "auto") == "cpu"
+        if role in roles and composed.components[path].needs_model and not is_meant:
+            yield Problem(
+                f"{path}.gpus",
+                "is 0, so a GPU of this machine stays idle; set it, and `share` where processes share a GPU, "
+                "or `device: cpu`",
+                "warning",
+            )
