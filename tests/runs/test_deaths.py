@@ -122,6 +122,8 @@ def test_a_run_whose_rows_have_changed_is_resumed_only_when_they_are_accepted(
     assert files_of(run) == before
     summary = module_start("--accept-dataset", resume=run).assert_completed(12)
     assert "dataset: continued with changed rows" in summary["problems"][0]
+    later = module_start("steps=14", resume=run).assert_completed(14)
+    assert later["problems"] == summary["problems"]  # a checkpoint has them
 
 
 def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_nothing(start: Start) -> None:
@@ -258,8 +260,8 @@ def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(s
 
 @in_simulation
 def test_twenty_deaths_of_the_kernel_change_nothing_that_people_see(start: Start, tmp_path: Path) -> None:
-    """The observers live and die with their kernel: the next one's go on where the files end, without a gap and
-    without a double line."""
+    """The observers live and die with their kernel: the next one's go on where the files end, without a gap
+    and without a double line."""
 
     def begin(name: str) -> TestedRun:
         rows = f"{{use: jsonl, path: {tmp_path}/rows.jsonl}}"
@@ -268,7 +270,16 @@ def test_twenty_deaths_of_the_kernel_change_nothing_that_people_see(start: Start
 
     def seen(run: TestedRun) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl without what depends on time."""
-        names = ("step", "reward", "reward_std", "length", "staleness", "tokens", "loss", "zero_variance_groups")
+        names = (
+            "step",
+            "reward",
+            "reward_std",
+            "length",
+            "staleness",
+            "tokens",
+            "loss",
+            "zero_variance_groups",
+        )
         return [
             {key: value for key, value in line.items() if key in names or key.startswith("evaluation/")}
             for line in [*run.metrics(), *run.evaluations()]

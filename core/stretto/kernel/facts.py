@@ -37,8 +37,9 @@ class RunFacts:
         """The end of the run, as far as it is decided."""
         self.bus: Bus | None = None
         """The kernel's connection; None before it is open."""
-        self.problems: list[str] = []
-        """Problems that did not end the run, for the summary."""
+        self.problems = [*self._resumed.problems]
+        """Problems that did not end the run, for the summary, also those of previous kernels up to the
+        checkpoint."""
         self.checkpoints: list[str] = []
         """Names of the checkpoints that this kernel has written."""
         self.lost = self._resumed.lost

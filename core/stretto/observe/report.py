@@ -372,7 +372,7 @@ class Report:
         return {"version": best.version, "accuracy": best.accuracy, "checkpoint": name if there else None}
 
     def _all_problems(self) -> list[str]:
-        return [*self._facts.problems, *self._held_back()]
+        return list(dict.fromkeys([*self._facts.problems, *self._held_back()]))
 
     def _held_back(self) -> list[str]:
         """Return a line that says how often evaluations held training back; empty if they did not."""

@@ -95,6 +95,8 @@ class KernelState(msgspec.Struct, frozen=True):
     """Older versions that still have to be evaluated. Their weights are in the checkpoint too."""
     lost: LostData = LostData()
     """All losses up to the checkpoint."""
+    problems: tuple[str, ...] = ()
+    """All problems up to the checkpoint that did not end the run."""
     events_after: int = 0
     """Sequence number in the journal's stream. The snapshot has taken in all events up to it, and later ones
     go on from it."""

@@ -165,6 +165,7 @@ class Checkpointer:
             wall_s=setup.facts.wall_s,
             values=setup.values,
             lost=setup.facts.lost,
+            problems=tuple(dict.fromkeys(setup.facts.problems)),
             events_after=self._journal.events_after,
             journal=self._journal.head,
             lowest_event=min(self._journal.events_after + 1, self._journal.head_from),
