@@ -33,6 +33,8 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 PIP_ARGS ?=
 ARGS ?=
 JOBS ?= 3
+# Hundreds of processes import the same modules: they keep them compiled, also where the environment forbids it.
+export PYTHONDONTWRITEBYTECODE :=
 # A file's tests run in one process, which makes their shared fixtures once; conftest.py has the order of the files.
 PARALLEL := --dist loadfile --no-loadscope-reorder
 DEFAULT := not slow and not integration and not chaos and not cluster and not gpu

@@ -29,7 +29,9 @@ def test_a_new_package_works_as_it_is(kind: Kind, tmp_path: Path) -> None:
     _run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(package)], env, tmp_path)
 
     named = "trackers=[acme]" if kind == "tracker" else f"{kind}=acme"
-    small = ("steps=2", "queue.batch_size=4", "evaluation=null", "out=run")
+    small = ["steps=2", "queue.batch_size=4", "evaluation=null", "out=run"]
+    if kind not in ("algorithm", "inference", "training"):  # the others do not need a real model
+        small += ["inference=mock", "training=mock"]
     _run([python, "-m", "stretto", "quickstart", "trial", named, *small], env, tmp_path)
     summary = msgspec.json.decode((tmp_path / "run" / "summary.json").read_bytes())
     assert (summary["status"], summary["version"]) == ("completed", 2)

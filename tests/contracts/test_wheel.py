@@ -1,4 +1,4 @@
-"""The wheel in clean environments with what it declares alone: without extras, and with `torch`.
+"""The wheel in a clean environment with what it declares alone: without extras, then with `torch`.
 
 Every command of the README works there, or names the extra to install.
 """
@@ -16,6 +16,8 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+
+from commands import output_of
 
 ROOT = Path(__file__).parents[2]
 FILE = "quickstart/run.yaml"
@@ -56,6 +58,13 @@ class Installed:
     programs: Path
     where: Path
 
+    def install(self, requirement: str) -> None:
+        """Install a requirement and what it declares."""
+        versions = ["-c", str(ROOT / "constraints.txt"), *shlex.split(os.environ.get("PIP_ARGS", ""))]
+        pip = [str(self.programs / "pip"), "install", "--quiet", "--no-compile", *versions, requirement]
+        done = subprocess.run(pip, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
     def command(self, line: str) -> list[str]:
         (run,) = self.where.glob("runs/quickstart-*-1") if "RUN" in line else [""]
         return [
@@ -92,33 +101,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def install(requirement: str, folder: Path) -> Path:
-    """Return the programs of a new virtual environment with a requirement and what it declares."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    versions = ["-c", str(ROOT / "constraints.txt"), *shlex.split(os.environ.get("PIP_ARGS", ""))]
-    pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--no-compile", *versions, requirement]
-    done = subprocess.run(pip, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder / "bin"
-
-
 @pytest.fixture(scope="module")
-def with_torch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel with the extra `torch`, and a quickstart that it has run."""
-    folder = tmp_path_factory.mktemp("torch")
-    installed = Installed(install(f"{wheel}[torch]", folder / "venv"), folder)
-    installed.works("quickstart quickstart steps=2 queue.batch_size=4 evaluation.rows=16")
+def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel without extras, and a quickstart of the environment that runs this test."""
+    folder = tmp_path_factory.mktemp("base")
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    installed = Installed(folder / "venv" / "bin", folder)
+    installed.install(str(wheel))
+    output_of("quickstart", "quickstart", "steps=2", "queue.batch_size=4", "evaluation.rows=16", cwd=folder)
     return installed
 
 
 @pytest.fixture(scope="module")
-def base(wheel: Path, with_torch: Installed, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel without extras, and the run of the other environment."""
-    folder = tmp_path_factory.mktemp("base")
-    shutil.copytree(with_torch.where / "quickstart", folder / "quickstart")
-    (run,) = with_torch.where.glob("runs/quickstart-*-1")
-    shutil.copytree(run, folder / "runs" / run.name)
-    return Installed(install(str(wheel), folder / "venv"), folder)
+def with_torch(base: Installed, wheel: Path) -> Installed:
+    """The same environment, later, with the extra `torch` and a quickstart of its own."""
+    base.install(f"{wheel}[torch]")
+    shutil.rmtree(base.where / "runs")
+    shutil.rmtree(base.where / "quickstart")
+    base.works("quickstart quickstart steps=2 queue.batch_size=4 evaluation.rows=16")
+    return base
 
 
 @slow

@@ -263,7 +263,7 @@ def test_twenty_deaths_of_the_kernel_change_nothing_that_people_see(start: Start
     """The observers live and die with their kernel: the next one's go on where the files end, without a gap
     and without a double line."""
 
-    def begin(name: str) -> TestedRun:
+    def begin(name: str) -> Any:
         rows = f"{{use: jsonl, path: {tmp_path}/rows.jsonl}}"
         evaluation = f"evaluation={{dataset: {rows}, rows: 4, every: 5}}"
         return start("steps=30", "checkpoint.every=4", "queue.max_staleness=0", evaluation, out=name)

@@ -14,7 +14,7 @@ import pytest
 from stretto.errors import ConfigError, RunError
 from stretto.testing.simulation import Fault, Tape, describe, run_tape, search, shrink, tapes_of
 from stretto.testing.simulation.oracles import PLANTED
-from universes import large, small
+from universes import small
 
 RUN = """\
 name: tiny
@@ -57,9 +57,9 @@ def score(prompt, completion):
     os.system("true")
 """
 DIGEST = """\
-from universes import large
+from universes import small
 from stretto.testing.simulation import run_tape
-print(run_tape(large(3)).digest)
+print(run_tape(small(3)).digest)
 """
 
 
@@ -96,9 +96,9 @@ def digest_of_another_process(hash_seed: int) -> str:
 
 
 def test_a_universe_is_the_same_in_each_process() -> None:
-    [(_, warm)] = search([large(3)])
+    [(_, warm)] = search([small(3)])
 
-    assert warm.messages > 500
+    assert warm.messages > 300
     assert {digest_of_another_process(1), digest_of_another_process(2)} == {warm.digest}
 
 
@@ -135,7 +135,7 @@ def test_a_fault_of_each_kind_changes_what_happens_and_no_result() -> None:
 
 
 def test_runs_complete_whatever_goes_wrong() -> None:
-    failed = ["\n".join(describe(*found)) for found in search(map(small, range(8))) if found[1].failed]
+    failed = ["\n".join(describe(*found)) for found in search(map(small, range(3))) if found[1].failed]
 
     assert failed == []
 
