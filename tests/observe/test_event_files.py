@@ -124,6 +124,24 @@ async def test_what_a_former_kernel_did_not_write_and_a_full_disk_held_up_is_wri
     assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700
 
 
+async def test_a_message_that_is_read_back_before_its_acknowledgement_is_written_once(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    facts = make_setup(tmp_path, steps=1).facts
+    async with open_bus("kernel") as bus:
+        writer, events = await own_journal(bus, names, "0"), EventLog(tmp_path, facts)
+        acknowledged: list[tuple[int, EventBatch]] = []
+        writer.on_stored = lambda sequence, message, _: acknowledged.append((sequence, message))
+        await store(writer, 1, 2)
+        events.take(*acknowledged[0])
+        await events.complete(bus, names, facts.ending)  # reads both
+        events.take(*acknowledged[1])
+        await store(writer, 3)
+        events.take(*acknowledged[2])
+        events.close()
+    assert versions(tmp_path) == [1, 2, 3]
+
+
 async def test_a_message_in_parts_is_kept_with_its_parts(
     open_bus: OpenBus, names: Subjects, tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ class EventLog:
     def take(self, sequence: int, message: EventBatch) -> None:
         """Take in a message of the kernel that the server has stored."""
         self._epoch, self._newest = message.lease_epoch, sequence
-        if not self._is_behind:
+        if not self._is_behind and sequence > (self._last or 0):  # the stream may have been read that far
             self._append(sequence, message)
 
     async def keep(self, bus: Bus, names: Subjects) -> None:
