@@ -15,7 +15,6 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -36,6 +35,8 @@ from stretto_torch.inference import TorchInferenceEngine
 from whole_runs import summary_of
 
 PROMPT, GROUP, GROUPS = 64, 8, 16
+ROOM = 64
+"""Tokens of a slot beside prompt and answer, for the canary."""
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 2048,
@@ -97,7 +98,7 @@ def run_file(folder: Path, arguments: argparse.Namespace) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
     shared = "gpus: 1, share: {}" if torch.cuda.is_available() else "gpus: 0"
-    length = PROMPT + arguments.tokens + 64  # the canary's room too
+    length = PROMPT + arguments.tokens + ROOM
     file = folder / "run.yaml"
     file.write_text(
         f"""\
@@ -136,20 +137,20 @@ def of_steps(run: Path) -> dict[str, float]:
     }
 
 
-async def of_decoding(folder: Path, slots: int, tokens: int) -> dict[str, float]:
+async def of_decoding(folder: Path, size: str, slots: int, tokens: int) -> dict[str, float]:
     """Return the figures of an engine alone whose slots are full from the first token to the last."""
     has_gpu = torch.cuda.is_available()
-    config = TorchInferenceConfig(
-        slots=slots, context_length=PROMPT + tokens + 64, dtype="bfloat16", gpus=int(has_gpu)
-    )
+    if has_gpu:
+        torch.cuda.reset_peak_memory_stats()  # this process has made the model
+    length = PROMPT + tokens + ROOM
+    config = TorchInferenceConfig(slots=slots, context_length=length, dtype="bfloat16", gpus=int(has_gpu))
     model = folder / "model"
     context = Context(run="b", name="b", seed=0, model=str(model), folder=str(folder), worker="inference-0")
     engine = Engine(TorchInferenceEngine(config, context))
     note = FolderPublisher(folder / "versions", keep=1, shard_gb=1.0).publish(
         0, load_file(model / "model.safetensors").items()
     )
-    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    rng = np.random.default_rng(0)
+    rng, vocabulary = np.random.default_rng(0), SIZES[size]["vocab_size"]
     prompts = [rng.integers(2, vocabulary, PROMPT, np.int32) for _ in range(slots)]
     seconds = 0.0
     async with anyio.create_task_group() as tasks:
@@ -168,19 +169,13 @@ async def of_decoding(folder: Path, slots: int, tokens: int) -> dict[str, float]
     }
 
 
-def show(figures: Mapping[str, float]) -> None:
-    """Print the table."""
-    for name, value in figures.items():
-        print(f"{name:22} {value:12.4g}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="training and sampling on one GPU")
     parser.add_argument("--size", choices=SIZES, default="0.5B")
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--steps", type=int, default=8)
-    known, overrides = parser.parse_known_args(arguments)
+    known, overrides = parser.parse_known_args()
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(f"{known.size} parameters on {device}, torch {torch.__version__}")
@@ -189,13 +184,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_model(known.size, folder / "model")
         run = folder / "run"
         summary_of(run_file(folder, known), run, *overrides)
-        figures = of_steps(run) | anyio.run(of_decoding, folder, known.slots, known.tokens)
-    show(figures)
-    print(
-        json.dumps(
-            {"size": known.size, "device": device, **{name: round(each, 5) for name, each in figures.items()}}
-        )
-    )
+        figures = of_steps(run) | anyio.run(of_decoding, folder, known.size, known.slots, known.tokens)
+    for name, value in figures.items():
+        print(f"{name:22} {value:12.4g}")
+    rounded = {name: round(value, 5) for name, value in figures.items()}
+    print(json.dumps({"size": known.size, "device": device, **rounded}))
 
 
 if __name__ == "__main__":
