@@ -13,6 +13,7 @@ import datetime
 import os
 import random
 import secrets
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -21,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import anyio
@@ -191,6 +192,18 @@ def _process_id() -> int:
     return process.pid if process is not None else 1
 
 
+class _DiskUsage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def _disk_usage(path: object) -> _DiskUsage:
+    """Take the place of `shutil.disk_usage`: reasons name the free room, which other programs change."""
+    del path
+    return _DiskUsage(2**40, 2**39, 2**39)
+
+
 def _escape(*args: object, **options: object) -> Any:
     raise Escaped(f"{args[:1]}: sockets, threads and processes are not there in the simulation")
 
@@ -244,6 +257,7 @@ def patched(world: World) -> Generator[None]:
         (time, "strftime", strftime),
         (asyncio, "run", world.run),
         (os, "getpid", _process_id),
+        (shutil, "disk_usage", _disk_usage),
         (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
         (uuid, "_generate_time_safe", None),
         (uuid, "_node", 1),
