@@ -47,7 +47,9 @@ from stretto.bus.messages.tickets import (
 )
 from stretto.bus.messages.training import (
     AskPublished,
+    AskSaved,
     CallDone,
+    Copied,
     EndStep,
     LoadCheckpoint,
     Loaded,
@@ -425,7 +427,10 @@ async def train(bootstrap: Bootstrap) -> None:
     async def published(message: AskPublished) -> Published:
         return Published(note(message.version))
 
-    async def save(message: Save) -> Saved:
+    async def save(message: Save) -> Copied:
+        return Copied()
+
+    async def saved(message: AskSaved) -> Saved:
         return Saved(0.0)
 
     async with connect(bootstrap) as bus:
@@ -438,6 +443,7 @@ async def train(bootstrap: Bootstrap) -> None:
         await bus.serve(own("end"), EndStep, end)
         await bus.serve(own("published"), AskPublished, published)
         await bus.serve(own("save"), Save, save)
+        await bus.serve(own("saved"), AskSaved, saved)
         await bus.subscribe(own("prefetch"), Prefetch, lambda message: None)
         counts["ready"] += 1
         while not finish.is_set():

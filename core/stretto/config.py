@@ -14,6 +14,7 @@ from stretto.algorithm import AlgorithmConfig
 from stretto.component import (
     LocalPath,
     ModelSource,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -107,6 +108,9 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     keep_best: bool = False
     """Also keep the checkpoint of the version with the best held-out accuracy; of equal versions, the first.
     Every evaluated version then gets a checkpoint. `summary.json` names the best one under `best`."""
+    copy_gb: NonNegativeFloat = 2.0
+    """Largest copy of a checkpoint that each trainer may hold in memory, in GB. The copy is written while the
+    next steps run. If more is needed, or with 0, the next step waits until the checkpoint is written."""
     store: (
         Annotated[
             str,

@@ -359,9 +359,17 @@ class TrainingEngine(Protocol):
         published."""
         ...
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, copy_bytes: int = 0) -> Callable[[], object] | None:
         """Write all state that a resumed run needs into an empty folder that all ranks see: `model/` in
         Hugging Face format, and optimizer, schedule and random states as safetensors and JSON.
+
+        Args:
+            copy_bytes: largest copy of the state that this rank may make.
+
+        Returns:
+            None when everything is written; or a function that writes what is left, from a copy. The worker
+            calls it once, in another thread, while the engine goes on. It raises as `save` does, and may not
+            communicate with other ranks.
 
         Raises:
             OSError: if the state cannot be written; the caller removes the folder.

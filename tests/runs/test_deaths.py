@@ -331,7 +331,9 @@ def test_an_interrupt_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
 
 
 @in_both_worlds
-def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start, tmp_path: Path) -> None:
+def test_an_interrupt_while_a_checkpoint_is_written_beside_the_steps_leaves_it_whole(
+    start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "slow.py").write_text(
         textwrap.dedent(
             """
@@ -341,9 +343,9 @@ def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start
             from stretto_mock import MockTrainingConfig
 
             class Slow(MockTraining):
-                def save(self, folder):
-                    time.sleep(1.5)
-                    super().save(folder)
+                def save(self, folder, copy_bytes=0):
+                    write = super().save(folder, copy_bytes)
+                    return lambda: (time.sleep(1.5), write())
 
             class SlowConfig(MockTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 pass
@@ -354,8 +356,10 @@ def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start
             """
         )
     )
-    run = start(f"plugins=[{tmp_path}/slow.py]", "training.use=slow", "steps=40", "checkpoint.every=2")
-    run.until(lambda: list((run.folder / "checkpoints").glob(".step-*")))
+    run = start(f"plugins=[{tmp_path}/slow.py]", "training.use=slow", "steps=40", "checkpoint.every=5")
+    run.until(lambda: list((run.folder / "checkpoints").glob(".step-000005*")))
+    run.until_step(7)
+    assert not list((run.folder / "checkpoints").glob("step-*")), "the steps waited for the checkpoint"
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.text()
     for folder in (run.folder / "checkpoints").iterdir():

@@ -232,7 +232,7 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
                     def load(self, folder):
                         super().load(folder)
                         self.noise = int((folder / "noise").read_text()) if folder else 0
-                    def save(self, folder):
+                    def save(self, folder, copy_bytes=0):
                         super().save(folder)
                         (folder / "noise").write_text(str(self.noise))
                     def train(self, batch, loss, *, temperature):

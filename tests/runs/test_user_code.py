@@ -161,7 +161,7 @@ FULL_DISK = """
         class Full(MockTraining):
             saves = 0
 
-            def save(self, folder):
+            def save(self, folder, copy_bytes=0):
                 super().save(folder)
                 self.saves += 1
                 if self.saves <= 2:

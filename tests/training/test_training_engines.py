@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from stretto.algorithm import Loss, Reduction
 from stretto.component import Head
 from stretto.errors import EngineError
 from stretto.rl.batch import Batch
-from stretto.training.checkpoint import write_tensors
+from stretto.training.checkpoint import Copies, write_tensors
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto.training.packing import PaddedRows, PrefixRows
@@ -366,15 +366,26 @@ def test_adapters_are_published_merged_and_resume(
 # -------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.parametrize("room", [0, 90, 1000])  # bytes
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path, ranks: int) -> None:
+def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path, ranks: int, room: int) -> None:
+    """Also if copies are written later, for which there may be no room."""
     tensors = {f"t{index}": torch.full((10,), float(index)) for index in range(5)}
+    writers: list[Callable[[], None] | None] = []
     for rank in range(ranks):
-
-        def in_turn(number: int, rank: int = rank) -> bool:
-            return number % ranks == rank
-
-        assert write_tensors(tmp_path / "m", "model", tensors.items(), writes=in_turn, limit=80) == ""
+        later = {name: tensor.clone() for name, tensor in tensors.items()}
+        copies = Copies(room)
+        writes = partial(_in_turn, ranks, rank)
+        folder = tmp_path / "m"
+        assert not write_tensors(folder, "model", later.items(), writes=writes, copies=copies, limit=80)
+        writers.append(copies.writer())
+        for tensor in later.values():
+            tensor.zero_()  # as the next step does
+    shares = {1: [200], 2: [120, 80]}[ranks]
+    assert [writer is not None for writer in writers] == [share < room for share in shares]
+    for writer in writers:
+        if writer is not None:
+            writer()
     index = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 200}
     assert sorted(set(index["weight_map"].values())) == [
@@ -382,6 +393,10 @@ def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path, ranks:
     ]
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "m" / file)[name], tensors[name])
+
+
+def _in_turn(ranks: int, rank: int, number: int) -> bool:
+    return number % ranks == rank
 
 
 def test_a_folder_that_cannot_be_written_is_an_os_error(tiny_models: Models, tmp_path: Path) -> None:

@@ -152,7 +152,12 @@ class Kernel:
         self._tickets = TicketQueue(bus, setup.names, lease_epoch, samples=setup.graph.samples)
         self._samples = SampleWriterSupervisor(setup, bus, lease_epoch)
         self._checkpointer = Checkpointer(
-            setup, bus, self._trainers, self._engines, self._tickets, self._journal, self._samples
+            *(setup, bus, tasks),
+            trainers=self._trainers,
+            engines=self._engines,
+            tickets=self._tickets,
+            journal=self._journal,
+            samples=self._samples,
         )
         self._scaler = WorkerScaler(setup, bus, lease_epoch, ending, tasks)
         self._admission = Admission(

@@ -117,18 +117,23 @@ class TrainingConformance(ComponentConformance):
     def test_from_a_checkpoint_it_goes_on_as_before(
         self, under_test: ComponentUnderTest, engine: TrainingEngine, model: Path, tmp_path: Path
     ) -> None:
-        """Weights and optimizer: the next step is the same one. `load` also goes back to it."""
+        """Weights and optimizer: the next step is the same one. `load` also goes back to it. So does a
+        checkpoint that is written from a copy, after that step."""
         if not self.trains:
             pytest.skip("it trains no model")
         loss, folder = Loss(_loss, "token"), tmp_path / "checkpoint"
-        folder.mkdir()
+        copy = folder / "copy"
+        copy.mkdir(parents=True)
         engine.train(_batch(1), loss, temperature=1.0)
-        engine.save(folder)
+        assert engine.save(folder) is None, "`save` did not write everything, though it may make no copy"
+        write = engine.save(copy, 2**40)
         engine.train(_batch(2), loss, temperature=1.0)
+        if write is not None:
+            write()
         expected = _weights(engine)
         other = self._made(under_test, model)
-        for resumed in (other, engine):
-            resumed.load(folder)
+        for resumed, checkpoint in ((other, folder), (other, copy), (engine, folder)):
+            resumed.load(checkpoint)
             resumed.train(_batch(2), loss, temperature=1.0)
             found = _weights(resumed)
             for name, tensor in expected.items():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from stretto.models.safetensors import save_tensors
 from stretto.training.layout import Layout
 
 __all__ = [
+    "Copies",
     "catch_error",
     "optimizer_tensors",
     "random_tensors",
@@ -41,12 +43,51 @@ __all__ = [
 _FILE_BYTES = 2**30
 
 
+class Copies:
+    """Copies of tensors in memory, and what writes them into files. At the first tensor that finds no room,
+    all are written, and those that follow are written at once.
+
+    Args:
+        room: size of all copies, in bytes.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._writes: list[Callable[[], object]] = []
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the CPU, which later steps do not change as long as there is room."""
+        self._room = max(0, self._room - tensor.nbytes)
+        own = tensor.detach().cpu().contiguous()
+        return own.clone() if self._room and own.data_ptr() == tensor.data_ptr() else own
+
+    def add(self, write: Callable[[], object]) -> None:
+        """Call a function later, after those that were added before it; now if there is no room."""
+        self._writes.append(write)
+        if not self._room:
+            self.write()
+
+    def write(self) -> None:
+        """Call the functions that wait.
+
+        Raises:
+            OSError: if a file cannot be written.
+        """
+        while self._writes:
+            self._writes.pop(0)()
+
+    def writer(self) -> Callable[[], None] | None:
+        """Return `write`; None if nothing waits."""
+        return self.write if self._writes else None
+
+
 def write_tensors(
     folder: Path,
     stem: str,
     tensors: Iterable[tuple[str, Tensor]],
     *,
     writes: Callable[[int], bool],
+    copies: Copies,
     limit: int = _FILE_BYTES,
 ) -> str:
     """Iterate over all tensors, and write this rank's share of them to `<stem>.safetensors`, or to several
@@ -54,13 +95,14 @@ def write_tensors(
 
     Args:
         writes: whether this rank writes the file with a number, from 0. Who writes file 0 writes the index.
+        copies: what has room in it is written later.
         limit: largest size of a file in bytes. A single larger tensor gets a file of its own.
 
     Returns:
         The error, or an empty string. An error is returned, not raised: the tensors need all ranks, so this
         rank must not stop before the other ranks do.
     """
-    files = _Files(folder, stem, writes, limit)
+    files = _Files(folder, stem, writes, copies, limit)
     problem = catch_error(lambda: folder.mkdir(parents=True, exist_ok=True))
     for name, tensor in tensors:
         if not problem:
@@ -80,10 +122,13 @@ def catch_error(act: Callable[..., object], *arguments: Any) -> str:
 class _Files:
     """Numbered files. They get their final names at the end: a name contains the number of files."""
 
-    def __init__(self, folder: Path, stem: str, writes: Callable[[int], bool], limit: int) -> None:
+    def __init__(
+        self, folder: Path, stem: str, writes: Callable[[int], bool], copies: Copies, limit: int
+    ) -> None:
         self._folder = folder
         self._stem = stem
         self._writes = writes
+        self._copies = copies
         self._limit = limit
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._bytes = 0
@@ -96,12 +141,15 @@ class _Files:
             self._flush()
         self._names.append(name)
         if self._writes(len(self._names_by_file)):
-            self._pending[name] = tensor.detach().cpu().contiguous()
+            self._pending[name] = self._copies.take(tensor)
         self._pending_bytes += size
         self._bytes += size
 
     def close(self) -> None:
         self._flush()
+        self._copies.add(self._name_files)
+
+    def _name_files(self) -> None:
         count = len(self._names_by_file)
         if count == 1:
             self._rename(0, f"{self._stem}.safetensors")
@@ -122,11 +170,13 @@ class _Files:
     def _flush(self) -> None:
         index = len(self._names_by_file)
         if self._writes(index):
-            part = self._part(index)
-            save_tensors(self._pending, part, {"format": "pt"})
-            part.chmod(self._folder.stat().st_mode & 0o666)  # otherwise only the owner could read it
+            self._copies.add(partial(self._write, self._part(index), self._pending))
         self._names_by_file.append(self._names)
         self._names, self._pending, self._pending_bytes = [], {}, 0
+
+    def _write(self, part: Path, tensors: dict[str, Tensor]) -> None:
+        save_tensors(tensors, part, {"format": "pt"})
+        part.chmod(self._folder.stat().st_mode & 0o666)  # otherwise only the owner could read it
 
     def _part(self, index: int) -> Path:
         return self._folder / f"{self._stem}-{index + 1:05d}.part"

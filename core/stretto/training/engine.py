@@ -13,8 +13,9 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from stretto.models.vision import PROCESSOR_FILES, Vision
 from stretto.rl.batch import Batch
 from stretto.rl.functional import loss_count, loss_weights
 from stretto.training.checkpoint import (
+    Copies,
     catch_error,
     optimizer_tensors,
     random_tensors,
@@ -110,10 +112,10 @@ class HFTraining:
         if folder is not None:
             self._restore(folder)
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint; `stretto.training.checkpoint` lists its files."""
+    def save(self, folder: Path, copy_bytes: int = 0) -> Callable[[], object] | None:
+        """Write a checkpoint, or copy it; `stretto.training.checkpoint` lists its files."""
         self._check_trainable("saved")
-        layout = self._layout
+        layout, copies = self._layout, Copies(copy_bytes)
         ranks = layout.parts * layout.width
 
         def in_turn(number: int) -> bool:
@@ -124,24 +126,28 @@ class HFTraining:
             return in_turn(number + 1)
 
         every = itertools.chain(self._full_weights(frozen=False), self._full_weights(frozen=True))
-        problem = write_tensors(folder / "model", "model", every, writes=in_turn)
+        problem = write_tensors(folder / "model", "model", every, writes=in_turn, copies=copies)
         if self._config.lora is not None:
             adapter = (
                 (f"{_PEFT_PREFIX}{name}", tensor) for name, tensor in layout.stream(self._trained.items())
             )
-            problem += write_tensors(folder / "adapter", "adapter_model", adapter, writes=after_model)
+            problem += write_tensors(
+                folder / "adapter", "adapter_model", adapter, writes=after_model, copies=copies
+            )
         state = layout.stream(optimizer_tensors(self._optimizer, self._trained))
-        problem += write_tensors(folder, "optimizer", state, writes=after_model)
+        problem += write_tensors(folder, "optimizer", state, writes=after_model, copies=copies)
         carried = iter(layout.carried())
         if (first := next(carried, None)) is not None:
             tensors = itertools.chain([first], carried)
-            problem += write_tensors(folder, "layout", tensors, writes=after_model)
+            problem += write_tensors(folder, "layout", tensors, writes=after_model, copies=copies)
         if layout.rank == 0:
             random = random_tensors(layout.device)
-            problem += write_tensors(folder, "random", random, writes=lambda _: True)
-            problem += catch_error(self._describe, folder) if not problem else ""
+            problem += write_tensors(folder, "random", random, writes=lambda _: True, copies=copies)
+            state = {"optimizer_steps": self._steps, "lr_scale": self._lr_scale}
+            problem += catch_error(copies.add, partial(self._describe, folder, state)) if not problem else ""
         if problems := "; ".join(filter(None, layout.gather_ranks(problem))):
             raise OSError(f"checkpoint {folder} cannot be written: {problems}")
+        return copies.writer()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, and the buffers that the model's files contain, on CPU; tied parameters appear once.
@@ -276,8 +282,8 @@ class HFTraining:
                     f"{matrix!r} that workers could put it into; set it to 'merged'"
                 )
 
-    def _describe(self, folder: Path) -> None:
-        """Write the files beside the tensors: configs, tokenizer, processor, number of steps."""
+    def _describe(self, folder: Path, state: Mapping[str, float]) -> None:
+        """Write the files beside the tensors: configs, tokenizer, processor, numbers of the engine."""
         model, config = self._model, self._config
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         model.config.dtype = "float32"
@@ -293,7 +299,6 @@ class HFTraining:
             if config.lora is not None:
                 adapters = adapter_config(model, config.lora, self._head, self._initial, self._tower)
                 adapters.save_pretrained(folder / "adapter")
-        state = {"optimizer_steps": self._steps, "lr_scale": self._lr_scale}
         (folder / "engine.json").write_text(json.dumps(state))
 
     def _check_trainable(self, action: str) -> None:

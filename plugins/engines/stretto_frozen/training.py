@@ -62,7 +62,7 @@ class FrozenTraining:
         """Raise EngineError: this engine cannot train."""
         raise EngineError("the frozen engine trains nothing; use another for `training`")
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, copy_bytes: int = 0) -> None:
         """Raise EngineError: this engine has no state of its own."""
         raise EngineError("the frozen engine has nothing to save")
 

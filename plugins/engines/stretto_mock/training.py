@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from zlib import crc32
@@ -61,10 +62,14 @@ class MockTraining:
         """Yield the number of steps and the checksum."""
         yield "steps", torch.tensor([self._steps, self._checksum])
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, copy_bytes: int = 0) -> Callable[[], object] | None:
         """Write the number of steps and the checksum, as JSON."""
-        state = {"steps": self._steps, "checksum": self._checksum}
-        (folder / "mock.json").write_text(json.dumps(state))
+        state = json.dumps({"steps": self._steps, "checksum": self._checksum})
+        write = partial((folder / "mock.json").write_text, state)
+        if copy_bytes >= len(state):
+            return write
+        write()
+        return None
 
     def stop(self) -> None:
         """Do nothing: the engine holds no resources."""

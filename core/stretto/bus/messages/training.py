@@ -145,7 +145,8 @@ class Loaded(Message, frozen=True, tag="Loaded/2"):
 
 
 class Save(Message, frozen=True):
-    """Kernel to trainers, answered by `Saved`: write models and optimizers into this folder."""
+    """Kernel to rank 0 of every worker group, answered by `Copied`: write models and optimizers into this
+    folder. Rank 0 informs the other ranks of its group."""
 
     lease_epoch: int
     folder: str
@@ -154,6 +155,18 @@ class Save(Message, frozen=True):
     needed: tuple[int, ...] = ()
     """Older versions that evaluations still need. The trainers copy their published weights into the folder
     too."""
+
+
+class Copied(Message, frozen=True):
+    """The group is ready for the next step. Its files may still be on their way."""
+
+
+class AskSaved(Message, frozen=True):
+    """Kernel to rank 0 of every worker group, answered by `Saved` when the files of the newest `Save` are
+    written."""
+
+    lease_epoch: int
+    version: int
 
 
 class Saved(Message, frozen=True):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.placement import DEFAULT_GROUP, Placement
 from stretto.assembly.variants import own_sections, variants_of
+from stretto.cli.start.check_models import path_of
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
 from stretto.launcher import Resources
+from stretto.models.files import folder_of_model, shapes_in
+from stretto.training.config import ModelTrainingConfig
 
 
 def describe(assembly: Assembly) -> str:
@@ -58,6 +62,7 @@ def describe(assembly: Assembly) -> str:
         lines.append(f"evaluation version 0{final}{every}")
     every = f"every {config.checkpoint.every} steps and " if config.checkpoint.every else ""
     lines.append(f"checkpoint {every}at the end, the newest {config.checkpoint.keep} kept")
+    lines += _copy_lines(config, placement)
     lines.append(f"writes to  {assembly.folder}")
     return "\n".join(lines)
 
@@ -103,6 +108,31 @@ def _placement_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
             kind = f"{model.head}, {'trained' if model.trainable else 'frozen'}"
             source = (settings and settings.path) or config.model or "none"
             yield f"  {name:8} {kind}, in {group.path}, from {source}"
+
+
+def _copy_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
+    """Yield one line for each worker group: the memory for the copy of a checkpoint. Nothing is known of
+    models that are not on this machine, nor of other engines than those of Hugging Face models."""
+    for group in placement.groups.values():
+        section, size = group.section, 0.0
+        for name in group.models:
+            folder = folder_of_model(path_of(config, name))
+            if not isinstance(section, ModelTrainingConfig) or folder is None:
+                break
+            if placement.graph.models[name].trainable:
+                parameters = sum(math.prod(shape) for shape in shapes_in(folder).values())
+                trained_whole = section.optimizer == "adamw" and section.lora is None
+                size += parameters * 4e-9 * (3 if trained_whole else 1) / section.processes  # float32
+        else:
+            if not size:
+                continue
+            if size <= config.checkpoint.copy_gb:
+                yield f"           {group.path}: {size:.2g} GB copied in each process; no step waits"
+            else:
+                yield (
+                    f"           {group.path}: {size:.2g} GB in each process, more than checkpoint.copy_gb "
+                    f"({config.checkpoint.copy_gb:g}): the next step waits"
+                )
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

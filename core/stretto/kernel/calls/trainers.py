@@ -22,7 +22,9 @@ from stretto.bus.messages.events import CallEnded, CallTime
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.training import (
     AskPublished,
+    AskSaved,
     CallDone,
+    Copied,
     EndStep,
     LoadCheckpoint,
     Loaded,
@@ -147,11 +149,14 @@ class Trainers:
         return (await self.ask(self.placement.lead, "published", request, Published)).note
 
     async def save(self, draft: Draft, version: int, needed: tuple[int, ...] = ()) -> None:
-        """Write the models and optimizers of all groups into a draft of a checkpoint, and the published
-        weights of the `needed` older versions, which evaluations need."""
-        for saved in await self._ask_all(
-            "save", Save(self._lease_epoch, draft.place, version, needed), Saved
-        ):
+        """Let all groups copy their models and optimizers for a draft of a checkpoint, and write the
+        published weights of the `needed` older versions, which evaluations need. The groups are then ready
+        for the next step. `saved` has to follow."""
+        await self._ask_all("save", Save(self._lease_epoch, draft.place, version, needed), Copied)
+
+    async def saved(self, draft: Draft, version: int) -> None:
+        """Wait until all groups have written what they copied."""
+        for saved in await self._ask_all("saved", AskSaved(self._lease_epoch, version), Saved):
             draft.uploaded.update(saved.uploaded)
 
     async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:

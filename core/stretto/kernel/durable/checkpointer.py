@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 
 from stretto.base.remote_folder import RemoteFolder
 from stretto.bus.client import Bus
@@ -30,6 +31,7 @@ class Checkpointer:
         self,
         setup: RunSetup,
         bus: Bus,
+        tasks: TaskGroup,
         trainers: Trainers,
         engines: Engines,
         tickets: TicketQueue,
@@ -38,6 +40,7 @@ class Checkpointer:
     ) -> None:
         self._setup = setup
         self._bus = bus
+        self._tasks = tasks
         self._trainers = trainers
         self._engines = engines
         self._tickets = tickets
@@ -55,17 +58,23 @@ class Checkpointer:
             self._saved = (0, 0)  # the run trains nothing, so it needs no checkpoint
 
     async def save(self) -> None:
-        """Write a checkpoint of the current version, unless there is one. If this fails, report the problem
+        """Let the trainers copy the current version for a checkpoint, which is then written beside the next
+        steps; one at a time. Do nothing if the version has a checkpoint. If this fails, report the problem
         and let the run continue."""
+        copied = anyio.Event()
+        self._tasks.start_soon(self._save_beside, copied)
+        await copied.wait()
+
+    async def _save_beside(self, copied: anyio.Event) -> None:
         async with self._writing:
-            if (note := self._unsaved()) is None:
-                return
-            try:
-                await self._write(self._name(note.version), note)
-            except (OSError, BusError) as error:
-                log.error("checkpoint failed", version=note.version, error=str(error))
-                problem = f"checkpoint of version {note.version} not written: {error}"
-                self._setup.facts.problems.append(problem)
+            if (note := self._unsaved()) is not None:
+                try:
+                    await self._write(self._name(note.version), note, copied)
+                except (OSError, BusError) as error:
+                    log.error("checkpoint failed", version=note.version, error=str(error))
+                    problem = f"checkpoint of version {note.version} not written: {error}"
+                    self._setup.facts.problems.append(problem)
+        copied.set()
 
     async def save_last(self) -> None:
         """Write the checkpoint with which the kernel ends, unless there is one of the current version.
@@ -90,7 +99,7 @@ class Checkpointer:
         """
         for pause_s in (*_PAUSES_S, None):
             try:
-                await self._write(name or self._name(note.version), note)
+                await self._write(name or self._name(note.version), note, anyio.Event())
                 return
             except (OSError, BusError) as error:
                 log.error("checkpoint failed", version=note.version, error=str(error))
@@ -131,11 +140,14 @@ class Checkpointer:
         assert self._engines.note is not None
         return self._engines.note
 
-    async def _write(self, name: str, note: WeightsNote) -> None:
+    async def _write(self, name: str, note: WeightsNote, copied: anyio.Event) -> None:
+        """Write a checkpoint. Set `copied` when the trainers may go on."""
         await self._journal.settle()
         state = self._state(note)  # no await in between: later events go on from this state
         async with writing(self._root, name, state, self._store) as draft:
             await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))
+            copied.set()
+            await self._trainers.saved(draft, state.version)
         self._saved, self._newest = (state.version, state.incarnation), name
         self._setup.facts.checkpoints.append(name)
         log.info("checkpoint", folder=name)

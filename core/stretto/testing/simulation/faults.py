@@ -31,6 +31,7 @@ POINTS: dict[str, Callable[[str, bytes], bool]] = {
     "a version is published": lambda subject, data: subject.endswith(".published"),
     "a call is asked": lambda subject, data: subject.endswith(".call"),
     "a checkpoint is asked": lambda subject, data: subject.endswith(".save"),
+    "a checkpoint is copied": lambda subject, data: subject.endswith(".saved"),
     "a worker joins": lambda subject, data: subject.endswith(".join"),
     "a kernel takes the run": lambda subject, data: subject.endswith(".leases"),
     "before a checkpoint is renamed": lambda subject, data: subject.startswith("file.rename.step-"),

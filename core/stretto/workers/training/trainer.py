@@ -11,7 +11,7 @@ import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,7 +36,9 @@ from stretto.bus.messages.membership import AskRanks, Heartbeat, Ranks
 from stretto.bus.messages.training import (
     AskMeetingPlace,
     AskPublished,
+    AskSaved,
     CallDone,
+    Copied,
     EndStep,
     LoadCheckpoint,
     Loaded,
@@ -82,12 +84,23 @@ _RANK_DEADLINE_S = 24 * 3600.0
 """Deadline of a request to another rank. The kernel notices a rank that dies long before."""
 
 
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint of a version on its way into files."""
+
+    version: int
+    copied: Future[None]
+    """Done when the models may change."""
+    saved: Future[Saved]
+
+
 class TrainerWorker:
     """One rank of a worker group."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._thread = ComputeThread(context.process.executor("compute"))
+        self._writer = ComputeThread(context.process.executor("checkpoint"))
         self._engines: dict[str, TrainingEngine] = {}
         self._publication: Publication | None = None
         """Only in the group of the lead model."""
@@ -95,6 +108,8 @@ class TrainerWorker:
         """The note of the version, when it is published; None in a group that publishes nothing."""
         self._shared_rows: dict[int, Future[SharedRows]] = {}
         """Shared rows of the newest versions, by version."""
+        self._saving: _Saving | None = None
+        """The newest checkpoint."""
         self._version = -1
         self._incarnation = 0
         self._busy_s = 0.0
@@ -122,6 +137,7 @@ class TrainerWorker:
         self._rendezvous = await self._meeting_place()
         for model in self._group.models:
             self._engines[model] = await self._thread.run(self._make_engine, model)
+        self._trained_models = sum(self._graph.models[name].trainable for name in self._engines)
         config, wire = context.composed.config, BusWire(context)
         sampling = self._graph.samples or config.evaluation is not None
         if self._leads:
@@ -137,13 +153,14 @@ class TrainerWorker:
             await self._serve("load", LoadCheckpoint, Loaded, self._load)
             await self._serve("call", messages.RunCall, CallDone, self._call)
             await self._serve("end", EndStep, StepEnded, self._end_step)
-            await self._serve("save", Save, Saved, self._save, _join_saved)
+            await self._serve("save", Save, Copied, self._save)
+            await self._serve("saved", AskSaved, Saved, self._send_saved, _join_saved)
             await context.bus.subscribe(context.subject("prefetch"), Prefetch, self._prefetch)
             if self._leads and self._rank == 0:
                 await context.bus.serve(context.subject("published"), AskPublished, self._send_note)
                 await context.bus.serve(context.subject("shared_rows"), AskSharedRows, self._send_shared_rows)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._recorder.run)
+            async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self._recorder.run)
                 ready()
         finally:
             for engine in self._engines.values():
@@ -285,22 +302,50 @@ class TrainerWorker:
         self._note = self._publication.begin(self._version, versions, "", loaded=True)
         return Loaded(await asyncio.wrap_future(self._note), needed)
 
-    async def _save(self, message: Save) -> Saved:
+    async def _save(self, message: Save) -> Copied:
         self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
+        self._saving = saving = _Saving(message.version, Future(), Future())
+        self._tasks.start_soon(self._save_beside, message, saving)
+        await asyncio.wrap_future(saving.copied)
+        return Copied()
+
+    async def _save_beside(self, message: Save, saving: _Saving) -> None:
+        """Copy what belongs to a checkpoint, then write it while the next calls run."""
         start = clock.now()
         uploaded: dict[str, str] = {}
-        async with folder_to_save(message, self._context.component_context, uploaded) as folder:
-            for name, engine in self._engines.items():
-                if self._graph.models[name].trainable:
-                    of_model = model_folder(Path(folder), name, self._graph)
-                    of_model.mkdir(parents=True, exist_ok=True)
-                    await self._thread.run(engine.save, of_model)
-            if self._leads and self._rank == 0 and isinstance(self._algorithm, Stateful):
-                Path(folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
-            if self._publication is not None:
-                await self._publication.copy(message.needed, folder)
-        return Saved(clock.now() - start, uploaded)
+        try:
+            async with folder_to_save(message, self._context.component_context, uploaded) as folder:
+                writes = await self._copy(message, folder)
+                saving.copied.set_result(None)
+                for write in writes:
+                    await self._writer.run(write)
+            saving.saved.set_result(Saved(clock.now() - start, uploaded))
+        except Exception as error:  # noqa: BLE001 - the request fails with it
+            log.error("checkpoint failed", version=message.version, error=str(error))
+            (saving.saved if saving.copied.done() else saving.copied).set_exception(error)
+
+    async def _copy(self, message: Save, folder: str) -> list[Callable[[], object]]:
+        """Copy the state of this rank's models, or write it. Return what writes the copies."""
+        room = int(self._context.composed.config.checkpoint.copy_gb * 1e9)
+        writes: list[Callable[[], object]] = []
+        for name, engine in self._engines.items():
+            if self._graph.models[name].trainable:
+                of_model = model_folder(Path(folder), name, self._graph)
+                of_model.mkdir(parents=True, exist_ok=True)
+                write = await self._thread.run(engine.save, of_model, room // self._trained_models)
+                writes += [write] if write else []
+        if self._leads and self._rank == 0 and isinstance(self._algorithm, Stateful):
+            Path(folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
+        if self._publication is not None:
+            await self._publication.copy(message.needed, folder)
+        return writes
+
+    async def _send_saved(self, message: AskSaved) -> Saved:
+        self._context.check_lease(message.lease_epoch)
+        if self._saving is None or self._saving.version != message.version:
+            raise Refused(self._context.worker, f"no checkpoint of version {message.version} is being saved")
+        return await asyncio.wrap_future(self._saving.saved)
 
     async def _call(self, message: messages.RunCall) -> CallDone:
         self._context.check_lease(message.lease_epoch)
