@@ -45,6 +45,7 @@ from stretto.kernel.fleet.routes import RouteSender
 from stretto.kernel.fleet.sample_writer_supervisor import SampleWriterSupervisor
 from stretto.kernel.fleet.worker_scaling import WorkerScaler
 from stretto.kernel.operation import Operation
+from stretto.kernel.replacement import TrainerReplacement
 from stretto.kernel.schedule.commands import (
     Command,
     EvaluationDone,
@@ -165,6 +166,7 @@ class Kernel:
             engines=self._engines,
             routes=self._routes,
             on_gone=lambda worker, drained: self._hear(WorkerGone(worker, drained)),
+            on_trainer_lost=lambda worker, how: self._replacement.lost(worker, how),
         )
         self._operation = Operation(setup, bus, ending, self._scaler)
         self._steps = Steps(
@@ -174,6 +176,14 @@ class Kernel:
             checkpointer=self._checkpointer,
             contexts=self._contexts,
             hear=self._hear,
+        )
+        self._replacement = TrainerReplacement(
+            *(setup, journal, ending),
+            admission=self._admission,
+            trainers=self._trainers,
+            engines=self._engines,
+            checkpointer=self._checkpointer,
+            steps=self._steps,
         )
         self._resumption = None if setup.resumed is None else self._make_resumption()
         self._commands: list[Command] = []
@@ -255,6 +265,7 @@ class Kernel:
         notes = recovered.notes if recovered else await self._trainers.load(None, 0)
         if self._ending.over.is_set():
             return
+        self._steps.begin(notes[-1])
         self._engines.remember(notes)
         self._engines.announce(notes[-1])
         self._owned = True
@@ -268,6 +279,7 @@ class Kernel:
         await self._samples.until_followed()
         self._facts.note = ""
         self._facts.started = True
+        self._tasks.start_soon(self._replacement.run)
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._setup.waits.begin()
         self._hear(ScheduleStarted())

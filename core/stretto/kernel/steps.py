@@ -10,6 +10,7 @@ from anyio.abc import TaskGroup
 
 from stretto import tracing
 from stretto.bus.messages.events import BatchesReleased, Input, StepMeasured, StepTrained, VersionPublished
+from stretto.bus.messages.training import RowRef
 from stretto.errors import one_error
 from stretto.kernel.calls.engine_errors import EngineErrors
 from stretto.kernel.calls.engines import Engines
@@ -53,6 +54,12 @@ class Steps:
         self._contexts = contexts
         self._hear = hear
         self._meter = StepMeter(setup)
+        self.reached = 0
+        """Version of the weights that the trainers have, or have to have after one was lost."""
+        self.rows: dict[int, tuple[RowRef, ...]] = {}
+        """Version -> rows of the batch that was trained on it, since the newest checkpoint."""
+        self.digests: dict[int, str] = {}
+        """Version -> digest of its weights, of versions that are published."""
         self._engine_errors = EngineErrors()
         self._ended = anyio.Event()
         """Set by the end of each step."""
@@ -60,6 +67,11 @@ class Steps:
         """The newest version is published, in the journal, and announced."""
         self._published.set()
         engines.on_swapped = self._engine_errors.add
+
+    def begin(self, note: WeightsNote) -> None:
+        """Begin with these weights."""
+        self.reached = note.version
+        self.digests[note.version] = note.digest
 
     async def until_over(self) -> None:
         """Wait until no batch is trained, and the newest version is announced."""
@@ -74,14 +86,22 @@ class Steps:
         """
         waits = self._setup.waits.take()
         trace = self._contexts.step(start)
-        with tracing.within(trace.span):
-            result, busy_s = await self._train(start, trace)
-        version, config = result.version, self._setup.config
-        divergence = self._engine_errors.divergence(result.divergence)
+        version, config = start.version + 1, self._setup.config
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         due |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
         beside = self._scheduler.settings.max_staleness > 0 and not due
-        note = None if beside else await self._publish(version)
+
+        async def train() -> tuple[StepResult, float, WeightsNote | None]:
+            result, busy_s = await self._train(start, trace)
+            return result, busy_s, None if beside else await self._trainers.published(version)
+
+        with tracing.within(trace.span):
+            result, busy_s, note = await self._trainers.attempt(train)
+        self._record(start)
+        self._setup.fleet.lasts("trainer")
+        if note is not None:
+            await self._note(note)
+        divergence = self._engine_errors.divergence(result.divergence)
         # No await up to `announce`: the events of a step are in one message.
         measure = partial(self._meter.measure, start, result, waits, busy_s, divergence)
         self._hear(StepTrained(version, due, divergence, bool(result.skipped)), measure)
@@ -98,9 +118,18 @@ class Steps:
 
     def report(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
         """Record the figures of a repeated step."""
+        self._record(start)
         self._journal.hear(self._meter.measure(start, result, (), 0.0, divergence, repeated=True))
 
     # ----------------------------------------------------------------------------------- private
+
+    def _record(self, start: StartBatch) -> None:
+        """A batch is trained. Remember it until a checkpoint has its step."""
+        self.rows[start.version] = refs_of(start.groups)
+        self.reached = start.version + 1
+        for version in [each for each in self.rows if each < self._checkpointer.version]:
+            del self.rows[version]
+            self.digests.pop(version, None)
 
     async def _train(self, start: StartBatch, trace: StepTrace) -> tuple[StepResult, float]:
         """Run the calls of a batch's step, and end the step, but not before the version of the previous one
@@ -125,13 +154,14 @@ class Steps:
                 await self._trainers.end(start.version, needed, trace)
         return result, figures[0]
 
-    async def _publish(self, version: int) -> WeightsNote:
-        """Wait until a version is published, and write its digest to the journal."""
-        note = await self._trainers.published(version)
-        self._journal.hear(VersionPublished(self._journal.incarnation, version, note.digest))
+    async def _note(self, note: WeightsNote) -> None:
+        """Write the digest of a published version to the journal."""
+        self.digests[note.version] = note.digest
+        self._journal.hear(VersionPublished(self._journal.incarnation, note.version, note.digest))
         await self._journal.flush()
-        return note
 
     async def _publish_beside(self, version: int, published: anyio.Event) -> None:
-        self._engines.announce(await self._publish(version))
+        note = await self._trainers.attempt(partial(self._trainers.published, version))
+        await self._note(note)
+        self._engines.announce(note)
         published.set()

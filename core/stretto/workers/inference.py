@@ -132,6 +132,10 @@ class InferenceWorker:
         self._outgoing: dict[str, list[Chunk]] = {}
         self._pending = anyio.Event()
         self._swapping = anyio.Lock()
+        self._receiving = anyio.CancelScope()
+        """Of the weights that are on their way."""
+        self._newest_order = (0, -1)
+        """Of the newest swap that was asked for."""
         self._served: SwapDone | None = None
         self._order = (-1, -1)
         """Lease epoch and number of the swap to the version that is served."""
@@ -325,8 +329,11 @@ class InferenceWorker:
             return done
 
     async def _swap_in_turn(self, message: Swap) -> SwapDone:
+        order = (message.lease_epoch, message.number)
+        if order > self._newest_order:
+            self._newest_order = order
+            self._receiving.cancel()  # the older weights may have gone, and their trainer
         async with self._swapping:
-            order = (message.lease_epoch, message.number)
             if self._served is not None and order <= self._order:
                 return self._served
             audience = message.note.version if message.exact else None
@@ -352,7 +359,11 @@ class InferenceWorker:
         if self._served is not None and note == self._note and self._engine.load().version == note.version:
             self._drop_other_audiences(audience)
             return self._served
-        update = await self._receive(note)
+        update: WeightUpdate | None = None
+        with anyio.CancelScope() as self._receiving:
+            update = await self._receive(note)
+        if update is None:
+            raise WeightsError(f"version {note.version} is not needed any more", version=note.version)
         try:
             self._drop_other_audiences(audience)
             self._unverified.add(note.version)

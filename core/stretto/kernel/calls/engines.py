@@ -71,6 +71,8 @@ class Engines:
         self._waits = waits
         self._news: dict[str, anyio.Event] = {}
         """Worker -> set when the weights that it has to serve may have changed, or when it is lost."""
+        self._swaps: dict[str, anyio.CancelScope] = {}
+        """Worker -> its swap under way."""
         self._lending_news = anyio.Event()
         self._numbers = count()
         self._lending = Lending(turn_s)
@@ -79,7 +81,8 @@ class Engines:
         """Seconds of work of each engine, by the nonce of its process, at the last call of `busy_s`."""
         self._mean_busy_s = 0.0
         self.trainer: WorkerProcess | None = None
-        """Rank 0 of the lead group. The kernel sets it when all trainers are ready."""
+        """Rank 0 of the lead group; None while trainers are lost. The kernel sets it when all trainers are
+        ready."""
         self.note: WeightsNote | None = None
         """The newest weights."""
         self.notes: dict[int, WeightsNote] = {}
@@ -90,6 +93,13 @@ class Engines:
         self.note = note
         self.remember([note])
         self._notify_engines()
+
+    def publish_again(self, note: WeightsNote) -> None:
+        """Take in that the newest weights have another address. Swaps under way, which may ask at the former
+        one, begin again; engines that serve the weights have nothing to do."""
+        for swap in self._swaps.values():
+            swap.cancel()
+        self.announce(note)
 
     def remember(self, notes: Iterable[WeightsNote]) -> None:
         """Store the notes of versions that evaluations may need."""
@@ -111,6 +121,7 @@ class Engines:
         """Take in that a worker is lost, has left, or begins to drain."""
         if member.worker in self._news and not self._is_present(member):
             self._news.pop(member.worker).set()
+            self._swaps.pop(member.worker, None)
             self._waits.gone(member.worker)
         self._look_at_lending_in_use()
 
@@ -158,37 +169,40 @@ class Engines:
                 first tensors that differ.
         """
         failures = 0
-        served: tuple[WeightsNote, bool] | None = None  # weights, and whether only for their evaluation
+        served: tuple[int, str, bool] | None = None
         self._look_at_lending_in_use()
         while self._is_present(member):
             news = self._news[member.worker] = anyio.Event()
             target = self._target(member)
-            if target is None or target == served:
+            if target is None or _served_by(target) == served:
                 await news.wait()
                 continue
             note, exact = target
             began = self._journal.now()
             try:
                 done = await self._swap(member, note, exact=exact)
+                if done is None:
+                    continue
             except BusError as error:
                 if not self._is_present(member):
                     return
                 # Only repeated failures with the same weights count: old ones may be gone and replaced.
-                failures = failures + 1 if self._target(member) == target else 0
+                # Those of a lost trainer are published again.
+                failures = failures + 1 if self._target(member) == target and self.trainer else 0
                 # After a failed swap to or from an evaluation, the worker answers no request.
                 served = None
                 log.warning("swap failed", worker=member.worker, version=note.version, error=str(error))
                 if failures == _TRIES:
                     raise RunError(f"{member.worker} cannot serve version {note.version}: {error}") from error
-                await anyio.sleep(0.2 * failures)
+                await anyio.sleep(0.2 * max(1, failures))
                 continue
             if not self._is_present(member):
                 return  # lost before it answered
-            are_new = served is None or served[0] != note
+            are_new = served is None or served[:2] != (note.version, note.digest)
             if are_new:
                 self.on_swapped(member.worker, done)
             self._journal.hear(_served(began, member.worker, done, exact=exact, are_new=are_new))
-            failures, served = 0, target
+            failures, served = 0, _served_by(target)
             member.callable, member.exact_version = True, note.version if exact else None
             if not exact:
                 self._waits.serves(member.worker, note.version, done.report.pause_s)
@@ -225,11 +239,15 @@ class Engines:
             return self.notes[self._demand.version], True
         return (self.note, False) if self.note is not None else None
 
-    async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone:
+    async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone | None:
+        """Ask a worker to swap. Return None if the weights are published again meanwhile."""
         if exact:  # from now until the next swap, the worker takes no request of training
             self._waits.away(member.worker, Cause("evaluation", note.version))
         cause = self._contexts.cause_of_swap(note.version, exact=exact)
-        with tracing.span("swap", cause, worker=member.worker, version=note.version) as span:
+        with (
+            tracing.span("swap", cause, worker=member.worker, version=note.version) as span,
+            anyio.CancelScope() as self._swaps[member.worker],
+        ):
             done = await self._bus.request(
                 self._names.worker("inference", member.worker, member.nonce, "swap"),
                 Swap(self._journal.epoch, next(self._numbers), note, exact, span.traceparent, self.trainer),
@@ -237,12 +255,20 @@ class Engines:
                 who=member.worker,
                 deadline_s=_SWAP_S,
             )
-        if done.fault:
-            raise RunError(f"{member.worker}: {done.fault}")
-        return done
+            if done.fault:
+                raise RunError(f"{member.worker}: {done.fault}")
+            return done
+        return None
 
     def _is_present(self, member: FleetMember) -> bool:
         return self._fleet.members.get(member.worker) is member
+
+
+def _served_by(target: tuple[WeightsNote, bool]) -> tuple[int, str, bool]:
+    """Return what an engine serves after a swap: version, digest, and whether only its evaluation may use
+    them. The same weights may be published again, at another address."""
+    note, exact = target
+    return note.version, note.digest, exact
 
 
 def _served(began: float, worker: str, done: SwapDone, *, exact: bool, are_new: bool) -> WeightsServed:

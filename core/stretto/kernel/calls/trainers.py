@@ -6,7 +6,8 @@ of different groups run at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -36,16 +37,23 @@ from stretto.bus.messages.training import (
     Saved,
     StepEnded,
 )
-from stretto.errors import one_error
+from stretto.errors import BusError, one_error
 from stretto.kernel.contexts import UNTRACED, StepTrace
 from stretto.kernel.durable.checkpoint import Draft, place_of
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.weights import WeightsNote
 
 A = TypeVar("A", bound=Message)
+T = TypeVar("T")
 
 _DEADLINE_S = 24 * 3600.0
 """Deadline of one call, load or save. The fleet notices a dead trainer long before."""
+NOTICED_S = 10.0
+"""A rank whose partner has died may say so this many seconds before the fleet notices the death."""
+
+
+class TrainersLost(BusError):
+    """A trainer is lost, and others take the place of all."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,56 @@ class Trainers:
         self.nonces: Mapping[str, str] = {}
         """Nonces of the trainers, by worker. The kernel sets them when all trainers have joined."""
         self.journal = journal
+        self._present = anyio.Event()
+        """Set while no trainer is lost."""
+        self._present.set()
+        self._work = set[anyio.CancelScope]()
+
+    # ------------------------------------------------------------------------------------- losses
+
+    async def until_present(self) -> None:
+        """Wait while trainers are replaced."""
+        await self._present.wait()
+
+    async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do work with the trainers, and do it again from its beginning if one is lost meanwhile, with those
+        that take their place."""
+        while True:
+            await self.until_present()
+            with suppress(TrainersLost):
+                return await self.once(work)
+
+    async def once(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do work with the present trainers.
+
+        Raises:
+            TrainersLost: if one is lost meanwhile. The work is cancelled.
+        """
+        if self._present.is_set():
+            with anyio.CancelScope() as scope:
+                self._work.add(scope)
+                try:
+                    return await work()
+                except BusError:
+                    if len(self.nonces) > 1:
+                        await anyio.sleep(NOTICED_S)
+                    raise
+                finally:
+                    self._work.discard(scope)
+        raise TrainersLost("a trainer was lost")
+
+    def lose(self) -> None:
+        """End all work, until `replaced`."""
+        if self._present.is_set():
+            self._present = anyio.Event()
+        for scope in list(self._work):
+            scope.cancel()
+
+    def replaced(self) -> None:
+        """Let work go on with the trainers that have taken the place of lost ones."""
+        self._present.set()
+
+    # ----------------------------------------------------------------------------------- requests
 
     async def load(
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...] = ()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 import anyio
 import structlog
 from anyio.abc import TaskGroup
@@ -10,8 +13,15 @@ from stretto.base.remote_folder import RemoteFolder
 from stretto.bus.client import Bus
 from stretto.errors import BusError, RunError
 from stretto.kernel.calls.engines import Engines
-from stretto.kernel.calls.trainers import Trainers
-from stretto.kernel.durable.checkpoint import FORMAT, KernelState, checkpoint_name, prune, writing
+from stretto.kernel.calls.trainers import Trainers, TrainersLost
+from stretto.kernel.durable.checkpoint import (
+    FORMAT,
+    KernelState,
+    checkpoint_name,
+    prune,
+    state_of,
+    writing,
+)
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.fleet.sample_writer_supervisor import SampleWriterSupervisor
 from stretto.kernel.schedule.tickets import TicketQueue
@@ -57,6 +67,22 @@ class Checkpointer:
         if setup.config.steps == 0:
             self._saved = (0, 0)  # the run trains nothing, so it needs no checkpoint
 
+    @property
+    def version(self) -> int:
+        """Version of the newest checkpoint; 0 without one."""
+        return max(0, self._saved[0])
+
+    def newest(self) -> tuple[Path | None, KernelState]:
+        """Return the newest checkpoint and its state; None and the initial state without one.
+
+        Raises:
+            OSError: if it cannot be read.
+            msgspec.DecodeError: if it is damaged.
+        """
+        if not self._newest:
+            return None, KernelState.initial()
+        return self._root / self._newest, state_of(self._root / self._newest)
+
     async def save(self) -> None:
         """Let the trainers copy the current version for a checkpoint, which is then written beside the next
         steps; one at a time. Do nothing if the version has a checkpoint. If this fails, report the problem
@@ -70,6 +96,8 @@ class Checkpointer:
             if (note := self._unsaved()) is not None:
                 try:
                     await self._write(self._name(note.version), note, copied)
+                except TrainersLost:
+                    log.warning("checkpoint given up: a trainer was lost", version=note.version)
                 except (OSError, BusError) as error:
                     log.error("checkpoint failed", version=note.version, error=str(error))
                     problem = f"checkpoint of version {note.version} not written: {error}"
@@ -99,8 +127,11 @@ class Checkpointer:
         """
         for pause_s in (*_PAUSES_S, None):
             try:
-                await self._write(name or self._name(note.version), note, anyio.Event())
-                return
+                while True:
+                    await self._trainers.until_present()
+                    with suppress(TrainersLost):
+                        await self._write(name or self._name(note.version), note, anyio.Event())
+                        return
             except (OSError, BusError) as error:
                 log.error("checkpoint failed", version=note.version, error=str(error))
                 if pause_s is None:
@@ -141,13 +172,21 @@ class Checkpointer:
         return self._engines.note
 
     async def _write(self, name: str, note: WeightsNote, copied: anyio.Event) -> None:
-        """Write a checkpoint. Set `copied` when the trainers may go on."""
+        """Write a checkpoint. Set `copied` when the trainers may go on.
+
+        Raises:
+            TrainersLost: if a trainer is lost meanwhile.
+        """
         await self._journal.settle()
         state = self._state(note)  # no await in between: later events go on from this state
-        async with writing(self._root, name, state, self._store) as draft:
+
+        async def ask_trainers() -> None:
             await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))
             copied.set()
             await self._trainers.saved(draft, state.version)
+
+        async with writing(self._root, name, state, self._store) as draft:
+            await self._trainers.once(ask_trainers)
         self._saved, self._newest = (state.version, state.incarnation), name
         self._setup.facts.checkpoints.append(name)
         log.info("checkpoint", folder=name)

@@ -38,6 +38,7 @@ class Admission:
 
     Args:
         on_gone: called when a rollout worker is no member any more, with its id and whether it has drained.
+        on_trainer_lost: called with a trainer that was lost while the run trains, and how.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Admission:
         engines: Engines,
         routes: RouteSender,
         on_gone: Callable[[str, bool], None],
+        on_trainer_lost: Callable[[str, str], None],
     ) -> None:
         self._setup = setup
         self._fleet = fleet = setup.fleet
@@ -62,6 +64,7 @@ class Admission:
         self._engines = engines
         self._routes = routes
         self._on_gone = on_gone
+        self._on_trainer_lost = on_trainer_lost
         self._changed = anyio.Event()
         fleet.on_ready = self._on_ready
         fleet.on_lost = self._on_lost
@@ -146,7 +149,7 @@ class Admission:
 
     async def _nonces_of_trainers(self) -> dict[str, str]:
         """Wait until all trainers have joined, and return the nonces of their processes. If one of them is
-        lost, the run ends, so they stay the same."""
+        lost, all are replaced, so they belong together."""
         trainers = [worker.id for worker in self._setup.workers if worker.role == "trainer"]
         while not all(worker in self._fleet.members for worker in trainers):
             await self._changed.wait()
@@ -196,11 +199,7 @@ class Admission:
         elif member.role == "trainer" and not self._setup.facts.started:
             self._ending.end("failed", f"{member.worker} was lost while the run was starting ({how})")
         elif member.role == "trainer":
-            self._ending.end(
-                "failed",
-                f"{member.worker} was lost at version {self._setup.scheduler.version} ({how}); "
-                f"`stretto resume {self._setup.folder}` continues the run",
-            )
+            self._on_trainer_lost(member.worker, how)
         elif member.role == "rollout":
             self._on_gone(member.worker, False)
 

@@ -103,6 +103,8 @@ class Fleet:
         self._ended_refused = 0
         self._loads: list[Load] = []
         """Load figures of the heartbeats since the last call of `load_figures`."""
+        self._lasting: set[str] = set()
+        """Workers that did enough since their start that the count of their restarts begins again."""
         self._given_up: set[str] = set()
         """Workers that said that a restart would fail in the same way. The fleet does not restart them."""
         self._launching = anyio.Lock()
@@ -208,7 +210,9 @@ class Fleet:
             self._forget(job.worker)
             return None
         log.error("worker ended", worker=job.worker, status=how, last_lines=job.tail(_TAIL_LINES))
-        return Failure(how, clock.now() - began > _LONG_LIFE_S)
+        lasted = job.worker in self._lasting or clock.now() - began > _LONG_LIFE_S
+        self._lasting.discard(job.worker)
+        return Failure(how, lasted)
 
     async def _restart(self, job: Job, pause_s: float) -> bool:
         """Start a worker again after a pause, and return True, unless it is not needed any more."""
@@ -240,6 +244,21 @@ class Fleet:
         if waiting.cancelled_caught:
             log.error("process does not end after SIGKILL", worker=worker, place=handle.place)
             self._waits[worker].cancel()
+
+    def lose_all(self, role: Role, why: str) -> None:
+        """Treat all workers of a role as lost."""
+        for member in [each for each in self.members.values() if each.role == role]:
+            self._lose(member.worker, why)
+
+    async def end_all(self, role: Role) -> None:
+        """End the processes of all workers of a role at once. They start again."""
+        async with anyio.create_task_group() as tasks:
+            for worker in self.started(role):
+                tasks.start_soon(self._kill, worker, self._handles[worker], 0)
+
+    def lasts(self, role: Role) -> None:
+        """Begin the count of restarts again, for all workers of a role: they did what they are for."""
+        self._lasting.update(self.started(role))
 
     def _job(self, worker: Worker) -> Job:
         bootstrap = write_bootstrap(self._bootstraps, worker.id)

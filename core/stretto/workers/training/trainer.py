@@ -187,8 +187,9 @@ class TrainerWorker:
         context, name = self._context, self._group.name
         if self._group.section.processes == 1:
             return ""
+        first = self._group.workers[0]  # another process of it is another group of ranks
         if not context.many_machines and context.component_context.folder:
-            return str(context.component_context.path("bus", f"{name}-{context.lease_epoch}.rendezvous"))
+            return str(context.component_context.path("bus", f"{name}-{self._nonces[first]}.rendezvous"))
         if self._rank == 0:
             host = context.bus.local_address
             place = MeetingPlace(f"tcp://{url_host(host)}:{free_port(host)}")
@@ -196,7 +197,6 @@ class TrainerWorker:
                 context.subject("meeting_place"), AskMeetingPlace, partial(self._send_meeting_place, place)
             )
             return place.rendezvous
-        first = self._group.workers[0]
         answer = await context.bus.request(
             context.names.worker("trainer", first, self._nonces[first], "meeting_place"),
             AskMeetingPlace(context.lease_epoch),

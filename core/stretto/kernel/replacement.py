@@ -1,0 +1,142 @@
+"""Trainers that are lost are replaced while generation, scoring and evaluation go on.
+
+When one process is lost, those of all worker groups end and start again: the others of its group may wait for
+it for ever, and the models of all groups have to be of one version. They load the newest checkpoint and train
+the batches again that followed it. The scheduler does not notice: it takes in no event twice, and no version
+is announced twice. The newest version is published again with the same digest, so that an engine that starts
+later finds it.
+"""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+import structlog
+
+from stretto.base import clock
+from stretto.bus.messages.membership import WorkerProcess
+from stretto.errors import BusError
+from stretto.kernel.calls.engines import Engines
+from stretto.kernel.calls.trainers import NOTICED_S, Trainers
+from stretto.kernel.durable.checkpointer import Checkpointer
+from stretto.kernel.durable.journal import JournalWriter
+from stretto.kernel.ending import Ending
+from stretto.kernel.fleet.admission import Admission
+from stretto.kernel.setup import RunSetup
+from stretto.kernel.steps import Steps
+from stretto.weights import WeightsNote
+
+log = structlog.get_logger()
+
+
+class TrainerReplacement:
+    """Replaces the trainers of one kernel. Where the new ones cannot get the weights of the lost ones, the
+    run begins again with its newest checkpoint, as `stretto resume` does."""
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        journal: JournalWriter,
+        ending: Ending,
+        *,
+        admission: Admission,
+        trainers: Trainers,
+        engines: Engines,
+        checkpointer: Checkpointer,
+        steps: Steps,
+    ) -> None:
+        self._setup = setup
+        self._scheduler = setup.scheduler
+        self._journal = journal
+        self._ending = ending
+        self._admission = admission
+        self._trainers = trainers
+        self._engines = engines
+        self._checkpointer = checkpointer
+        self._steps = steps
+        self._are_lost = False
+        """Whether the others become lost for the sake of one."""
+        self._news = anyio.Event()
+        self._loss = "", ""
+        self._replacing = anyio.CancelScope()
+
+    def lost(self, worker: str, how: str) -> None:
+        """Take in that a trainer is lost. The requests to all trainers end."""
+        if self._are_lost:
+            return
+        self._loss = worker, how
+        self._are_lost = True
+        self._setup.fleet.lose_all("trainer", f"{worker} was lost")
+        self._are_lost = False
+        self._trainers.lose()
+        self._engines.trainer = None
+        self._replacing.cancel()
+        self._news.set()
+
+    async def run(self) -> None:
+        """Replace the trainers whenever one is lost, until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news = anyio.Event()
+            with anyio.CancelScope() as self._replacing:
+                await self._replace()
+                self._setup.facts.note = ""
+
+    async def _replace(self) -> None:
+        (worker, how), began = self._loss, clock.now()
+        self._setup.facts.note = f"{worker} was lost ({how}); its place is taken"
+        await self._setup.fleet.end_all("trainer")
+        nonces = await self._admission.until_trainers_ready()
+        self._trainers.nonces = nonces
+        try:
+            repeated = await self._restore()
+        except (OSError, BusError, msgspec.DecodeError) as error:
+            if len(nonces) > 1:
+                await anyio.sleep(NOTICED_S)
+            self._begin_again(str(error))
+            return
+        if repeated is None:
+            return
+        first = self._trainers.placement.lead.workers[0]
+        self._engines.trainer = WorkerProcess(first, nonces[first])
+        log.info(
+            "trainers replaced", version=self._steps.reached, repeated=repeated, seconds=clock.now() - began
+        )
+        self._trainers.replaced()
+
+    async def _restore(self) -> int | None:
+        """Load the newest checkpoint and train the later batches again. Return their number; None if the run
+        begins again."""
+        folder, state = self._checkpointer.newest()
+        rounds = self._scheduler.evaluation
+        needed = tuple(note for note in state.needed if note.version in rounds.needed_versions)
+        for note in await self._trainers.load(folder, state.version, needed):
+            self._remember(note)
+        version = state.version
+        while version < self._steps.reached:
+            self._setup.facts.note = f"repeating step {version + 1} from the checkpoint of {state.version}"
+            if (rows := self._steps.rows.get(version)) is None:
+                self._begin_again(f"the batch of version {version} is not known any more")
+                return None
+            await self._trainers.step(self._journal.incarnation, version, rows)
+            await self._trainers.end(version, rounds.needed_versions)
+            version += 1
+            note = await self._trainers.published(version)
+            if self._steps.digests.get(version, note.digest) != note.digest:
+                self._begin_again(f"version {version} has other weights than before")
+                return None
+            self._remember(note)
+        return version - state.version
+
+    def _remember(self, note: WeightsNote) -> None:
+        """Give the engines the new address of a version that they need."""
+        newest = self._engines.note
+        if newest is not None and newest.version == note.version:
+            self._engines.publish_again(note)
+        elif note.version in self._scheduler.evaluation.needed_versions:
+            self._engines.remember([note])
+
+    def _begin_again(self, why: str) -> None:
+        log.warning("the run begins again with its newest checkpoint", why=why)
+        self._ending.next_values = self._setup.values
+        self._ending.end("repeated", "")
