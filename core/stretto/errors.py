@@ -11,6 +11,7 @@ The tree contains every exception of core. The module is in brackets if it is no
     │   ├── NoAnswer         another process did not answer in time: `who`, `subject`, `waited_s`
     │   ├── Refused          another process answered with a refusal: `who`, `reason`
     │   ├── Superseded       a stream that another process writes now: `stream`
+    │   ├── TrainersLost     (stretto.kernel.calls.trainers) a trainer was lost, and others take its place
     │   ├── MessageGone      a stored message that is no longer in its stream
     │   └── Malformed        bytes that are not the expected message: `subject`, `expected`
     ├── EngineError          an engine that cannot do what a worker asked

@@ -67,7 +67,8 @@ class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Name of the launcher."""
     max_restarts: NonNegativeInt = 3
     """Number of times that a worker is started again after it ended unexpectedly; the run stops when it ends
-    once more. The count starts again after the worker has run for 10 minutes."""
+    once more. The count starts again after the worker has run for 10 minutes, for trainers also after a new
+    step."""
     drain_s: PositiveFloat = 60.0
     """Seconds that a worker that is asked to leave has to finish its work. Other workers get what is not
     finished then."""

@@ -136,6 +136,7 @@ def _summary(name: str, lines: list[dict[str, Any]], steps: int, groups: int, sa
         "overlap": 0.9,
         "swaps": {"count": steps, "pause_mean_s": 0.001, "pause_max_s": 0.01},
         "restarts": 0,
+        "recoveries": [],
         "problems": [],
         "advice": [advice],
     }

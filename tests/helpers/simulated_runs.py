@@ -89,24 +89,24 @@ class _Driver:
             self._text += str(self._console(logger, name, fields)).splitlines()
         return event
 
-    def start(self, *overrides: str, accept_dataset: bool = False) -> None:
+    def start(self, *overrides: str, accept_dataset: bool = False, expire_batch: bool = False) -> None:
         """Start a kernel: `stretto run`, or later `stretto resume`."""
         self._universe.server.calm()
         first = self._kernel is None
-        kernels = self._first_kernels if first else partial(self._resumed_kernels, overrides)
+        kernels = self._first_kernels if first else partial(self._resumed_kernels, overrides, expire_batch)
         self._kernel = self._universe.start_kernel(kernels, accept_dataset=accept_dataset)
 
     def _first_kernels(self) -> life.Kernels:
         return life.kernels_to_the_end(assemble_in_force(self._folder), None, None)
 
-    def _resumed_kernels(self, overrides: Sequence[str]) -> life.Kernels:
+    def _resumed_kernels(self, overrides: Sequence[str], expire_batch: bool) -> life.Kernels:
         assembly = assemble_in_force(self._folder)
         if overrides:
             assembly = compose_changes(assembly, overrides)
             put_into_force(self._folder, assembly.composed)
             run = dict(assembly.composed.document)
             self._universe.tape = msgspec.structs.replace(self._universe.tape, run=run)
-        return life.resumed_kernels(assembly, lambda _: nullcontext())
+        return life.resumed_kernels(assembly, lambda _: nullcontext(), expire_batch=expire_batch)
 
     def advance(self, seconds: float) -> tuple[list[str], int | None]:
         """Let time pass. Return the new lines of what was printed, and the kernel's exit status."""
@@ -261,7 +261,12 @@ class SimulatedRun(TestedRun):
     def resume(self, arguments: Sequence[str]) -> SimulatedRun:
         """Do what `stretto resume` does with these arguments."""
         overrides = [each for each in arguments if not each.startswith("--")]
-        self.ask("start", *overrides, accept_dataset="--accept-dataset" in arguments)
+        self.ask(
+            "start",
+            *overrides,
+            accept_dataset="--accept-dataset" in arguments,
+            expire_batch="--expire-batch" in arguments,
+        )
         return self
 
     def worker(self, name: str) -> _Process | None:

@@ -125,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lives = 1
         self.over = False
         self.groups_trained = 0
-        self.unfit = 0
+        self.unfit = self.given_up = 0
         self.variants: dict[int, str] = {}
         self.divergence: float | None = None
         self.attempts: dict[tuple[str, int], int] = {}
@@ -337,6 +337,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.due.append(self.scheduler.version)
         self.obey()
 
+    @precondition(lambda self: self.training)
+    @rule()
+    def expire(self) -> None:
+        """A user gives the batch up."""
+        assert self.training is not None
+        for group in self.training.groups:
+            oldest = min(member.oldest for member in group.members)
+            self.staleness[self.training.version - oldest] -= 1
+            self.trained[group.ticket] -= 1
+            self.given_up += 1
+        self.training = None
+        self.scheduler.expire_batch("deadly")
+        self.obey()
+
     @precondition(lambda self: self.holds)
     @rule()
     def release(self) -> None:
@@ -500,7 +514,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.version == self.settings.steps
         assert ledger.in_flight == 0
         if self.settings.on_late == "wait":
-            assert ledger.expired == self.unfit
+            assert ledger.expired == self.unfit + self.given_up
         if self.settings.evaluation_rows:
             assert self.evaluated == sorted(set(self.evaluated)), "twice, or out of order"
             assert {0, *self.due, self.settings.steps} <= set(self.evaluated)

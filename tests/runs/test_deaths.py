@@ -29,14 +29,14 @@ def files_of(run: Any) -> dict[str, str]:
 # ------------------------------------------------------------------------------- things that die
 
 
-WORKERS = ("rollout-0", "verifier-0", "inference-0")
+WORKERS = ("rollout-0", "verifier-0", "inference-0", "trainer-0")
 
 
 @pytest.fixture(scope="module")
 def survivor(module_start: Start) -> tuple[Any, dict[str, tuple[int, int]]]:
     """A completed run in which each worker was killed once, and by worker the process that was killed and the
     one that followed it."""
-    run = module_start("steps=25", out="survivor")
+    run = module_start("steps=30", out="survivor")
     pids: dict[str, tuple[int, int]] = {}
     for worker in WORKERS:
         # More steps than there are finished groups for: the worker before this one is at work again.
@@ -49,7 +49,7 @@ def survivor(module_start: Start) -> tuple[Any, dict[str, tuple[int, int]]]:
             )
         )
         pids[worker] = killed.pid, again.pid
-    run.assert_completed(25)
+    run.assert_completed(30)
     return run, pids
 
 
@@ -88,11 +88,12 @@ def test_a_worker_that_cannot_live_ends_the_run_with_its_last_words(start: Start
 
 @pytest.fixture(scope="module")
 def trainerless(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A run that has ended because its trainer was killed, and its dataset's file."""
+    """A run that has ended because its trainer was killed once more than it may, and its dataset's file."""
     rows = tmp_path_factory.mktemp("dataset") / "rows.jsonl"
     lines = ({"prompt": f"{n}+1=", "answer": str(n + 1), "n": n} for n in range(40))
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = module_start("checkpoint.every=2", "steps=12", f"dataset.path={rows}", out="trainerless")
+    settings = ("checkpoint.every=2", "launcher.max_restarts=0", f"dataset.path={rows}")
+    run = module_start(*settings, "steps=12", out="trainerless")
     run.until_step(5)
     run.until(lambda: run.worker("trainer-0")).kill()
     assert run.end() == 1
@@ -100,11 +101,59 @@ def trainerless(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @module_in_both_worlds
-def test_a_lost_trainer_ends_the_run_which_can_be_resumed(trainerless: tuple[Any, Path]) -> None:
+def test_a_trainer_that_ends_too_often_ends_the_run_which_can_be_resumed(
+    trainerless: tuple[Any, Path],
+) -> None:
     run, _ = trainerless
-    assert "trainer-0 was lost" in run.summary()["reason"]
+    assert "trainer-0 ended 1 times (launcher.max_restarts=0), at last with" in run.summary()["reason"]
     run.assert_balanced()
     run.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_a_batch_that_ends_its_trainers_is_named_and_can_be_left_out(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(
+        textwrap.dedent(
+            f"""
+            import os
+            import signal
+            from pathlib import Path
+            from stretto import Component, hookimpl
+            from stretto_mock import MockTrainingConfig
+            from stretto_mock.training import MockTraining
+
+            DEADLY = Path({str(tmp_path / "deadly")!r})
+
+            class Deadly(MockTraining):
+                def train(self, batch, loss, *, temperature):
+                    tokens = str(batch["tokens"].tolist())
+                    if self._steps == 3 and not DEADLY.exists():
+                        DEADLY.write_text(tokens)
+                    if self._steps == 3 and DEADLY.read_text() == tokens:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return super().train(batch, loss, temperature=temperature)
+
+            class DeadlyConfig(MockTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+                pass
+
+            @hookimpl
+            def stretto_training():
+                yield Component("deadly", Deadly, DeadlyConfig, "dies of a batch", needs_model=False)
+            """
+        )
+    )
+    engine = (f"plugins=[{tmp_path}/deadly.py]", "training.use=deadly")
+    run = start(*engine, "steps=6", "launcher.max_restarts=2", "checkpoint.every=2")
+    assert run.end() == 1
+    reason = run.summary()["reason"]
+    assert "trainer-0 ended 3 times (launcher.max_restarts=2)" in reason
+    assert "trainers were lost 3 times in the batch of step 4, whose longest sequences are " in reason
+    assert f"to leave it out: stretto resume {run.folder} --expire-batch" in reason
+
+    summary = start("--expire-batch", resume=run).assert_completed(6)
+
+    assert summary["ledger"]["expired"] > 0
+    assert summary["reasons"]["expired: its batch was expired at version 3 (--expire-batch)"] > 0
 
 
 @module_in_both_worlds

@@ -40,6 +40,9 @@ class RunFacts:
         self.problems = [*self._resumed.problems]
         """Problems that did not end the run, for the summary, also those of previous kernels up to the
         checkpoint."""
+        self.recoveries = [*self._resumed.recoveries]
+        """Parts of the run that were lost and replaced while it went on, also under previous kernels up to
+        the checkpoint."""
         self.checkpoints: list[str] = []
         """Names of the checkpoints that this kernel has written."""
         self.lost = self._resumed.lost

@@ -9,11 +9,14 @@ later finds it.
 
 from __future__ import annotations
 
+from collections import Counter
+from heapq import nlargest
+
 import anyio
 import msgspec
 import structlog
 
-from stretto.base import clock
+from stretto.bus.messages.events import TrainersReplaced
 from stretto.bus.messages.membership import WorkerProcess
 from stretto.errors import BusError
 from stretto.kernel.calls.engines import Engines
@@ -27,6 +30,9 @@ from stretto.kernel.steps import Steps
 from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
+
+_NAMED = 3
+"""Number of sequences that are named as the longest ones of a batch."""
 
 
 class TrainerReplacement:
@@ -54,17 +60,23 @@ class TrainerReplacement:
         self._engines = engines
         self._checkpointer = checkpointer
         self._steps = steps
+        self._deaths = Counter[int]()
+        """Version -> number of losses while its batch was trained."""
+        setup.fleet.explain = self._explain
         self._are_lost = False
         """Whether the others become lost for the sake of one."""
         self._news = anyio.Event()
-        self._loss = "", ""
+        self._loss = "", "", 0.0
+        """The worker, how it was lost, and the Unix time."""
         self._replacing = anyio.CancelScope()
 
     def lost(self, worker: str, how: str) -> None:
         """Take in that a trainer is lost. The requests to all trainers end."""
         if self._are_lost:
             return
-        self._loss = worker, how
+        self._loss = worker, how, self._journal.now()
+        if self._scheduler.training:
+            self._deaths[self._scheduler.version] += 1
         self._are_lost = True
         self._setup.fleet.lose_all("trainer", f"{worker} was lost")
         self._are_lost = False
@@ -83,8 +95,8 @@ class TrainerReplacement:
                 self._setup.facts.note = ""
 
     async def _replace(self) -> None:
-        (worker, how), began = self._loss, clock.now()
-        self._setup.facts.note = f"{worker} was lost ({how}); its place is taken"
+        worker, how, began = self._loss
+        self._setup.facts.note = f"{worker} was lost ({how}); generation goes on while it starts again"
         await self._setup.fleet.end_all("trainer")
         nonces = await self._admission.until_trainers_ready()
         self._trainers.nonces = nonces
@@ -99,9 +111,8 @@ class TrainerReplacement:
             return
         first = self._trainers.placement.lead.workers[0]
         self._engines.trainer = WorkerProcess(first, nonces[first])
-        log.info(
-            "trainers replaced", version=self._steps.reached, repeated=repeated, seconds=clock.now() - began
-        )
+        self._journal.hear(TrainersReplaced(began, worker, how, self._steps.reached, repeated))
+        log.info("trainers replaced", lost=worker, version=self._steps.reached, repeated=repeated)
         self._trainers.replaced()
 
     async def _restore(self) -> int | None:
@@ -114,7 +125,8 @@ class TrainerReplacement:
             self._remember(note)
         version = state.version
         while version < self._steps.reached:
-            self._setup.facts.note = f"repeating step {version + 1} from the checkpoint of {state.version}"
+            step, checkpoint = version + 1, f"from the checkpoint of {state.version}"
+            self._setup.facts.note = f"repeating step {step} {checkpoint}; generation goes on"
             if (rows := self._steps.rows.get(version)) is None:
                 self._begin_again(f"the batch of version {version} is not known any more")
                 return None
@@ -135,6 +147,22 @@ class TrainerReplacement:
             self._engines.publish_again(note)
         elif note.version in self._scheduler.evaluation.needed_versions:
             self._engines.remember([note])
+
+    def _explain(self, worker: str) -> str:
+        """Return that trainers end in the same batch again and again, and which rows are its longest."""
+        version = self._scheduler.version
+        if not worker.startswith("trainer") or self._deaths[version] < 2 or self._steps.under_way is None:
+            return ""
+        tickets = self._scheduler.tickets.open
+        longest = ", ".join(
+            f"{row.id} (row {tickets[row.group].row} of the dataset, {row.length} tokens)"
+            for row in nlargest(_NAMED, self._steps.under_way, key=lambda row: row.length)
+        )
+        return (
+            f"; trainers were lost {self._deaths[version]} times in the batch of step {version + 1}, whose "
+            f"longest sequences are {longest}; to leave it out: stretto resume {self._setup.folder} "
+            "--expire-batch"
+        )
 
     def _begin_again(self, why: str) -> None:
         log.warning("the run begins again with its newest checkpoint", why=why)

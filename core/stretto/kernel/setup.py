@@ -45,6 +45,7 @@ class RunSetup:
         forks: ForkServer | None = None,
         values: int = 1,
         continues: bool = True,
+        expires_batch: bool = False,
         replays: Replay | None = None,
     ) -> None:
         """Make the components that the kernel uses.
@@ -56,6 +57,7 @@ class RunSetup:
             values: number of the run's values in `assembly`.
             continues: whether the kernel continues to train after it has repeated the journal. If not, it
                 writes a checkpoint and ends, because other values come next.
+            expires_batch: whether a batch whose step is not complete expires, and is not trained again.
             replays: the batches to train if the run is a replay, which is then complete.
 
         Raises:
@@ -70,6 +72,7 @@ class RunSetup:
         """The names of the run's checkpoints when `resumed` was chosen."""
         self.values = values
         self.continues = continues
+        self.expires_batch = expires_batch
         self.replays = replays
         self.run = assembly.context.run
         self.names = Subjects(self.run)

@@ -56,6 +56,8 @@ class Steps:
         self._meter = StepMeter(setup)
         self.reached = 0
         """Version of the weights that the trainers have, or have to have after one was lost."""
+        self.under_way: tuple[RowRef, ...] | None = None
+        """Rows of the batch that is trained now."""
         self.rows: dict[int, tuple[RowRef, ...]] = {}
         """Version -> rows of the batch that was trained on it, since the newest checkpoint."""
         self.digests: dict[int, str] = {}
@@ -86,6 +88,7 @@ class Steps:
         """
         waits = self._setup.waits.take()
         trace = self._contexts.step(start)
+        self.under_way = refs_of(start.groups)
         version, config = start.version + 1, self._setup.config
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         due |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)

@@ -23,9 +23,10 @@ from stretto.bus.messages.events import (
     RunOwned,
     ScheduleStarted,
     StepMeasured,
+    TrainersReplaced,
     WeightsServed,
 )
-from stretto.kernel.durable.checkpoint import checkpoint_name
+from stretto.kernel.durable.checkpoint import Recovery, checkpoint_name
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.step_meter import counts
 from stretto.observe.advice import Adviser
@@ -96,6 +97,8 @@ class Report:
         """The newest lines of steps that this kernel trained."""
         self._skipped = False
         """Whether the newest step did not change some model, because its gradient was not finite."""
+        self._replaced: list[TrainersReplaced] = []
+        """Since the newest step."""
         self._drifts = CanaryRecord(setup.config.inference.canary, setup.facts.problems)
 
     def take(self, time: float, event: Event) -> None:
@@ -123,8 +126,11 @@ class Report:
                 self.swap_pause_s += event.pause_s
                 self.swap_pause_max_s = max(self.swap_pause_max_s, event.pause_s)
                 self._drifts.add(event)
+            case TrainersReplaced():
+                self._replaced.append(event)
             case StepMeasured():
                 self._step(time, event)
+                self._recovered(time)
             case EvaluationEnded(result):
                 self._evaluation(time, result)
             case _:
@@ -192,6 +198,15 @@ class Report:
         self._metrics.append(_finite(self.last))
         shown = {key: self.last[key] for key in _SHOWN if key in self.last}
         log.info("step", **shown, waits=describe_waits(self.last))
+
+    def _recovered(self, time: float) -> None:
+        """Note how long it took to the first step after trainers were replaced."""
+        for each in self._replaced:
+            seconds = round(time - each.began, 1)
+            self._facts.recoveries.append(
+                Recovery(each.worker, each.how, round(each.began, 1), each.version, each.repeated, seconds)
+            )
+        self._replaced = []
 
     def _draw(self, line: Mapping[str, Any]) -> None:
         """Add a step's figures to the curves."""
@@ -329,6 +344,7 @@ class Report:
             },
             "canary": self._drifts.summary(),
             "restarts": fleet.restarts,
+            "recoveries": msgspec.to_builtins(self._facts.recoveries),
             "checkpoints": self._facts.checkpoints,
             "journal": msgspec.to_builtins(self._facts.journal),
             "lost": msgspec.structs.asdict(self._facts.lost),

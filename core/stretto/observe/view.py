@@ -246,6 +246,13 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
     lines.extend(_variant_lines(summary.get("variants", {})))
     lines.extend(_most_frequent(summary["reasons"], 3))
     lines.append(f"overlap {summary['overlap']:.2f}, restarts {summary['restarts']}")
+    if recoveries := summary["recoveries"]:
+        seconds = sum(each["seconds"] for each in recoveries)
+        repeated = sum(each["repeated"] for each in recoveries)
+        lines.append(
+            f"trainers replaced {len(recoveries)} times: {repeated} steps repeated, "
+            f"{seconds:.0f} s until the next new ones"
+        )
     lines.extend(f"problem: {problem}" for problem in summary["problems"])
     lines.extend(
         f"advice: since step {advice['since']}: {advice['message']}"

@@ -102,17 +102,19 @@ def owned(folder: Path) -> Generator[None]:
         yield
 
 
-def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False) -> int:
+def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False, expire_batch: bool = False) -> int:
     """Continue a run, which this process owns, and return the exit status. See `resumed_kernels`.
 
     Args:
         accept_dataset: continue with the current rows if a dataset has changed since the run's start.
+        expire_batch: expire the groups of the batch under way, and do not train it again.
 
     Raises:
         ConfigError: if the run is complete, if a dataset has changed, or if too much of the run is lost.
     """
     with Interruptions() as interruptions:
-        summary = _live_in_turn(resumed_kernels(assembly, fork_server), interruptions, accept_dataset)
+        kernels = resumed_kernels(assembly, fork_server, expire_batch=expire_batch)
+        summary = _live_in_turn(kernels, interruptions, accept_dataset)
     return _print_end(summary, assembly.folder)
 
 
@@ -122,7 +124,10 @@ summary of the run."""
 
 
 def resumed_kernels(
-    assembly: Assembly, forks_of: Callable[[Assembly], AbstractContextManager[ForkServer | None]]
+    assembly: Assembly,
+    forks_of: Callable[[Assembly], AbstractContextManager[ForkServer | None]],
+    *,
+    expire_batch: bool = False,
 ) -> Kernels:
     """Yield the kernels that continue a run from its newest intact checkpoint and its journal.
 
@@ -132,6 +137,7 @@ def resumed_kernels(
     Args:
         assembly: the run with its newest values.
         forks_of: starts a fork server for a kernel.
+        expire_batch: expire the groups of the batch under way.
 
     Raises:
         ConfigError: if the run is complete, or if too much of it is lost.
@@ -147,7 +153,12 @@ def resumed_kernels(
         previous = assemble_existing(compose(values_file(folder, number)), folder)
         with forks_of(previous) as forks:
             summary, ending = yield RunSetup(
-                previous, resumed=checkpoint, forks=forks, values=number, continues=False
+                previous,
+                resumed=checkpoint,
+                forks=forks,
+                values=number,
+                continues=False,
+                expires_batch=expire_batch,
             )
         if summary["status"] != "repeated":
             return summary
@@ -155,7 +166,11 @@ def resumed_kernels(
         if ending.state is not None:
             checkpoint = checkpoint[0], ending.state
     with forks_of(assembly) as forks:
-        return (yield from kernels_to_the_end(assembly, checkpoint, forks, values=newest))
+        return (
+            yield from kernels_to_the_end(
+                assembly, checkpoint, forks, values=newest, expire_batch=expire_batch
+            )
+        )
 
 
 def kernels_to_the_end(
@@ -164,6 +179,7 @@ def kernels_to_the_end(
     forks: ForkServer | None,
     *,
     values: int = 1,
+    expire_batch: bool = False,
 ) -> Kernels:
     """Yield kernels until the run ends.
 
@@ -171,9 +187,12 @@ def kernels_to_the_end(
     from there with that number (`stretto.kernel.fleet.worker_scaling`).
     """
     while True:
-        summary, _ = yield RunSetup(assembly, resumed=checkpoint, forks=forks, values=values)
+        summary, _ = yield RunSetup(
+            assembly, resumed=checkpoint, forks=forks, values=values, expires_batch=expire_batch
+        )
         if summary["status"] != "repeated":
             return summary
+        expire_batch = False
         assembly, checkpoint = assembly.renewed(), newest_checkpoint(assembly.folder)
 
 

@@ -120,6 +120,13 @@ class StepTrained(Message, frozen=True):
     """Whether the step did not change some model, because its gradient was not finite."""
 
 
+class BatchExpired(Message, frozen=True):
+    """The batch under way is given up, and its tickets expire: a user said so."""
+
+    version: int
+    """Version at which its step began."""
+
+
 class BatchesReleased(Message, frozen=True):
     """What held the next batch back, such as a checkpoint, is over."""
 
@@ -143,6 +150,7 @@ Input = (
     | OutcomeRead
     | WorkerGone
     | StepTrained
+    | BatchExpired
     | BatchesReleased
     | RunClosing
     | RunEnded
@@ -248,6 +256,19 @@ class FleetChanged(Message, frozen=True):
     """How the worker was lost, or why it left."""
 
 
+class TrainersReplaced(Message, frozen=True):
+    """A trainer was lost, and new trainers have the weights that the lost ones had."""
+
+    began: float
+    """Unix time at which it was lost."""
+    worker: str
+    how: str
+    """How it was lost."""
+    version: int
+    repeated: int
+    """Number of steps that were trained again, after that of the checkpoint."""
+
+
 class WeightsServed(Message, frozen=True):
     """An inference worker serves other weights, or the same ones for another purpose."""
 
@@ -344,7 +365,15 @@ class VersionPublished(Message, frozen=True):
     """A repetition of the step must reach it."""
 
 
-Observation = KernelBegan | FleetChanged | WeightsServed | CallEnded | StepMeasured | VersionPublished
+Observation = (
+    KernelBegan
+    | FleetChanged
+    | TrainersReplaced
+    | WeightsServed
+    | CallEnded
+    | StepMeasured
+    | VersionPublished
+)
 """Everything else that readers need. It changes no state."""
 
 Event = Input | Decision | Observation

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from stretto.bus.messages.events import (
+    BatchExpired,
     BatchStarted,
     Evaluation,
     EvaluationEnded,
@@ -137,6 +138,8 @@ class JournalRecord:
                         f"version {version} has two batches in incarnation {self.incarnation}"
                     )
                 batches[version] = batch
+            case BatchExpired(version):
+                self.histories[self.incarnation].batches.pop(version, None)
             case VersionPublished(incarnation, version, digest):
                 if version - 1 not in self.histories.get(incarnation, BatchHistory()).batches:
                     self.unordered.append(f"the step to version {version} has no earlier batch")

@@ -78,6 +78,12 @@ def resume(
     accept_dataset: Annotated[
         bool, typer.Option("--accept-dataset", help="Continue although the rows of a dataset have changed.")
     ] = False,
+    expire_batch: Annotated[
+        bool,
+        typer.Option(
+            "--expire-batch", help="Expire the groups of the batch under way, which ends the trainers."
+        ),
+    ] = False,
     detach: Detach = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -96,7 +102,11 @@ def resume(
 
     folder = folder.absolute()
     require_trust(folder, trusted=trust_plugins)
-    options = {"--trust-plugins": trust_plugins, "--accept-dataset": accept_dataset}
+    options = {
+        "--trust-plugins": trust_plugins,
+        "--accept-dataset": accept_dataset,
+        "--expire-batch": expire_batch,
+    }
     chosen = [option for option, is_chosen in options.items() if is_chosen]
     values, assembly = newest_values(folder), assemble_in_force(folder)
     if submitted_resume(assembly, overrides or (), chosen, dry_run=dry_run):
@@ -113,7 +123,7 @@ def resume(
         if overrides:
             assembly = accepted(compose_changes(assembly, overrides), starting=True, resumed=True)
             put_into_force(folder, assembly.composed)
-        status = resume_to_end(assembly, accept_dataset=accept_dataset)
+        status = resume_to_end(assembly, accept_dataset=accept_dataset, expire_batch=expire_batch)
     raise typer.Exit(status)
 
 

@@ -26,6 +26,7 @@ import structlog
 
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
+    BatchExpired,
     BatchStarted,
     Event,
     EventBatch,
@@ -348,6 +349,8 @@ class Repetition:
         self._retired: list[Retire] = []
         self._differs = False
         """Whether the last step did not reach its recorded digest."""
+        self.has_expired = False
+        """Whether the batch that was under way has expired."""
 
     async def load(self) -> tuple[WeightsNote, ...]:
         """Load the checkpoint's weights, and bring the scheduler into its state.
@@ -367,8 +370,9 @@ class Repetition:
             raise RunError(f"the weights loaded from {folder} differ from those that were saved there")
         return tuple(self._notes)
 
-    async def fold(self) -> Recovered:
-        """Take in the events. Train the batches that they start, also the one that was not complete.
+    async def fold(self, *, expires_batch: bool = False) -> Recovered:
+        """Take in the events. Train the batches that they start, also the one that was not complete, unless
+        it expires.
 
         If a repeated step does not reach its recorded digest, its weights begin a new incarnation. What the
         weights of the previous one sampled then expires, and the events that follow do not count.
@@ -390,6 +394,12 @@ class Repetition:
                 break
         else:
             self._writer.events_after = stored.fold.position
+            if expires_batch and scheduler.training:
+                self.has_expired, expired = True, BatchExpired(scheduler.version)
+                self._writer.hear(expired)
+                commands = self._take_in(expired)
+                self._record(commands)
+                start = _batch_in(commands)
             if start is not None and scheduler.training:
                 await self._train_next(start)
         return self._recovered()

@@ -113,7 +113,9 @@ class Resumption:
         if not stored.fits:
             await self._change_values(notes)
         if setup.replays is None:
-            recovered = await repetition.fold()
+            recovered = await repetition.fold(expires_batch=setup.expires_batch)
+            if setup.expires_batch and not repetition.has_expired:
+                setup.facts.problems.append("--expire-batch: no batch was under way, so none has expired")
         else:
             self._journal.hear(setup.ownership(self._journal.incarnation, attempts_from=0))
             recovered = await repetition.replay(setup.replays)

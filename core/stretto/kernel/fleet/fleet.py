@@ -118,6 +118,8 @@ class Fleet:
         """Called with each worker that has left after a drain, and the reason."""
         self.on_change: Callable[[FleetMember], None] = lambda member: None
         """Called with each worker that begins to drain."""
+        self.explain: Callable[[str], str] = lambda worker: ""
+        """Returns what is known of why a worker ends again and again."""
         self.hears: Callable[[], bool] = lambda: True
         """Whether heartbeats can arrive now: the kernel has a connection to the bus."""
         self.reconnect_s = 0.0
@@ -186,7 +188,8 @@ class Fleet:
         if last is not None:
             raise LaunchError(
                 f"{job.worker} ended {self._max_restarts + 1} times "
-                f"(launcher.max_restarts={self._max_restarts}), at last with {last.why}; its last lines:\n"
+                f"(launcher.max_restarts={self._max_restarts}), at last with "
+                f"{last.why}{self.explain(job.worker)}; its last lines:\n"
                 f"{job.tail(_TAIL_LINES)}",
                 worker=job.worker,
             )

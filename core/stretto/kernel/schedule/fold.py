@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from stretto.bus.messages.events import (
     BatchesReleased,
+    BatchExpired,
     BatchStarted,
     Decision,
     EvaluationEnded,
@@ -63,6 +64,8 @@ def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) ->
             scheduler.worker_gone(worker, drained=drained)
         case StepTrained(_, hold, divergence, skipped):
             scheduler.step_finished(hold=hold, divergence=divergence, skipped=skipped)
+        case BatchExpired(version):
+            scheduler.expire_batch(f"its batch was expired at version {version} (--expire-batch)")
         case BatchesReleased():
             scheduler.release()
         case RunClosing():

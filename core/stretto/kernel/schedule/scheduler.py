@@ -469,6 +469,14 @@ class Scheduler:
             self._stop(fail)
         self._proceed()
 
+    def expire_batch(self, reason: str) -> None:
+        """Give up the batch that was started: its tickets expire."""
+        assert self.training, "no batch was started"
+        ids, self.tickets.batch = sorted(self.tickets.batch), frozenset[int]()
+        for id in ids:
+            self._retire(self.tickets.open[id], "expired", reason)
+        self._proceed()
+
     def release(self) -> None:
         """Allow batches to start again, after `step_finished(hold=True)`."""
         self._held = False
