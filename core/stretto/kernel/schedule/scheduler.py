@@ -50,7 +50,13 @@ from stretto.kernel.schedule.draws import Draws, DrawState, RecordedDraw
 from stretto.kernel.schedule.evaluation import EvaluationRounds, EvaluationState
 from stretto.kernel.schedule.gate import DivergenceGate
 from stretto.kernel.schedule.health import Health
-from stretto.kernel.schedule.open_tickets import OpenTicket, TrainingTickets, rewards_of, versions_of
+from stretto.kernel.schedule.open_tickets import (
+    OpenTicket,
+    OpenTickets,
+    TrainingTickets,
+    rewards_of,
+    versions_of,
+)
 from stretto.kernel.schedule.variants import VariantAccount, VariantAccounts
 
 
@@ -172,6 +178,10 @@ class Scheduler:
         self._commands: list[Command] = []
         self.tickets = TrainingTickets(settings, self._commands)
         self.evaluation = EvaluationRounds(settings, evaluation_source, self.reasons, self._commands)
+        self._tickets_of: dict[Purpose, OpenTickets] = {
+            "train": self.tickets,
+            "eval": self.evaluation.tickets,
+        }
         self.waits_for: Cause | None = None
         """What the next step waits for, or the end of the run; None while a batch is trained."""
         self._setbacks = Setbacks()
@@ -350,7 +360,7 @@ class Scheduler:
         """A rollout worker has taken an attempt. If nobody waits for it, the worker has to stop: the server
         delivers a ticket that has ended again if the acknowledgement was late or lost, a former kernel may
         issue one more, and the engines of an evaluation that is over do not return."""
-        found = self._find(purpose, ticket)
+        found = self._tickets_of[purpose].find(ticket)
         is_current = found is not None and found.attempt == attempt and self._phase != "waiting"
         if found is not None and is_current and found.done is None:
             (self.tickets if purpose == "train" else self.evaluation.tickets).started(found, worker)
@@ -367,7 +377,7 @@ class Scheduler:
 
     def group_done(self, group: GroupDone) -> None:
         """All trajectories of a ticket are in the log. The first complete attempt wins."""
-        found = self._find(group.purpose, group.ticket)
+        found = self._tickets_of[group.purpose].find(group.ticket)
         if found is None or found.done is not None:
             return
         if group.attempt <= self.tickets.attempts_from and self._phase != "waiting":
@@ -402,7 +412,7 @@ class Scheduler:
 
     def group_failed(self, failure: GroupFailed) -> None:
         """The current attempt of a ticket produces no group. Failures of previous attempts do not count."""
-        found = self._find(failure.purpose, failure.ticket)
+        found = self._tickets_of[failure.purpose].find(failure.ticket)
         if found is None or found.done is not None:
             return
         if failure.attempt != found.attempt:
@@ -569,11 +579,6 @@ class Scheduler:
         variant = self.variants.of(ticket.id)
         if refusal := self.tickets.issue(ticket, self.version, reason, variant):
             self._set_back(ticket, "failed", refusal)
-
-    def _find(self, purpose: Purpose, ticket: int) -> OpenTicket | None:
-        if purpose == "eval":
-            return self.evaluation.tickets.find(ticket)
-        return self.tickets.find(ticket)
 
     def _retire(self, ticket: OpenTicket, account: Account, reason: str) -> None:
         self.tickets.remove(ticket.id)
