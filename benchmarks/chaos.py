@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --kills 300 --seed 1          # all configurations
     python benchmarks/chaos.py --kills 8 --seed 1 --only mock
+    python benchmarks/chaos.py --kills 200 --supervise       # no kill but one of everything ends a run
     python benchmarks/chaos.py --identical 5                 # the same bits with kills as without
 
 Each round is one run through the command line, with a plan of kills that is drawn from the seed: one process,
@@ -37,7 +38,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -207,25 +208,28 @@ class AttackedRun:
         *,
         output: Path | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
+        supervised: bool = False,
     ) -> None:
         """Start the run in `folder`.
 
         Args:
             output: file for what the run prints; default next to its folder.
             environment: more variables for its processes.
+            supervised: whether a supervisor starts the next kernel when one was killed.
         """
+        self._options = ["--supervise"] if supervised else []
         self.folder = folder
         self.output = output or folder.with_suffix(".txt")
         self.resumes = 0
         self._environment = environment
         self._mark = f"{folder.name}-{time.time_ns()}"
         self._seen: dict[int, psutil.Process] = {}
-        self._process = self._spawn("run", str(file), f"out={folder}", *overrides)
+        self._process = self._spawn("run", str(file), f"out={folder}", *overrides, *self._options)
 
     def resume(self, *options: str) -> None:
         """Continue the run."""
         self.resumes += 1
-        self._process = self._spawn("resume", str(self.folder), *options)
+        self._process = self._spawn("resume", str(self.folder), *options, *self._options)
 
     def _spawn(self, *arguments: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, **self._environment, "STRETTO_CHAOS": self._mark, "OMP_NUM_THREADS": "1"}
@@ -306,7 +310,7 @@ class AttackedRun:
 
     def _kind_of(self, process: psutil.Process) -> str:
         if process.pid == self._process.pid:
-            return "kernel"
+            return "supervisor" if self._options else "kernel"
         with suppress(psutil.Error):
             arguments = arguments_of(process) or [""]  # empty while a process ends
             return next((kind for kind, is_kind in KIND_TESTS.items() if is_kind(arguments)), "other")
@@ -328,6 +332,7 @@ class AttackedRun:
 
 
 KIND_TESTS: dict[str, Callable[[list[str]], bool]] = {
+    "kernel": lambda arguments: arguments[1:3] == ["-m", "stretto"],  # under a supervisor
     **{
         role: lambda arguments, role=role: (
             "stretto.workers" in arguments and Path(arguments[-1]).name.startswith(f"{role}-")
@@ -379,14 +384,14 @@ def write_run_file(folder: Path, steps: int, grace_s: float) -> Path:
     return file
 
 
-def attack(name: str, setup: Setup, kills: Sequence[Kill], seed: str, root: Path, steps: int) -> Round:
+def attack(task: Task, setup: Setup, root: Path) -> Round:
     """Run a round in a folder below `root`. The folder stays if the round fails."""
-    result, began = Round(name), time.monotonic()
-    folder = root / re.sub(r"\W+", "-", name)
-    file = write_run_file(folder, steps, GRACE_S)
-    run = AttackedRun(folder / "run", file, setup.overrides)
+    result, began = Round(task.name), time.monotonic()
+    folder = root / re.sub(r"\W+", "-", task.name)
+    file = write_run_file(folder, task.steps, GRACE_S)
+    run = AttackedRun(folder / "run", file, setup.overrides, supervised=task.supervised)
     try:
-        _carry_out(run, kills, random.Random(seed), result)
+        _carry_out(run, task.kills, random.Random(task.seed), result)
         until_step(run, math.inf, run.resume)
         check_nothing_is_left(run, result)
         audit(run, result)
@@ -520,6 +525,7 @@ class Task:
     kills: tuple[Kill, ...]
     seed: str
     steps: int
+    supervised: bool = False
 
 
 def tasks(total: int, seed: int, only: Sequence[str]) -> list[Task]:
@@ -545,7 +551,7 @@ def tasks(total: int, seed: int, only: Sequence[str]) -> list[Task]:
 def carry_out(task: Task, root: Path) -> Round:
     """Run one round in a process of its own."""
     setup = IDENTICAL if task.setup == "identical" else SETUPS[task.setup]
-    return attack(task.name, setup, task.kills, task.seed, root, task.steps)
+    return attack(task, setup, root)
 
 
 def identical_tasks(seeds: int) -> list[Task]:
@@ -606,6 +612,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=SETUPS, default=[], help="only this configuration")
     parser.add_argument("--jobs", type=int, default=1, help="rounds at once")
     parser.add_argument("--identical", type=int, metavar="SEEDS", help="compare the bits of this many runs")
+    parser.add_argument("--supervise", action="store_true", help="start the runs with a supervisor")
     parser.add_argument("--folder", type=Path, help="where runs are; default a temporary folder")
     options = parser.parse_args()
     listed = (
@@ -613,6 +620,7 @@ def main() -> None:
         if options.identical
         else tasks(options.kills, options.seed, options.only)
     )
+    listed = [replace(task, supervised=options.supervise) for task in listed]
     root = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     root.mkdir(parents=True, exist_ok=True)
     print(f"{'round':<24} {'kills':>5} {'resumes':>7} {'slowest':>6} {'wall s':>7}  end")

@@ -16,6 +16,10 @@ Detach = Annotated[
     bool,
     typer.Option("--detach", help="Return when the run trains; it continues in the background."),
 ]
+Supervise = Annotated[
+    bool,
+    typer.Option("--supervise", help="Stay beside the kernel, and start the next one when it is killed."),
+]
 TrustPlugins = Annotated[
     bool,
     typer.Option("--trust-plugins", help="Import the plugin files of a run that another user owns."),

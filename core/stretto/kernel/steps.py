@@ -84,7 +84,7 @@ class Steps:
     async def take(self, start: StartBatch) -> None:
         """Train a batch, announce the new weights, and write a checkpoint if one is due.
 
-        The weights are published beside the next step, unless a checkpoint is due or nothing may run ahead.
+        The weights are published beside the next step, unless nothing may run ahead.
         """
         waits = self._setup.waits.take()
         trace = self._contexts.step(start)
@@ -92,7 +92,7 @@ class Steps:
         version, config = start.version + 1, self._setup.config
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         due |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
-        beside = self._scheduler.settings.max_staleness > 0 and not due
+        beside = self._scheduler.settings.max_staleness > 0
 
         async def train() -> tuple[StepResult, float, WeightsNote | None]:
             result, busy_s = await self._train(start, trace)

@@ -10,14 +10,28 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.arguments import Detach, DryRun, Overrides, RunFile, TrustPlugins, WithOverrides
+from stretto.cli.arguments import (
+    Detach,
+    DryRun,
+    Overrides,
+    RunFile,
+    Supervise,
+    TrustPlugins,
+    WithOverrides,
+)
 from stretto.errors import ConfigError
 
 app = typer.Typer()
 
 
 @app.command(cls=WithOverrides)
-def run(file: RunFile, overrides: Overrides = None, detach: Detach = False, dry_run: DryRun = False) -> None:
+def run(
+    file: RunFile,
+    overrides: Overrides = None,
+    detach: Detach = False,
+    supervise: Supervise = False,
+    dry_run: DryRun = False,
+) -> None:
     """Train: read the run file, start the run's processes, and show the run until it ends.
 
     With the launcher of a cluster, submit the run instead. It begins when the cluster starts it.
@@ -30,11 +44,11 @@ def run(file: RunFile, overrides: Overrides = None, detach: Detach = False, dry_
     assembly = Assembly(compose(file, overrides or ()))
     if submitted_run(assembly, file, overrides or (), dry_run=dry_run):
         return
-    if detach:
+    if detach or supervise:
         folder = assembly.folder
         if (folder / "config.yaml").exists():
             raise ConfigError(f"{assembly.composed.place('out')}: {folder} already holds a run", path="out")
-        _detach(["run", str(file), *(overrides or ()), f"out={folder}"], folder)
+        _apart(["run", str(file), *(overrides or ()), f"out={folder}"], folder, [], detach, supervise)
         return
     with accepted_start(assembly) as forks:
         from stretto.process.life import run_to_end
@@ -85,6 +99,7 @@ def resume(
         ),
     ] = False,
     detach: Detach = False,
+    supervise: Supervise = False,
     dry_run: DryRun = False,
 ) -> None:
     """Resume a run from its newest checkpoint and its journal. Overrides change its values.
@@ -111,8 +126,9 @@ def resume(
     values, assembly = newest_values(folder), assemble_in_force(folder)
     if submitted_resume(assembly, overrides or (), chosen, dry_run=dry_run):
         return
-    if detach:
-        _detach(["resume", str(folder), *(overrides or ()), *chosen], folder)
+    if detach or supervise:
+        later = [option for option in chosen if option != "--expire-batch"]
+        _apart(["resume", str(folder), *(overrides or ()), *chosen], folder, later, detach, supervise)
         return
     from stretto.cli.start.acceptance import accepted
     from stretto.process.life import owned, resume_to_end
@@ -151,6 +167,22 @@ def check(
         typer.echo(assembly.graph.text())
     else:
         typer.echo(describe(assembly))
+
+
+def _apart(
+    arguments: Sequence[str], folder: Path, options: Sequence[str], detach: bool, supervise: bool
+) -> None:
+    """Start a run in another process: in the background, under a supervisor, or both.
+
+    Args:
+        options: options of each later `stretto resume`.
+    """
+    if detach:
+        _detach([*arguments, *(["--supervise"] if supervise else [])], folder)
+        return
+    from stretto.cli.start import supervise as supervisor
+
+    raise typer.Exit(supervisor.supervise(arguments, folder, options))
 
 
 def _detach(arguments: Sequence[str], folder: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from stretto.base import clock
 from stretto.cli.start.folders import OUTPUT
 from stretto.errors import ConfigError, RunError
 from stretto.records.status import read_status
@@ -28,7 +29,7 @@ def run_detached(arguments: Sequence[str], folder: Path) -> int:
         RunError: if the run does not start. The message has the end of what the command printed.
         ConfigError: if the folder cannot be written.
     """
-    output = folder / OUTPUT
+    output, began = folder / OUTPUT, clock.wall()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with output.open("ab") as file:
@@ -42,7 +43,7 @@ def run_detached(arguments: Sequence[str], folder: Path) -> int:
             )
     except OSError as error:
         raise ConfigError(f"out: cannot write to {folder}: {error}", path="out") from error
-    while not _trains(folder, process.pid):
+    while not _trains(folder, began):
         if (status := process.poll()) is not None:
             if status == 0:  # it was short
                 break
@@ -51,9 +52,9 @@ def run_detached(arguments: Sequence[str], folder: Path) -> int:
     return process.pid
 
 
-def _trains(folder: Path, pid: int) -> bool:
+def _trains(folder: Path, began: float) -> bool:
     status = read_status(folder)
-    return status is not None and status.pid == pid and status.started
+    return status is not None and status.written >= began and status.started
 
 
 def _failure(folder: Path, start: int, status: int) -> str:

@@ -85,6 +85,8 @@ class Engines:
         ready."""
         self.note: WeightsNote | None = None
         """The newest weights."""
+        self._announced = anyio.Event()
+        """Set by the next announcement."""
         self.notes: dict[int, WeightsNote] = {}
         """By version: the newest weights, and the weights that evaluations need."""
 
@@ -93,6 +95,15 @@ class Engines:
         self.note = note
         self.remember([note])
         self._notify_engines()
+        self._announced.set()
+        self._announced = anyio.Event()
+
+    async def announced(self, version: int) -> WeightsNote:
+        """Return the note of a version, which is announced last or next."""
+        while self.note is None or self.note.version < version:
+            await self._announced.wait()
+        assert self.note.version == version
+        return self.note
 
     def publish_again(self, note: WeightsNote) -> None:
         """Take in that the newest weights have another address. Swaps under way, which may ask at the former

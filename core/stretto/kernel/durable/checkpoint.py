@@ -146,7 +146,7 @@ def checkpoints_in(folder: Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").glob(f"{_PREFIX}*")}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Draft:
     """A checkpoint that is being written."""
 
@@ -156,6 +156,8 @@ class Draft:
     """Folder in the store, for the files of the trainers."""
     uploaded: dict[str, str] = field(default_factory=dict[str, str])
     """Name -> SHA-256 of the files that the trainers have written to `remote`."""
+    digest: str = ""
+    """Digest of the weights, if it becomes known only now."""
 
     @property
     def place(self) -> str:
@@ -187,6 +189,8 @@ async def writing(
         await anyio.to_thread.run_sync(_clear, root, store)
         draft.folder.mkdir(parents=True)
         yield draft
+        if draft.digest:
+            state = msgspec.structs.replace(state, digest=draft.digest)
         (draft.folder / "kernel.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)))
         await anyio.to_thread.run_sync(_put, draft, final)
     except BaseException:

@@ -93,14 +93,15 @@ class Checkpointer:
 
     async def _save_beside(self, copied: anyio.Event) -> None:
         async with self._writing:
-            if (note := self._unsaved()) is not None:
+            if not self._is_saved():
+                version = self._setup.scheduler.version
                 try:
-                    await self._write(self._name(note.version), note, copied)
+                    await self._write(self._name(version), copied)
                 except TrainersLost:
-                    log.warning("checkpoint given up: a trainer was lost", version=note.version)
+                    log.warning("checkpoint given up: a trainer was lost", version=version)
                 except (OSError, BusError) as error:
-                    log.error("checkpoint failed", version=note.version, error=str(error))
-                    problem = f"checkpoint of version {note.version} not written: {error}"
+                    log.error("checkpoint failed", version=version, error=str(error))
+                    problem = f"checkpoint of version {version} not written: {error}"
                     self._setup.facts.problems.append(problem)
         copied.set()
 
@@ -111,32 +112,33 @@ class Checkpointer:
             RunError: if it cannot be written.
         """
         async with self._writing:
-            if (note := self._unsaved()) is not None:
-                await self.save_required(note)
+            if not self._is_saved():
+                await self.save_required()
 
-    async def save_required(self, note: WeightsNote, name: str | None = None) -> None:
+    async def save_required(self, note: WeightsNote | None = None, name: str | None = None) -> None:
         """Write a checkpoint that the run cannot do without, at a change of values or at the end. If this
         fails, try again for some seconds.
 
         Args:
-            note: note of the current weights.
+            note: note of the current weights, if they are not announced.
             name: name of the folder; by default that of the version.
 
         Raises:
             RunError: if it cannot be written.
         """
+        version = self._setup.scheduler.version
         for pause_s in (*_PAUSES_S, None):
             try:
                 while True:
                     await self._trainers.until_present()
                     with suppress(TrainersLost):
-                        await self._write(name or self._name(note.version), note, anyio.Event())
+                        await self._write(name or self._name(version), anyio.Event(), note)
                         return
             except (OSError, BusError) as error:
-                log.error("checkpoint failed", version=note.version, error=str(error))
+                log.error("checkpoint failed", version=version, error=str(error))
                 if pause_s is None:
                     raise RunError(
-                        f"the checkpoint of version {note.version} was not written: {error}; when it can be "
+                        f"the checkpoint of version {version} was not written: {error}; when it can be "
                         f"written: stretto resume {self._setup.folder}"
                     ) from error
             await anyio.sleep(pause_s)
@@ -164,25 +166,24 @@ class Checkpointer:
         if below := min(journal_below, self._setup.facts.events_on_disk + 1):
             await store.purge(names.journal_stream, below=below)
 
-    def _unsaved(self) -> WeightsNote | None:
-        """Return the note of the current version; None if it has its checkpoint."""
-        if self._saved == (self._setup.scheduler.version, self._journal.incarnation):
-            return None
-        assert self._engines.note is not None
-        return self._engines.note
+    def _is_saved(self) -> bool:
+        """Return whether the current version has its checkpoint."""
+        return self._saved == (self._setup.scheduler.version, self._journal.incarnation)
 
-    async def _write(self, name: str, note: WeightsNote, copied: anyio.Event) -> None:
-        """Write a checkpoint. Set `copied` when the trainers may go on.
+    async def _write(self, name: str, copied: anyio.Event, note: WeightsNote | None = None) -> None:
+        """Write a checkpoint. Set `copied` when the trainers may go on. The weights may still be on their way
+        to the engines.
 
         Raises:
             TrainersLost: if a trainer is lost meanwhile.
         """
         await self._journal.settle()
-        state = self._state(note)  # no await in between: later events go on from this state
+        state = self._state()  # no await in between: later events go on from this state
 
         async def ask_trainers() -> None:
             await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))
             copied.set()
+            draft.digest = (note or await self._engines.announced(state.version)).digest
             await self._trainers.saved(draft, state.version)
 
         async with writing(self._root, name, state, self._store) as draft:
@@ -197,15 +198,15 @@ class Checkpointer:
         previous one."""
         return self._newest if self._saved[0] == version and self._newest else checkpoint_name(version)
 
-    def _state(self, note: WeightsNote) -> KernelState:
-        """Return the kernel's part of a checkpoint of these weights."""
+    def _state(self) -> KernelState:
+        """Return the kernel's part of a checkpoint, without the digest of the weights."""
         setup = self._setup
         snapshot = setup.scheduler.snapshot()
         assert not snapshot.batch, "a checkpoint is written between steps"
         return KernelState(
             version=snapshot.version,
             incarnation=self._journal.incarnation,
-            digest=note.digest,
+            digest="",
             snapshot=snapshot,
             log_sequence=self._tickets.log_sequence,
             lowest_sequence=self._tickets.lowest_sequence(snapshot),

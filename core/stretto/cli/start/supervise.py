@@ -1,0 +1,71 @@
+"""`--supervise`: a process that starts the next kernel of a run whenever one is killed.
+
+The supervisor holds nothing of the run. It starts the command without `--supervise` and hands signals on.
+When the command was killed by a signal that it cannot handle, such as SIGKILL, it starts `stretto resume`.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from stretto.records.metrics_file import MetricsFile
+
+_MOST_DEATHS = 3
+"""After more deaths in a row without a new step, the supervisor gives up."""
+_HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_FROM_TERMINAL = 0x80
+"""`si_code` of a signal that the system sends, for Ctrl-C to all processes of the terminal."""
+
+
+def supervise(arguments: Sequence[str], folder: Path, options: Sequence[str] = ()) -> int:
+    """Start a command of stretto that owns the run in a folder, and resume the run whenever its kernel is
+    killed. Return the exit status of the last command.
+
+    Args:
+        arguments: the arguments of `stretto`, such as `run FILE`.
+        options: options of the later `stretto resume`.
+    """
+    deaths, reached = 0, _version(folder)
+    while True:
+        status = _run(arguments)
+        if status >= 0 or not (folder / "config.yaml").exists():
+            return status if status >= 0 else 128 - status
+        version = _version(folder)
+        deaths = 1 if version > reached else deaths + 1
+        reached = version
+        killed = f"the kernel was killed by {signal.Signals(-status).name} at version {version}"
+        if deaths > _MOST_DEATHS:
+            typer.echo(f"{killed}, {deaths} times without a new step: stretto resume {folder}", err=True)
+            return 128 - status
+        typer.echo(f"{killed}; the next one continues the run", err=True)
+        arguments = ["resume", str(folder), *options]
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run a command to its end, with the signals that this process gets. Return its exit status, negative for
+    a signal."""
+    waits_for = _HANDED_ON | {signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waits_for)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "stretto", *arguments],
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+        )
+        while (status := process.poll()) is None:
+            received = signal.sigwaitinfo(waits_for)
+            if received.si_signo in _HANDED_ON and received.si_code != _FROM_TERMINAL:
+                process.send_signal(received.si_signo)
+        return status
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _version(folder: Path) -> int:
+    """Return the newest version that a run has reported; 0 before the first one."""
+    return max((line["step"] for line in MetricsFile(folder).read()), default=0)

@@ -1,0 +1,76 @@
+"""`stretto run --supervise`: the next kernel after one that was killed, and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fixture_types import Start
+
+
+def kernel_of(run: Any) -> psutil.Process:
+    """The kernel's process, a child of the supervisor."""
+    return run.until(lambda: next(iter(psutil.Process(run.process.pid).children()), None))
+
+
+@pytest.mark.slow
+def test_a_killed_kernel_is_followed_by_the_next_one(start: Start) -> None:
+    run = start("--supervise", "steps=14", "checkpoint.every=2")
+    for step in (3, 8):
+        run.until_step(step)
+        kernel_of(run).kill()
+    run.assert_completed(14)
+    assert run.text().count("the kernel was killed by SIGKILL at version ") == 2
+    run.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_a_kernel_that_is_killed_again_and_again_is_given_up(start: Start) -> None:
+    run = start("--supervise", "steps=100", "checkpoint.every=2")
+    run.until_step(3)
+    for number in range(1, 5):
+        kernel_of(run).kill()
+        if number < 4:
+            run.until(lambda number=number: run.text().count("the kernel was killed") == number)
+    assert run.end() == 128 + signal.SIGKILL
+    assert "times without a new step: stretto resume" in run.text()
+
+
+def test_a_signal_reaches_the_run_once(start: Start) -> None:
+    """So it finishes its step; two would end it at once."""
+    run = start("--supervise", "steps=100")
+    run.until_step(2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 130
+    assert run.summary()["reason"] == "SIGTERM"
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_the_run_once(start: Start, tmp_path: Path) -> None:
+    """The terminal sends it to supervisor and kernel."""
+    start("steps=1").assert_completed(1)
+    [file], folder = tmp_path.glob("*.yaml"), tmp_path / "by-hand"
+    command = [sys.executable, "-m", "stretto", "run", str(file), "steps=100", f"out={folder}", "--supervise"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(command[0], command)
+    shown, interrupted, metrics = b"", False, folder / "metrics.jsonl"
+    with suppress(OSError):  # the terminal's end
+        while data := os.read(terminal, 4096):
+            shown += data
+            if not interrupted and metrics.exists() and metrics.read_text().count("\n") > 2:
+                os.write(terminal, b"\x03")
+                interrupted = True
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 130, shown.decode(errors="replace")[-3000:]
+    assert interrupted
+    assert json.loads((folder / "summary.json").read_text())["reason"] == "SIGINT"
