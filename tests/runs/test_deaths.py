@@ -8,6 +8,7 @@ import shutil
 import signal
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from commands import stretto
 from fixture_types import Start
 from run_files import TestedRun
+from stretto.bus.messages.events import StepTrained, VersionPublished, WeightsServed
 from worlds import in_both_worlds, in_simulation, module_in_both_worlds
 
 
@@ -108,6 +110,26 @@ def test_a_trainer_that_ends_too_often_ends_the_run_which_can_be_resumed(
     assert "trainer-0 ended 1 times (launcher.max_restarts=0), at last with" in run.summary()["reason"]
     run.assert_balanced()
     run.assert_nothing_is_left()
+
+
+@in_simulation
+def test_engines_do_not_notice_that_a_trainer_is_replaced(start: Start) -> None:
+    """No version is announced or trained twice, and no engine swaps to weights that it has."""
+    run = start("steps=14", "checkpoint.every=5", "inference.replicas=2")
+    run.until_step(8)
+    run.until(lambda: run.worker("trainer-0")).kill()
+    summary = run.assert_completed(14)
+    [recovery] = summary["recoveries"]
+    assert (recovery["lost"], recovery["how"]) == ("trainer-0", "killed by signal 9")
+    assert recovery["repeated"] == recovery["version"] - 5
+    events = run.journal()
+    published = Counter(event.version for event in events if isinstance(event, VersionPublished))
+    trained = Counter(event.version for event in events if isinstance(event, StepTrained))
+    assert published == trained == Counter(range(1, 15))
+    served = Counter(
+        (event.worker, event.version, event.exact) for event in events if isinstance(event, WeightsServed)
+    )
+    assert set(served.values()) == {1}
 
 
 @pytest.mark.slow

@@ -121,7 +121,11 @@ class TrainerReplacement:
         folder, state = self._checkpointer.newest()
         rounds = self._scheduler.evaluation
         needed = tuple(note for note in state.needed if note.version in rounds.needed_versions)
-        for note in await self._trainers.load(folder, state.version, needed):
+        notes = await self._trainers.load(folder, state.version, needed)
+        if folder is not None and notes[-1].digest != state.digest:
+            self._begin_again(f"the checkpoint of version {state.version} has other weights than were saved")
+            return None
+        for note in notes:
             self._remember(note)
         version = state.version
         while version < self._steps.reached:

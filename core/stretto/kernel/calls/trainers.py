@@ -102,7 +102,7 @@ class Trainers:
         self._present = anyio.Event()
         """Set while no trainer is lost."""
         self._present.set()
-        self._work = set[anyio.CancelScope]()
+        self._work: list[anyio.CancelScope] = []
 
     # ------------------------------------------------------------------------------------- losses
 
@@ -126,7 +126,7 @@ class Trainers:
         """
         if self._present.is_set():
             with anyio.CancelScope() as scope:
-                self._work.add(scope)
+                self._work.append(scope)
                 try:
                     return await work()
                 except BusError:
@@ -134,7 +134,7 @@ class Trainers:
                         await anyio.sleep(NOTICED_S)
                     raise
                 finally:
-                    self._work.discard(scope)
+                    self._work.remove(scope)
         raise TrainersLost("a trainer was lost")
 
     def lose(self) -> None:

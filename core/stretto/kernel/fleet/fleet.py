@@ -105,6 +105,8 @@ class Fleet:
         """Load figures of the heartbeats since the last call of `load_figures`."""
         self._lasting: set[str] = set()
         """Workers that did enough since their start that the count of their restarts begins again."""
+        self._hanging: set[str] = set()
+        """Workers whose processes are stopped because they hang."""
         self._given_up: set[str] = set()
         """Workers that said that a restart would fail in the same way. The fleet does not restart them."""
         self._launching = anyio.Lock()
@@ -254,10 +256,12 @@ class Fleet:
             self._lose(member.worker, why)
 
     async def end_all(self, role: Role) -> None:
-        """End the processes of all workers of a role at once. They start again."""
+        """End the processes of all workers of a role at once, except those that hang, which end in a moment.
+        They start again."""
         async with anyio.create_task_group() as tasks:
             for worker in self.started(role):
-                tasks.start_soon(self._kill, worker, self._handles[worker], 0)
+                if worker not in self._hanging:
+                    tasks.start_soon(self._kill, worker, self._handles[worker], 0)
 
     def lasts(self, role: Role) -> None:
         """Begin the count of restarts again, for all workers of a role: they did what they are for."""
@@ -396,15 +400,17 @@ class Fleet:
                         how = f"its event loop stood still for {member.blocked_s:.0f} s"
                     else:
                         continue
-                    self._lose(member.worker, how)
                     if handle := self._handles.get(member.worker):
+                        self._hanging.add(member.worker)
                         tasks.start_soon(self._end_hanging, member.worker, handle)
+                    self._lose(member.worker, how)
 
     async def _end_hanging(self, worker: str, handle: Handle) -> None:
         """Stop a process after it has written the stacks of its threads."""
         await handle.dump_stacks()
         await anyio.sleep(_STACKS_S)
         await self._kill(worker, handle, 0)
+        self._hanging.discard(worker)
 
     def _lose(self, worker: str, how: str) -> None:
         member = self.members.get(worker)
