@@ -399,6 +399,19 @@ def _in_turn(ranks: int, rank: int, number: int) -> bool:
     return number % ranks == rank
 
 
+@pytest.mark.parametrize("head", ["policy", "value"])
+def test_tensors_are_aligned_in_memory_however_they_are_in_a_file(
+    tiny_models: Models, tmp_path: Path, head: Head
+) -> None:
+    """Else a step that is repeated from a checkpoint may give other bits."""
+    engine = engine_of(tiny_models("qwen2"), head=head)
+    engine.save(tmp_path)
+    for folder in (None, tmp_path):
+        engine.load(folder)
+        tensors = dict(engine._model.named_parameters())
+        assert [name for name, tensor in tensors.items() if tensor.data_ptr() % 64] == []
+
+
 def test_a_folder_that_cannot_be_written_is_an_os_error(tiny_models: Models, tmp_path: Path) -> None:
     (tmp_path / "model").write_text("in the way")
     with pytest.raises(OSError, match="cannot be written"):

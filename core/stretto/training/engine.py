@@ -73,6 +73,8 @@ __all__ = ["HFTraining"]
 
 # The prefix that peft gives to the names of tensors in a model that it has wrapped.
 _PEFT_PREFIX = "base_model.model."
+# Bytes. torch aligns tensors on the CPU so.
+_ALIGNMENT = 64
 
 
 class HFTraining:
@@ -186,6 +188,7 @@ class HFTraining:
         if source is None:
             raise EngineError(f"the {config.use} engine needs a model: give `model` in the run file")
         model, self._packing = load_model(source, config, self._head, self._layout.staging)
+        _align(model)
         self._reads_images = reads_images(model.config)
         self._names_in_files = names_in_files(model, self._initial)
         if self._reads_images and self._layout.parts > 1:
@@ -508,6 +511,14 @@ class _Statistics:
             for name, value in maxima.items():
                 result[name] = max(value, result.get(name, -math.inf))
         return result
+
+
+def _align(model: nn.Module) -> None:
+    """Move the tensors of a model that lie in the mapping of a file into memory that torch allocates. The
+    same numbers at another alignment may give other bits, and a checkpoint's file has another one."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % _ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def _blank_image(model: str) -> Batch:
