@@ -408,7 +408,8 @@ def test_tensors_are_aligned_in_memory_however_they_are_in_a_file(
     engine.save(tmp_path)
     for folder in (None, tmp_path):
         engine.load(folder)
-        tensors = dict(engine._model.named_parameters())
+        model: Any = engine._model  # pyright: ignore[reportPrivateUsage]
+        tensors = dict(model.named_parameters())
         assert [name for name, tensor in tensors.items() if tensor.data_ptr() % 64] == []
 
 
