@@ -65,9 +65,6 @@ class Steps:
         self._engine_errors = EngineErrors()
         self._ended = anyio.Event()
         """Set by the end of each step."""
-        self._published = anyio.Event()
-        """The newest version is published, in the journal, and announced."""
-        self._published.set()
         engines.on_swapped = self._engine_errors.add
 
     def begin(self, note: WeightsNote) -> None:
@@ -79,7 +76,7 @@ class Steps:
         """Wait until no batch is trained, and the newest version is announced."""
         while self._scheduler.training:
             await self._ended.wait()
-        await self._published.wait()
+        await self._engines.announced(self.reached)
 
     async def take(self, start: StartBatch) -> None:
         """Train a batch, announce the new weights, and write a checkpoint if one is due.
@@ -109,8 +106,7 @@ class Steps:
         measure = partial(self._meter.measure, start, result, waits, busy_s, divergence)
         self._hear(StepTrained(version, due, divergence, bool(result.skipped)), measure)
         if note is None:
-            self._published = anyio.Event()
-            self._tasks.start_soon(self._publish_beside, version, self._published)
+            self._tasks.start_soon(self._publish_beside, version)
         else:
             self._engines.announce(note)
         self._ended.set()
@@ -150,7 +146,7 @@ class Steps:
                 figures.append(await self._engines.busy_s())
 
         result = await self._trainers.step(self._journal.incarnation, start.version, rows, ahead, trace)
-        await self._published.wait()
+        await self._engines.announced(start.version)
         with one_error():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(ask_engines)
@@ -163,8 +159,7 @@ class Steps:
         self._journal.hear(VersionPublished(self._journal.incarnation, note.version, note.digest))
         await self._journal.flush()
 
-    async def _publish_beside(self, version: int, published: anyio.Event) -> None:
+    async def _publish_beside(self, version: int) -> None:
         note = await self._trainers.attempt(partial(self._trainers.published, version))
         await self._note(note)
         self._engines.announce(note)
-        published.set()

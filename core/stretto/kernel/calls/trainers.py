@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -106,17 +107,17 @@ class Trainers:
 
     # ------------------------------------------------------------------------------------- losses
 
-    async def until_present(self) -> None:
-        """Wait while trainers are replaced."""
-        await self._present.wait()
-
     async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do work with the trainers, and do it again from its beginning if one is lost meanwhile, with those
         that take their place."""
+        return await self.until_not_lost(partial(self.once, work))
+
+    async def until_not_lost(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do what raises `TrainersLost` if a trainer is lost, until it does not."""
         while True:
-            await self.until_present()
+            await self._present.wait()
             with suppress(TrainersLost):
-                return await self.once(work)
+                return await work()
 
     async def once(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do work with the present trainers.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -129,11 +129,9 @@ class Checkpointer:
         version = self._setup.scheduler.version
         for pause_s in (*_PAUSES_S, None):
             try:
-                while True:
-                    await self._trainers.until_present()
-                    with suppress(TrainersLost):
-                        await self._write(name or self._name(version), anyio.Event(), note)
-                        return
+                write = partial(self._write, name or self._name(version), anyio.Event(), note)
+                await self._trainers.until_not_lost(write)
+                return
             except (OSError, BusError) as error:
                 log.error("checkpoint failed", version=version, error=str(error))
                 if pause_s is None:

@@ -137,7 +137,6 @@ class TrainerWorker:
         self._rendezvous = await self._meeting_place()
         for model in self._group.models:
             self._engines[model] = await self._thread.run(self._make_engine, model)
-        self._trained_models = sum(self._graph.models[name].trainable for name in self._engines)
         config, wire = context.composed.config, BusWire(context)
         sampling = self._graph.samples or config.evaluation is not None
         if self._leads:
@@ -327,14 +326,14 @@ class TrainerWorker:
 
     async def _copy(self, message: Save, folder: str) -> list[Callable[[], object]]:
         """Copy the state of this rank's models, or write it. Return what writes the copies."""
-        room = int(self._context.composed.config.checkpoint.copy_gb * 1e9)
+        trained = [name for name in self._engines if self._graph.models[name].trainable]
+        room = int(self._context.composed.config.checkpoint.copy_gb * 1e9) // max(1, len(trained))
         writes: list[Callable[[], object]] = []
-        for name, engine in self._engines.items():
-            if self._graph.models[name].trainable:
-                of_model = model_folder(Path(folder), name, self._graph)
-                of_model.mkdir(parents=True, exist_ok=True)
-                write = await self._thread.run(engine.save, of_model, room // self._trained_models)
-                writes += [write] if write else []
+        for name in trained:
+            of_model = model_folder(Path(folder), name, self._graph)
+            of_model.mkdir(parents=True, exist_ok=True)
+            write = await self._thread.run(self._engines[name].save, of_model, room)
+            writes += [write] if write else []
         if self._leads and self._rank == 0 and isinstance(self._algorithm, Stateful):
             Path(folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
         if self._publication is not None:
