@@ -34,6 +34,7 @@ from stretto.models.digest import bytes_hash, digest_of
 from stretto.serving.config import ServerEngineConfig, flags
 from stretto.serving.engine import ServerEngine
 from stretto.serving.server import Server, ServerCommand
+from stretto.serving.streams import Ask, StreamChunk
 from stretto.weights import WeightsNote
 from stretto_sglang import SglangConfig
 from stretto_sglang.checksums import Checksums
@@ -332,6 +333,26 @@ async def test_an_abort_reaches_the_server(tmp_path: Path) -> None:
         assert set(answers.finish.values()) == {"abort"}
         server = engine._current_server()  # pyright: ignore[reportPrivateUsage]
         assert (await server.get("/state", deadline_s=5))["running"] == []
+
+
+async def test_tokens_that_arrived_before_an_abort_do_not_follow_the_last_chunk(tmp_path: Path) -> None:
+    """A cancelled stream yields once more: its data had arrived, so the cancellation comes only later."""
+    async with started(tmp_path) as (engine, answers):
+
+        async def stream(server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
+            yield StreamChunk([1], [-0.0])
+            await until(lambda: answers.tokens.get(("a", 0)) == [1])
+            engine.abort("a")
+            with anyio.CancelScope(shield=True):
+                await until(lambda: ("a", 0) in answers.finish)
+            yield StreamChunk([2], [-0.0])
+
+        engine.stream = stream
+        await engine.swap(Update(tmp_path / "weights", 0))
+        engine.generate(request("a"))
+        await until(lambda: ("a", 0) in answers.finish and engine.load().running == 0)
+        assert engine.load().generated_tokens == 1
+        assert (answers.tokens["a", 0], answers.finish["a", 0]) == ([1], "abort")
 
 
 async def test_begun_answers_go_on_and_wrong_requests_are_answered(tmp_path: Path) -> None:

@@ -378,8 +378,9 @@ class StreamQueue:
         async with aclosing(self._streams.stream(server, ask)) as pieces:
             async for piece in pieces:
                 ended = ended or bool(piece.finish)
-                self._take(sample, piece, stops)
-                if sample.finish and not ended:
+                if not sample.ended:  # a cancelled stream may still yield what it had received
+                    self._take(sample, piece, stops)
+                if sample.ended and not ended:
                     return False
         if not ended:
             raise ServerLost("a stream ended without a finish")

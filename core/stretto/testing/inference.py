@@ -457,10 +457,11 @@ class InferenceConformance(SwapTests, ComponentConformance):
         assert min(shares) <= 0.1, f"time to the first chunk, as shares of the answer's time: {shares}"
 
     def test_figures_add_up(self, served: ServedEngine) -> None:
-        """With more samples than slots, from the request to the end."""
+        """With more samples than slots, from the request to the end. The answers are long enough to be seen
+        under way."""
         idle = served.load()
         assert (idle.version, idle.running, idle.waiting) == (served.version, 0, 0)
-        query = request(n=idle.slots + 4, max_tokens=60)
+        query = request(n=idle.slots + 4, max_tokens=400)
         start = time.monotonic()
         served.ask(query)
         served.until_load(lambda load: load.running + load.waiting == idle.slots + 4)
@@ -469,8 +470,8 @@ class InferenceConformance(SwapTests, ComponentConformance):
         samples = served.finished(query)
         final = served.until_load(lambda load: load.running == load.waiting == 0)
         took = time.monotonic() - start
-        assert all(len(sample.tokens) == 60 for sample in samples)
-        assert final.generated_tokens - idle.generated_tokens == 60 * (idle.slots + 4)
+        assert all(len(sample.tokens) == 400 for sample in samples)
+        assert final.generated_tokens - idle.generated_tokens == 400 * (idle.slots + 4)
         assert 0 < final.busy_s - idle.busy_s <= took
         assert idle.busy_s <= full.busy_s <= final.busy_s
 
