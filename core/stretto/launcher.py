@@ -16,10 +16,13 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 
+from stretto.base.former_process import UNKNOWN_STATUS
 from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt, Problem, Share
 
 __all__ = [
     "ROLES",
+    "UNKNOWN_STATUS",
+    "AdoptingLauncher",
     "ClusterLauncher",
     "ForkingLauncher",
     "Forks",
@@ -119,8 +122,8 @@ class Handle(Protocol):
         ...
 
     async def wait(self) -> int:
-        """Wait until the process has ended and return its exit status; negative for a signal. May be called
-        more than once."""
+        """Wait until the process has ended and return its exit status; negative for a signal, and
+        `UNKNOWN_STATUS` if nobody can know it. May be called more than once."""
         ...
 
     async def stop(self, grace_s: float) -> None:
@@ -147,6 +150,21 @@ class Launcher(Protocol):
         Raises:
             LaunchError: if a job cannot be started; the launcher first stops the jobs that it started before.
         """
+        ...
+
+
+@runtime_checkable
+class AdoptingLauncher(Protocol):
+    """A launcher whose workers outlive the kernel, so that the next kernel of the run can take them over."""
+
+    def record(self, worker: str) -> str:
+        """Return how a later launcher finds the process of a worker that this one has started or adopted. The
+        run's folder keeps the text."""
+        ...
+
+    def adopt(self, job: Job, record: str) -> Handle | None:
+        """Take over the worker that a former launcher has started for this job, as if this one had. Return
+        None if its process is gone."""
         ...
 
 

@@ -295,14 +295,19 @@ def test_the_guard_ends_the_server_when_the_kernel_was_killed(tmp_path: Path) ->
     assert len(gone) == 2, alive
 
 
-async def test_a_kernel_that_takes_over_finds_nothing_of_the_former(tmp_path: Path) -> None:
+async def test_a_kernel_that_takes_over_uses_the_formers_server(tmp_path: Path) -> None:
+    """Its workers are connected to it. With other values of the bus, there is another server."""
     lock = lock_run(tmp_path / "bus")
     first = await NatsServer.start(tmp_path / "bus", "r", BusConfig(), tmp_path)
-    former = psutil.Process(server_pid(tmp_path))
+    former, login = psutil.Process(server_pid(tmp_path)), (tmp_path / "bus" / "rollout.json").read_bytes()
     second = await NatsServer.start(tmp_path / "bus", "r", BusConfig(), tmp_path)
+    assert (second.url, server_pid(tmp_path)) == (first.url, former.pid)
+    assert (tmp_path / "bus" / "rollout.json").read_bytes() == login
+    third = await NatsServer.start(tmp_path / "bus", "r", BusConfig(max_payload_mb=16), tmp_path)
     assert not former.is_running()
+    assert isinstance(first.process, subprocess.Popen)
     assert first.process.wait(5) is not None
-    await second.stop()
+    await third.stop()
     lock.close()
 
 

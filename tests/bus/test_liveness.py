@@ -30,7 +30,7 @@ from stretto.bus.lock import KernelLock
 from stretto.bus.messages.base import Message, Refusal
 from stretto.bus.messages.events import KernelLease
 from stretto.bus.messages.inference import AskLoad, LoadReport
-from stretto.bus.messages.membership import SERVER, Beacon, Heartbeat, Join, Leaving
+from stretto.bus.messages.membership import SERVER, Beacon, Dismissal, Heartbeat, Join, Leaving
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.training import EndStep, StepEnded
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run, restart_server
@@ -538,13 +538,18 @@ async def test_a_process_of_a_former_kernel_hears_no_request_to_its_successor(
     assert heard == ["present"]
 
 
-def test_a_worker_leaves_when_a_later_kernel_owns_the_run() -> None:
+def test_a_worker_works_for_a_later_kernel_when_that_has_welcomed_it() -> None:
     no_bus: Any = None
     context = WorkerContext(
         no_bus, Subjects("r"), "rollout-0", "rollout", "n", welcome("r", 1), HostProcess()
     )
     context.receive_beacon(Beacon(1, "running"))
     assert not context.leave.is_set()
-    context.receive_beacon(Beacon(2, "running"))  # that kernel has workers of its own
+    context.receive_beacon(Beacon(2, "running"))
+    assert context.has_successor.is_set()
+    context.receive_dismissal(Dismissal(2))
+    assert not context.leave.is_set(), "the later kernel does not know this process yet"
+    context.welcome(welcome("r", 2))
+    assert not context.has_successor.is_set()
+    context.receive_dismissal(Dismissal(2))
     assert context.leave.is_set()
-    assert context.reason == "another kernel owns the run now"

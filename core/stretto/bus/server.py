@@ -7,7 +7,6 @@ A server that other machines can reach has TLS, and each role a certificate of i
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -25,14 +24,16 @@ from typing import IO, Any
 
 import anyio
 import msgspec
+import psutil
 import structlog
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from stretto.base import clock
+from stretto.base.former_process import FormerProcess
 from stretto.base.private_file import write_private
 from stretto.bus import guard
 from stretto.bus.listening import Listening, listening, url_host
-from stretto.bus.lock import KernelLock
+from stretto.bus.lock import KernelLock, await_lock
 from stretto.bus.messages.base import Party
 from stretto.bus.messages.subjects import WORKER_VERBS, Subjects
 from stretto.bus.payloads import with_parts
@@ -161,24 +162,15 @@ def lock_run(folder: Path) -> IO[str]:
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = (folder / "kernel.lock").open("a+")
+        file = await_lock(folder / "kernel.lock")
+    except BlockingIOError:
+        owner = (folder / "kernel.lock").read_text().strip() or "another process"
+        raise ConfigError(
+            f"the run in {folder.parent} is owned by {owner}: nothing was changed; wait for its end, or "
+            "stop it"
+        ) from None
     except OSError as error:
         raise ConfigError(f"the run's folder {folder.parent} cannot be written: {error}") from error
-    deadline = clock.now() + 1  # a guard holds the lock for an instant, to see whether it is free
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if clock.now() > deadline:
-                file.seek(0)
-                owner = file.read().strip() or "another process"
-                file.close()
-                raise ConfigError(
-                    f"the run in {folder.parent} is owned by {owner}: nothing was changed; wait for its end, "
-                    "or stop it"
-                ) from None
-            time.sleep(0.01)
     file.truncate(0)
     file.write(f"pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
@@ -258,7 +250,7 @@ class NatsServer:
     folder: Path
     command: list[str]
     """Starts the guard."""
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | FormerProcess
     """The guard."""
 
     @classmethod
@@ -266,7 +258,8 @@ class NatsServer:
         cls, folder: Path, run: str, config: BusConfig, logs: Path, cleaner: Sequence[str] = ()
     ) -> NatsServer:
         """Start a server with its store in `folder`, and write the bootstrap files. It listens on a free port
-        of loopback, unless `bus.listen` says otherwise.
+        of loopback, unless `bus.listen` says otherwise. If that of a former kernel still runs, and would be
+        the same, use it: workers of that kernel are connected to it.
 
         Args:
             cleaner: command that the guard runs at its end if the kernel is gone.
@@ -277,7 +270,15 @@ class NatsServer:
                 if no address is known by which other machines reach it.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        await _end_former(folder / "guard.pid")
+        command = [sys.executable, guard.__file__, binary(), str(folder / "nats.conf")]
+        command += [str(folder / "kernel.lock"), str(config.grace_s), *cleaner]
+        former = _former_guard(folder / "guard.pid")
+        if former is not None:
+            is_same = former.command == command and not former.stands_still
+            if is_same and (url := await _as_before(folder, run, config)) is not None:
+                log.info("nats-server lives on", url=url)
+                return cls(url, folder, command, former)
+            await _end_former(former, folder / "guard.pid")
         place = _with_port(listening(config))
         passwords = {user: secrets.token_urlsafe(24) for user in (*_PARTIES, STORE)}
         has_tls = place.public and not config.insecure
@@ -307,8 +308,6 @@ class NatsServer:
                 tls=identities.get(party),
                 **(store if party == "kernel" else {}),
             )
-        command = [sys.executable, guard.__file__, binary(), str(folder / "nats.conf")]
-        command += [str(folder / "kernel.lock"), str(config.grace_s), *cleaner]
         server = cls(near, folder, command, _start_guard(folder, command))
         try:
             await server._until_ready(place, run)
@@ -389,22 +388,46 @@ def _start_guard(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
         )
 
 
-async def _end_former(pid_file: Path) -> None:
-    """Stop the guard and the server of a previous kernel, without waiting for the end of the grace time."""
-    if not pid_file.exists():
-        return
-    pid = pid_file.read_text().strip()
-    listing = await anyio.run_process(["ps", "-ww", "-o", "args=", "-p", pid], check=False)
-    if guard.__file__.encode() in listing.stdout:
-        os.kill(int(pid), signal.SIGTERM)
-        with anyio.move_on_after(_GUARD_END_S) as waiting:
-            while pid_file.exists():
-                await anyio.sleep(0.02)
-        if waiting.cancelled_caught:
-            log.warning("the previous guard hangs and is killed", pid=pid)
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)  # the next guard ends its server, if that is left
+def _former_guard(pid_file: Path) -> FormerProcess | None:
+    """Return the guard of a former kernel, if it runs."""
+    with suppress(OSError, ValueError, psutil.NoSuchProcess):
+        former = FormerProcess(int(pid_file.read_text()))
+        if guard.__file__ in former.command:
+            return former
     pid_file.unlink(missing_ok=True)  # a killed guard leaves its file
+    return None
+
+
+async def _end_former(former: FormerProcess, pid_file: Path) -> None:
+    """Stop the guard and the server of a former kernel, without waiting for the end of the grace time."""
+    former.terminate()
+    with anyio.move_on_after(_GUARD_END_S) as waiting:
+        while pid_file.exists():
+            await anyio.sleep(0.02)
+    if waiting.cancelled_caught:
+        log.warning("the previous guard hangs and is killed", pid=former.pid)
+        former.kill()  # the next guard ends its server, if that is left
+    pid_file.unlink(missing_ok=True)
+
+
+async def _as_before(folder: Path, run: str, config: BusConfig) -> str | None:
+    """Return the address of the server of a former kernel, if it answers and is as a new one would be, but
+    for its port, credentials and certificates."""
+    place = listening(config)
+    try:
+        kept = {party: Bootstrap.read(folder / f"{party}.json") for party in _PARTIES}
+        kernel = kept["kernel"]
+        port = int(kernel.url.rpartition(":")[2])
+        passwords = {party: each.password for party, each in kept.items()} | {STORE: kernel.store_password}
+        has_tls = place.public and not config.insecure
+        place = replace(place, port=place.port or port)
+        wanted = _configuration(folder, run, place, config.max_payload_mb, passwords, tls=has_tls)
+        same = (folder / "nats.conf").read_text() == wanted
+    except (OSError, ValueError, ConfigError):
+        return None
+    if not same or (kernel.outage_s, kernel.grace_s) != (config.outage_s, config.grace_s):
+        return None
+    return kernel.url if await _server_name(place.near, place.port) == run else None
 
 
 def binary() -> str:

@@ -37,7 +37,7 @@ from stretto.kernel.contexts import TraceContexts
 from stretto.kernel.durable.checkpoint import checkpoints_in
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter, newest_epoch, own_journal
-from stretto.kernel.durable.recovery import Recovered, Stored
+from stretto.kernel.durable.recovery import Living, Recovered, Stored
 from stretto.kernel.durable.resumption import Resumption
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.admission import Admission
@@ -80,6 +80,8 @@ _RECORD_S = 2.0
 """Deadline for the last event. If it is not stored, a resume ends the run for the same reason once more."""
 _LOOK_S = 5.0
 """Deadline for the look whether another kernel owns the run."""
+_JOIN_AGAIN_S = 15.0
+"""Trainers of a former kernel have this many seconds to join again and to say which weights they have."""
 _ATTEMPTS_PER_KERNEL = 1000
 """A resumed kernel numbers the attempts of its tickets from its lease epoch times this number."""
 
@@ -219,9 +221,10 @@ class Kernel:
         self._journal.hear(KernelBegan(self._lease_epoch, version, self._facts.wall_s))
         await self._journal.flush()  # observers may refuse the run's files
         self._facts.begun = True
+        if self._resumption is not None and self._setup.replays is None:
+            await self._fleet.adopt(self._setup.workers, self._tasks)  # before they hear of this kernel
+            self._admission.trainers_may_end = self._fleet.has_former_trainers
         self._tasks.start_soon(self._beacons)
-        self._tasks.start_soon(self._routes.send_changes)
-        self._tasks.start_soon(self._routes.refresh)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(watch_bus, self._setup, self._bus, self._ending)
         self._tasks.start_soon(watch_store, self._setup, self._bus, self._ending)
@@ -255,13 +258,16 @@ class Kernel:
 
     async def _begin(self, stored: Stored | None) -> None:
         """Wait for the workers, load the weights or repeat the journal, and issue the first tickets."""
+        living: Living | None = None
+        if self._admission.trainers_may_end and stored is not None:
+            living = await self._living_trainers(stored)
         nonces = await self._admission.until_trainers_ready()
         self._trainers.nonces = nonces
         first = self._trainers.placement.lead.workers[0]
         self._engines.trainer = WorkerProcess(first, nonces[first])
         recovered: Recovered | None = None
         if self._resumption is not None and stored is not None:
-            recovered = await self._resumption.repeat(stored)
+            recovered = await self._resumption.repeat(stored, living)
         notes = recovered.notes if recovered else await self._trainers.load(None, 0)
         if self._ending.over.is_set():
             return
@@ -277,14 +283,37 @@ class Kernel:
         self._facts.note = "waiting for all workers"
         await self._admission.until_all_callable()
         await self._samples.until_followed()
+        # Not before: workers of a former kernel would leave the engines that do not serve this one yet.
+        self._tasks.start_soon(self._routes.send_changes)
+        self._tasks.start_soon(self._routes.refresh)
         self._facts.note = ""
         self._facts.started = True
         self._tasks.start_soon(self._replacement.run)
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._setup.waits.begin()
-        self._hear(ScheduleStarted())
+        held = self._fleet.held()
+        if recovered is not None and recovered.is_exact:
+            self._hear(ScheduleStarted(held))
+        else:  # their tokens may be those of weights that do not exist any more
+            self._hear(ScheduleStarted())
+            for each in held:
+                await self._tickets.withdraw(each.purpose, each.ticket, each.attempt)
         if self._config.elastic.ranges():
             self._tasks.start_soon(self._scaler.follow)
+
+    async def _living_trainers(self, stored: Stored) -> Living | None:
+        """Return the state of the former kernel's trainers. If they cannot go on, end them."""
+        assert self._resumption is not None
+        living: Living | None = None
+        with anyio.move_on_after(_JOIN_AGAIN_S), suppress(BusError):
+            self._trainers.nonces = await self._admission.until_trainers_ready()
+            living = await self._resumption.living(stored)
+        if living is None:
+            log.info("the trainers start again: they cannot go on")
+            self._fleet.lose_all("trainer", "it cannot go on")
+            await self._fleet.end_all("trainer")
+        self._admission.trainers_may_end = False
+        return living
 
     # -------------------------------------------------------------------------------------- the end
 

@@ -104,6 +104,7 @@ class RunSetup:
             self.logs,
             assembly.imports_of,
             max_restarts=config.launcher.max_restarts,
+            values=values,
         )
         self.facts = RunFacts(self.fleet, resumed[1] if resumed else None)
         self.waits = Waits(sampled=self.graph.samples)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 
 from stretto import tracing
@@ -115,10 +116,16 @@ class Steps:
             await self._checkpointer.save()
             self._hear(BatchesReleased(), None)
 
-    def report(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
-        """Record the figures of a repeated step."""
+    def report(
+        self, start: StartBatch, result: StepResult | StepMeasured | None, divergence: float | None
+    ) -> None:
+        """Record a step of a former kernel: with new figures if it was repeated, else with the known ones."""
         self._record(start)
-        self._journal.hear(self._meter.measure(start, result, (), 0.0, divergence, repeated=True))
+        if isinstance(result, StepResult):
+            self._journal.hear(self._meter.measure(start, result, (), 0.0, divergence, repeated=True))
+        elif result is not None:  # what the workers did since the start of the former kernel does not count
+            known = {"known": True, "generate_busy_s": 0.0, "verify_busy_s": 0.0}
+            self._journal.hear(msgspec.structs.replace(result, **known))
 
     # ----------------------------------------------------------------------------------- private
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -79,7 +80,11 @@ class Report:
         self._began = 0.0
         """Unix time at which the run would have begun, had it run without a break."""
         self._evaluated: set[int] = set()
-        """Versions whose evaluations have a line."""
+        """Versions with a line of an evaluation."""
+        self._steps: set[int] = set()
+        """Steps with a line."""
+        self._newest = 0
+        """The largest version of a line."""
         self._first_ticket = 0.0
         """Unix time; 0 before the first ticket."""
         self._steady: list[tuple[float, float, float]] = []
@@ -112,10 +117,13 @@ class Report:
             RunError: if the metrics cannot be written.
         """
         match event:
-            case KernelBegan(_, version, wall_s):
+            case KernelBegan(_, _, wall_s):
                 self._kernel_began, self._began = time, time - wall_s
-                self._begin(version)
-            case RunOwned() | RunEnded():
+                self._begin()
+            case RunOwned(_, version):
+                self._cut_after(version)
+                self._recall(time)
+            case RunEnded():
                 self._recall(time)
             case ScheduleStarted():  # the times of repeated steps no longer count
                 self._first_ticket = time
@@ -128,7 +136,10 @@ class Report:
                 self._drifts.add(event)
             case TrainersReplaced():
                 self._replaced.append(event)
-            case StepMeasured():
+            case StepMeasured(version, known=True) if version in self._steps:
+                self._continue_to(version)
+            case StepMeasured(version):
+                self._cut_after(version - 1)
                 self._step(time, event)
                 self._recovered(time)
             case EvaluationEnded(result):
@@ -140,20 +151,35 @@ class Report:
 
     def _continue(self, version: int, evaluations: Sequence[Evaluation]) -> None:
         """Take in what is known of a run that continues from a version."""
-        self.version = version
         for evaluation in evaluations:
             self.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
+        self._continue_to(version)
+
+    def _continue_to(self, version: int) -> None:
+        """Take in the lines of the steps up to a version."""
         for line in self._metrics.read():
-            if line["step"] <= version and not is_evaluation(line):
+            if self.version < line["step"] <= version and not is_evaluation(line):
                 self.adviser.step(line)
                 self._draw(line)
+        self.version = version
 
-    def _begin(self, version: int) -> None:
-        """Begin to change the run's files. The lines after a version go aside, because their steps are
-        repeated or lost. The previous kernel's summary goes."""
-        self._metrics.cut_after(version)
-        self._evaluated = {line["step"] for line in self._metrics.read() if is_evaluation(line)}
+    def _begin(self) -> None:
+        """Begin to change the run's files. A broken last line goes aside, and the previous kernel's summary
+        goes."""
+        self._metrics.cut_after(sys.maxsize)
+        lines = self._metrics.read()
+        self._evaluated = {line["step"] for line in lines if is_evaluation(line)}
+        self._steps = {line["step"] for line in lines if not is_evaluation(line)}
+        self._newest = max((line["step"] for line in lines), default=0)
         (self._folder / "summary.json").unlink(missing_ok=True)
+
+    def _cut_after(self, version: int) -> None:
+        """Put the lines after a version aside, because their steps are repeated or lost."""
+        if self._newest > version:
+            self._newest = version
+            self._metrics.cut_after(version)
+            self._steps = {step for step in self._steps if step <= version}
+            self._evaluated = {step for step in self._evaluated if step <= version}
 
     def _step(self, time: float, step: StepMeasured) -> None:
         """Report a complete step: write its line and log it."""
@@ -196,6 +222,8 @@ class Report:
         self._advise()
         self._note_skipped(step.skipped)
         self._metrics.append(_finite(self.last))
+        self._steps.add(step.version)
+        self._newest = step.version
         shown = {key: self.last[key] for key in _SHOWN if key in self.last}
         log.info("step", **shown, waits=describe_waits(self.last))
 

@@ -108,7 +108,7 @@ class Timeline:
                 yield CallSpan(now, began, group, call, version, seconds)
             case WeightsServed(began, worker, version, exact):
                 yield SwapSpan(now, began, worker, version, round(event.pause_s, 4), exact)
-            case StepMeasured(version, _, began):
+            case StepMeasured(version, _, began, known=False):
                 yield StepSpan(now, began, version, event.waits, event.tickets)
             case EvaluationEnded(result):
                 start = self._evaluation_began.pop(result.version, now)

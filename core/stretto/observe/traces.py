@@ -54,7 +54,7 @@ class RunTraces:
                 self._batches[version + 1] = {row.group: row.attempt for row in rows}
             case StepMeasured(version, repeated):
                 batch = self._batches.pop(version, {})
-                if not repeated:
+                if not repeated and not event.known:
                     self._trained(event, batch)
             case TicketsRetired(tickets):
                 for ticket in tickets:

@@ -346,11 +346,10 @@ def _full_disk(folder: Path, reason: str) -> str:
 @asynccontextmanager
 async def served(setup: RunSetup) -> AsyncGenerator[None]:
     """Run the bundled server for the duration of the block, unless `bus.url` names another one. Remove
-    published weights before and after, but not those of a kernel that has taken the run over."""
+    published weights afterwards, but not those of a kernel that has taken the run over."""
     folder, bus = setup.folder / "bus", setup.bus
     server = None
     try:
-        setup.transport.clean()
         async with anyio.create_task_group() as tasks:
             if bus.url is None:
                 server = await NatsServer.start(folder, setup.run, bus, setup.logs, cleaner_of(setup.folder))

@@ -18,6 +18,7 @@ from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import Beacon, Dismissal, Heartbeat, Routes, Welcome
 from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.tickets import TicketStarted
 from stretto.component import Context
 from stretto.errors import Refused
 from stretto.launcher import Role
@@ -53,13 +54,17 @@ class WorkerContext:
         self.component_context: Context = self.assembly.context
         self.lease_epoch = welcome.lease_epoch
         self.kernel_epoch = welcome.lease_epoch
-        """Lease epoch of the kernel that this worker joined. Another kernel starts workers of its own."""
+        """Lease epoch of the kernel that this worker has joined last."""
+        self.has_successor = anyio.Event()
+        """Set when another kernel owns the run."""
         self.kernel = KernelWatch(welcome.lock, grace_s=welcome.grace_s, outage_s=welcome.outage_s)
         self.fingerprints = welcome.fingerprints
         self.many_machines = welcome.many_machines
         """Whether workers may run on other machines than the kernel's."""
         self.routes: Routes | None = None
         """The latest routes. Only a rollout worker gets them."""
+        self.held: Callable[[], tuple[TicketStarted, ...]] = tuple
+        """Returns the attempts of tickets that the worker works on. Only a rollout worker has some."""
         self.leave = anyio.Event()
         self.reason = ""
         self.drain = anyio.Event()
@@ -113,9 +118,16 @@ class WorkerContext:
         if beacon.state == "over":
             self.request_shutdown("the run is over")
         elif beacon.lease_epoch > self.kernel_epoch:
-            self.request_shutdown("another kernel owns the run now")
+            self.has_successor.set()
         for listener in self._beacon_listeners:
             listener(beacon)
+
+    def welcome(self, welcome: Welcome) -> None:
+        """Work for another kernel from now on."""
+        self.kernel_epoch = welcome.lease_epoch
+        self.lease_epoch = max(self.lease_epoch, welcome.lease_epoch)
+        self.kernel.follow(welcome.lock)
+        self.has_successor = anyio.Event()
 
     def receive_dismissal(self, dismissal: Dismissal) -> None:
         """Leave, if the kernel that this worker has joined says so."""

@@ -356,7 +356,7 @@ class InferenceWorker:
     async def _load_version(self, note: WeightsNote, audience: Audience) -> SwapDone:
         """Have the engine serve a version, and verify that it does."""
         assert self._engine is not None
-        if self._served is not None and note == self._note and self._engine.load().version == note.version:
+        if self._served is not None and self._engine.load().version == note.version and self._is_served(note):
             self._drop_other_audiences(audience)
             return self._served
         update: WeightUpdate | None = None
@@ -376,6 +376,11 @@ class InferenceWorker:
             return SwapDone(kernel_report, fault)
         drift, unscored = await self._compare(note.canary)
         return SwapDone(kernel_report, self._fault_of_canary(note, drift, unscored), drift, unscored)
+
+    def _is_served(self, note: WeightsNote) -> bool:
+        """Return whether the last weights were the same ones. They may be published again elsewhere."""
+        former = self._note
+        return former is not None and (former.version, former.digest) == (note.version, note.digest)
 
     async def _receive(self, note: WeightsNote) -> WeightUpdate:
         """Receive an announced version. If it is an adapter, return the base model merged with it."""

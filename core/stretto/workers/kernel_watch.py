@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from stretto.base import clock
+from stretto.bus.guard import has_owner
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.lock import KernelLock
 
@@ -21,9 +24,14 @@ class KernelWatch:
     """
 
     def __init__(self, lock: KernelLock, *, grace_s: float, outage_s: float) -> None:
+        self._grace_s, self._outage_s = grace_s, outage_s
+        self.follow(lock)
+
+    def follow(self, lock: KernelLock) -> None:
+        """Watch another kernel from now on."""
         self._lock = lock
         self._sees_lock = lock.visible
-        self._limit_s = grace_s if self._sees_lock else outage_s
+        self._limit_s = self._grace_s if self._sees_lock else self._outage_s
         self._heard_at = clock.now()
 
     def hear(self) -> None:
@@ -39,8 +47,15 @@ class KernelWatch:
             late = await sleep_and_measure_delay(interval_s)
             self._heard_at += late
             silent_s = clock.now() - self._heard_at
-            if silent_s > min(_SILENT_S, self._limit_s / 2) and self._sees_lock and self._lock.is_held():
+            if silent_s <= min(_SILENT_S, self._limit_s / 2):
+                continue
+            if self._sees_lock and self._lock.is_held():
                 self.hear()
-            elif silent_s > self._limit_s:
+            elif silent_s > self._outage_s or (silent_s > self._limit_s and not self._has_successor):
                 lock = " and its lock is free" if self._sees_lock else ""
                 return f"no beacon from the kernel for {silent_s:.1f} s{lock}"
+
+    @property
+    def _has_successor(self) -> bool:
+        """Whether another kernel owns the run or will: it says what becomes of the worker."""
+        return self._sees_lock and has_owner(Path(self._lock.path))

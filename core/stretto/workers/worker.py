@@ -1,9 +1,9 @@
 """What every worker process does: connect to the bus, join the run, send heartbeats, and leave.
 
 A worker leaves when the kernel's beacon says that the run is over, when it gets SIGTERM, and by itself when
-the kernel is gone. If the kernel asks it to, or at SIGINT, it first drains: it takes no new work and finishes
-what it has. A trainer cannot drain; it leaves at once. Between joining and leaving, the code of its role
-works.
+the kernel is gone and no other one comes. It joins a later kernel of the run with the work that it has. If
+the kernel asks it to, or at SIGINT, it first drains: it takes no new work and finishes what it has. A trainer
+cannot drain; it leaves at once. Between joining and leaving, the code of its role works.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +60,9 @@ _WORKERS: dict[Role, Callable[[WorkerContext], RoleWorker]] = {
 _FINAL = (ConfigError, ContractError)
 """Errors that a restarted worker would raise again."""
 _JOIN_S = 60.0
+_AGAIN_S = 5.0
+"""Deadline for a later kernel's answer. Without one, the worker asks again after a pause."""
+_AGAIN_PAUSE_S = 0.2
 _LEAVE_S = 4.0
 """Seconds until the process ends even if a thread does not end, such as a train step of minutes."""
 _MOST_PATHS = 10
@@ -119,7 +122,7 @@ async def _join_and_work(bootstrap: Bootstrap, process: HostProcess, joining: an
             config, folder = context.composed.config, context.component_context.folder
             traces = Path(folder) if folder else None
             with tracing.traced(config.tracing, worker, bootstrap.run, config.name, traces):
-                await _work_and_leave(context, beats, welcome.config)
+                await _work_and_leave(context, beats, join, welcome.config)
 
 
 def _absent_paths(config: bytes) -> str:
@@ -137,15 +140,16 @@ def _absent_paths(config: bytes) -> str:
     return f"paths of the run file that do not exist on this machine: {', '.join(absent[:_MOST_PATHS])}"
 
 
-async def _work_and_leave(context: WorkerContext, beats: Heartbeats, config: bytes) -> None:
+async def _work_and_leave(context: WorkerContext, beats: Heartbeats, join: Join, config: bytes) -> None:
     """Work, and report to the kernel why the worker leaves.
 
     Args:
+        join: the message with which the worker has joined.
         config: of the run; paths in it that do not exist here may be the cause of an error.
     """
     subject = context.names.kernel(context.role, "leaving")
     try:
-        await _work_in(context, beats)
+        await _work_in(context, beats, join, config)
     except Exception as error:
         first = leaves(error)[0]
         remark = _absent_paths(config)
@@ -158,7 +162,7 @@ async def _work_and_leave(context: WorkerContext, beats: Heartbeats, config: byt
     await _announce_leaving(context.bus, subject, leaving)
 
 
-async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
+async def _work_in(context: WorkerContext, beats: Heartbeats, join: Join, config: bytes) -> None:
     """Do the role's work until the worker leaves."""
     context.process.limit_threads(context.assembly.resources_of(context.worker))
     await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
@@ -174,17 +178,21 @@ async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
         gc.set_threshold(*thresholds)
         ready.set()
 
+    async def beat() -> None:
+        await _send_heartbeat(context, work, beats, ready=ready.is_set())
+
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_obey_signals, context)
         tasks.start_soon(_drain_when_asked, context, work, beats)
         tasks.start_soon(_watch_kernel, context)
+        tasks.start_soon(_join_successors, context, join, config, beat)
         tasks.start_soon(_update_heartbeats, context, work, ready, beats)
         tasks.start_soon(work.run, loaded)
         await context.leave.wait()
         log.info("leaving", reason=context.reason)
         context.process.end_after(_LEAVE_S)
         with anyio.move_on_after(1):  # work since the last heartbeat counts in the run's figures
-            await _send_heartbeat(context, work, beats, ready=ready.is_set())
+            await beat()
         tasks.cancel_scope.cancel()
 
 
@@ -227,6 +235,31 @@ async def _obey_signals(context: WorkerContext) -> None:
 
 async def _watch_kernel(context: WorkerContext) -> None:
     context.request_shutdown(await context.kernel.until_gone())
+
+
+async def _join_successors(
+    context: WorkerContext, join: Join, config: bytes, beat: Callable[[], Awaitable[None]]
+) -> None:
+    """Join each later kernel of the run with the work in hand. Leave if it wants another process, or if the
+    run has other values than `config`."""
+    subject = context.names.kernel(context.role, "join")
+    while True:
+        await context.has_successor.wait()
+        again = msgspec.structs.replace(join, again=True, held=context.held())
+        try:
+            welcome = await context.bus.request(subject, again, Welcome, who="kernel", deadline_s=_AGAIN_S)
+        except NoAnswer:
+            await anyio.sleep(_AGAIN_PAUSE_S)  # it has no time, or is gone as well
+            continue
+        except StrettoError as error:
+            context.request_shutdown(f"another kernel owns the run now: {error}")
+            return
+        if welcome.config != config:
+            context.request_shutdown("another kernel owns the run now, with other values")
+            return
+        context.welcome(welcome)
+        await beat()
+        log.info("joined the next kernel", lease_epoch=welcome.lease_epoch)
 
 
 async def _update_heartbeats(

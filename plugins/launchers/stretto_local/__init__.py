@@ -10,9 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import anyio
+import msgspec
+import psutil
 
 from stretto import Component, Context, LauncherConfig, Problem, hookimpl
 from stretto.base.cores import available_cores
+from stretto.base.former_process import FormerProcess
 from stretto.errors import LaunchError
 from stretto.launcher import (
     Forks,
@@ -26,6 +29,15 @@ from stretto.nodes import Node, Spot, place
 __all__ = ["LocalHandle", "LocalLauncher"]
 
 
+class _Record(msgspec.Struct, frozen=True):
+    """A process, for the launcher of the run's next kernel."""
+
+    pid: int
+    created: float
+    """Unix time at which it started: another process may have its id later."""
+    gpus: tuple[str, ...]
+
+
 class LocalHandle:
     """One process in its own session, so that signals from the terminal do not reach it."""
 
@@ -33,6 +45,11 @@ class LocalHandle:
         self._process = process
         self.ended = False
         """Whether somebody has seen its end."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     @property
     def place(self) -> str:
@@ -117,6 +134,28 @@ class LocalLauncher:
             raise errors[0]
         self._handles |= handles
         return [handles[job.worker] for job in jobs]
+
+    def record(self, worker: str) -> str:
+        """Return the process of a worker and its GPUs, in JSON. It is empty if the process has ended."""
+        try:
+            created = FormerProcess(self._handles[worker].pid).created
+        except psutil.NoSuchProcess:
+            return ""
+        gpus = self._spots[worker][1].gpus
+        return msgspec.json.encode(_Record(self._handles[worker].pid, created, gpus)).decode()
+
+    def adopt(self, job: Job, record: str) -> LocalHandle | None:
+        """Take over a process with its GPUs, if it runs."""
+        try:
+            known = msgspec.json.decode(record, type=_Record)
+            process = FormerProcess(known.pid)
+        except (msgspec.DecodeError, psutil.NoSuchProcess):
+            return None
+        if process.created != known.created or process.poll() is not None:
+            return None
+        self._spots[job.worker] = job, Spot(_this_machine().name, known.gpus)
+        self._handles[job.worker] = LocalHandle(process)
+        return self._handles[job.worker]
 
     def _place_beside(self, jobs: Sequence[Job]) -> dict[str, Spot]:
         """Choose GPUs for new workers, beside those of the previous ones.

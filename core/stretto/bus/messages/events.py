@@ -67,6 +67,9 @@ class RunOwned(Message, frozen=True):
 class ScheduleStarted(Message, frozen=True):
     """The workers are ready: tickets may be issued."""
 
+    held: tuple[TicketStarted, ...] = ()
+    """The attempts of a former kernel on which rollout workers go on."""
+
 
 class GroupFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A finished group in figures, as its rollout worker reports them."""
@@ -354,6 +357,9 @@ class StepMeasured(Message, frozen=True):
     not_trained: dict[str, int]
     """The most frequent causes for which tickets were filtered, expired or failed since the step before, with
     their numbers."""
+    known: bool = False
+    """Whether a former kernel has recorded the figures, and its trainers go on, so that nothing is
+    repeated."""
 
 
 class VersionPublished(Message, frozen=True):

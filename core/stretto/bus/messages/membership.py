@@ -8,6 +8,7 @@ import msgspec
 
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.base import Message, Nonce, WorkerId
+from stretto.bus.messages.tickets import TicketStarted
 from stretto.engine import Load
 from stretto.launcher import Role
 
@@ -68,8 +69,9 @@ class Routes(Message, frozen=True, tag="Routes/2"):
     evaluation."""
 
 
-class Join(Message, frozen=True, tag="Join/2"):
-    """Worker to kernel, answered by `Welcome`: a process with this role has started."""
+class Join(Message, frozen=True, tag="Join/3"):
+    """Worker to kernel, answered by `Welcome`: a process with this role has started, or worked for a former
+    kernel of the run."""
 
     worker: WorkerId
     role: Role
@@ -80,6 +82,10 @@ class Join(Message, frozen=True, tag="Join/2"):
     """Proof that the process may join under this id (see `stretto.bus.joining`)."""
     stretto: Annotated[str, msgspec.Meta(max_length=100)] = ""
     """Version of stretto that the process has. The kernel accepts only its own."""
+    again: bool = False
+    """Whether the process worked for a former kernel."""
+    held: tuple[TicketStarted, ...] = ()
+    """The attempts that a rollout worker works on."""
 
 
 class Welcome(Message, frozen=True, tag="Welcome/3"):

@@ -14,7 +14,7 @@ from stretto.launcher import Role
 WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
     "trainer": {
         **dict.fromkeys(("load", "call", "end", "save", "saved"), ("kernel", "trainer")),
-        **dict.fromkeys(("prefetch", "published"), ("kernel",)),
+        **dict.fromkeys(("prefetch", "published", "state"), ("kernel",)),
         **dict.fromkeys(("column", "meeting_place"), ("trainer",)),
         "weights": ("inference",),
         "shared_rows": ("inference",),

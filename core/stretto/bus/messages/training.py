@@ -101,6 +101,23 @@ class Published(Message, frozen=True):
     note: WeightsNote
 
 
+class AskState(Message, frozen=True):
+    """Kernel to rank 0 of a group that a former kernel has started, answered by `TrainerState`."""
+
+    lease_epoch: int
+
+
+class TrainerState(Message, frozen=True):
+    """The weights that a group has."""
+
+    version: int
+    """Version of the weights; -1 before the first load. A step of it may be under way."""
+    incarnation: int
+    """Incarnation of the last step."""
+    notes: tuple[WeightsNote, ...]
+    """Of published earlier versions that evaluations need. Only the lead model's group has some."""
+
+
 class Prefetch(Message, frozen=True):
     """Kernel to trainers: rows that the next batches will probably need."""
 

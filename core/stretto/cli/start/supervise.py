@@ -1,6 +1,7 @@
 """`--supervise`: a process that starts the next kernel of a run whenever one is killed.
 
-The supervisor holds nothing of the run. It starts the command without `--supervise` and hands signals on.
+From the first death on, the supervisor holds a lock, so that the workers wait for the next kernel. It
+starts the command without `--supervise` and hands signals on.
 When the command was killed by a signal that it cannot handle, such as SIGKILL, it starts `stretto resume`.
 """
 
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import typer
 
+from stretto.bus.guard import SUPERVISOR_LOCK
+from stretto.bus.lock import await_lock
 from stretto.records.metrics_file import MetricsFile
 
 _MOST_DEATHS = 3
@@ -31,7 +34,7 @@ def supervise(arguments: Sequence[str], folder: Path, options: Sequence[str] = (
         arguments: the arguments of `stretto`, such as `run FILE`.
         options: options of the later `stretto resume`.
     """
-    deaths, reached = 0, _version(folder)
+    deaths, reached, lock = 0, _version(folder), None
     while True:
         status = _run(arguments)
         if status >= 0 or not (folder / "config.yaml").exists():
@@ -43,6 +46,8 @@ def supervise(arguments: Sequence[str], folder: Path, options: Sequence[str] = (
         if deaths > _MOST_DEATHS:
             typer.echo(f"{killed}, {deaths} times without a new step: stretto resume {folder}", err=True)
             return 128 - status
+        if lock is None:
+            lock = await_lock(folder / "bus" / SUPERVISOR_LOCK)
         typer.echo(f"{killed}; the next one continues the run", err=True)
         arguments = ["resume", str(folder), *options]
 

@@ -181,6 +181,8 @@ class Engines:
         """
         failures = 0
         served: tuple[int, str, bool] | None = None
+        if member.again:  # what it did for a former kernel does not count
+            self._busy[member.nonce] = member.busy_s
         self._look_at_lending_in_use()
         while self._is_present(member):
             news = self._news[member.worker] = anyio.Event()

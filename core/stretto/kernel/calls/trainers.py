@@ -25,6 +25,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.training import (
     AskPublished,
     AskSaved,
+    AskState,
     CallDone,
     Copied,
     EndStep,
@@ -37,6 +38,7 @@ from stretto.bus.messages.training import (
     Save,
     Saved,
     StepEnded,
+    TrainerState,
 )
 from stretto.errors import BusError, one_error
 from stretto.kernel.contexts import UNTRACED, StepTrace
@@ -206,6 +208,13 @@ class Trainers:
         """Wait until the weights after the last step that ended are published, and return their note."""
         request = AskPublished(self._lease_epoch, version)
         return (await self.ask(self.placement.lead, "published", request, Published)).note
+
+    async def states(self) -> list[TrainerState]:
+        """Return the states of the groups, with that of the lead model's group first."""
+        groups = [self.placement.lead, *self.placement.groups.values()]
+        asked = [each for number, each in enumerate(groups) if each not in groups[:number]]
+        request = AskState(self._lease_epoch)
+        return [await self.ask(group, "state", request, TrainerState) for group in asked]
 
     async def save(self, draft: Draft, version: int, needed: tuple[int, ...] = ()) -> None:
         """Let all groups copy their models and optimizers for a draft of a checkpoint, and write the

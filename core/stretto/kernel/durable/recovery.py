@@ -35,6 +35,7 @@ from stretto.bus.messages.events import (
     OutcomeRead,
     RowsDrawn,
     RunOwned,
+    StepMeasured,
     StepTrained,
     VersionPublished,
 )
@@ -91,6 +92,8 @@ class Journal:
     heard: list[Heard] = field(default_factory=list[Heard])
     started: set[int] = field(default_factory=set[int])
     """Versions with a batch of the checkpoint's incarnation."""
+    measured: dict[int, StepMeasured] = field(default_factory=dict[int, StepMeasured])
+    """Version -> the newest figures of the step that led to it."""
     digests: dict[int, str] = field(default_factory=dict[int, str])
     """Version -> digest of its weights, of that incarnation."""
     draws: dict[int, RecordedDraw] = field(default_factory=dict[int, RecordedDraw])
@@ -204,6 +207,16 @@ class Stored:
             lost=LostData(),
             lost_from=None,
         )
+
+
+@dataclass(frozen=True)
+class Living:
+    """The weights of trainers that have worked for a former kernel and go on."""
+
+    version: int
+    """Steps up to this version need not be repeated."""
+    notes: tuple[WeightsNote, ...]
+    """Of the versions that evaluations need, and last that of `version`, unless its step is over."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +339,8 @@ class Repetition:
     Args:
         scheduler: is brought into the state after the events.
         on_repeated: called after each repeated step, with the batch, its result, and its divergence if that
-            is known.
+            is known. For a step that need not be repeated, the result is what the former kernel recorded.
+        living: the state of the trainers, if they need not load the checkpoint.
     """
 
     def __init__(
@@ -337,7 +351,8 @@ class Repetition:
         checkpoint: tuple[Path | None, KernelState],
         stored: Stored,
         *,
-        on_repeated: Callable[[StartBatch, StepResult, float | None], None],
+        on_repeated: Callable[[StartBatch, StepResult | StepMeasured | None, float | None], None],
+        living: Living | None = None,
     ) -> None:
         self._writer = writer
         self._scheduler = scheduler
@@ -345,6 +360,9 @@ class Repetition:
         self._folder, self._state = checkpoint
         self._stored = stored
         self._on_repeated = on_repeated
+        self._living = living
+        self._trained = 0
+        """Number of steps that were trained again."""
         self._notes: list[WeightsNote] = []
         self._retired: list[Retire] = []
         self._differs = False
@@ -365,6 +383,9 @@ class Repetition:
         if not stored.journal.is_damaged:
             self._writer.events_after = state.events_after
         begin(self._scheduler, stored.snapshot, stored.journal, fits=stored.fits)
+        if self._living is not None:
+            self._notes = [*self._living.notes]
+            return self._living.notes
         self._notes = [*await self._trainers.load(folder, state.version, state.needed)]
         if folder is not None and self._notes[-1].digest != state.digest:
             raise RunError(f"the weights loaded from {folder} differ from those that were saved there")
@@ -385,7 +406,8 @@ class Repetition:
         start: StartBatch | None = None
         for event, outcome in stored.fold.events:
             if start is not None and isinstance(event, StepTrained):
-                step = await self._train(start)
+                is_done = self._living is not None and start.version < self._living.version
+                step = None if is_done else await self._train(start)
                 event = msgspec.structs.replace(event, hold=event.hold or self._differs)
                 start = _batch_in(self._take_in_step(start, step, event))
             else:
@@ -394,6 +416,8 @@ class Repetition:
                 break
         else:
             self._writer.events_after = stored.fold.position
+            if self._living is not None and self._notes and scheduler.version > self._state.version:
+                await self._compare(self._notes[-1])
             if expires_batch and scheduler.training:
                 self.has_expired, expired = True, BatchExpired(scheduler.version)
                 self._writer.hear(expired)
@@ -419,9 +443,10 @@ class Repetition:
         self._writer.hear(event)
         self._record(self._take_in_step(start, step, event))
 
-    def _take_in_step(self, start: StartBatch, step: StepResult, event: StepTrained) -> list[Command]:
+    def _take_in_step(self, start: StartBatch, step: StepResult | None, event: StepTrained) -> list[Command]:
         commands = self._take_in(event)
-        self._on_repeated(start, step, event.divergence)
+        measured = self._stored.journal.measured.get(start.version + 1)
+        self._on_repeated(start, step or measured, event.divergence)
         return commands
 
     def _take_in(self, event: Input, outcome: Outcome | None = None) -> list[Command]:
@@ -442,6 +467,13 @@ class Repetition:
         await self._trainers.end(start.version, self._scheduler.evaluation.needed_versions)
         note = await self._trainers.published(step.version)
         self._notes.append(note)
+        self._trained += 1
+        await self._compare(note)
+        log.info("step repeated", version=note.version)
+        return step
+
+    async def _compare(self, note: WeightsNote) -> None:
+        """Compare the digest of a version with the recorded one, or record it."""
         recorded = self._stored.journal.digests.get(note.version)
         if recorded is None:
             self._writer.hear(VersionPublished(self._state.incarnation, note.version, note.digest))
@@ -449,8 +481,6 @@ class Repetition:
         elif recorded != note.digest:
             log.error("repetition differs", version=note.version, digest=note.digest, expected=recorded)
             self._differs = True
-        log.info("step repeated", version=note.version)
-        return step
 
     def _recovered(self) -> Recovered:
         scheduler, stored, state = self._scheduler, self._stored, self._state
@@ -477,7 +507,7 @@ class Repetition:
             incarnation=incarnation,
             log_sequence=log_sequence,
             later=later,
-            repeated=version - state.version,
+            repeated=self._trained,
             is_exact=is_exact,
             retired=tuple(self._retired),
             next_values=None if self._differs else stored.fold.next_values,
@@ -618,6 +648,8 @@ def _add(journal: Journal, message: JournalHead, event: Event, incarnation: int)
                 journal.started.add(version)
             if journal.heard and not journal.is_damaged:
                 journal.heard[-1].batch = event
+        case StepMeasured(version):
+            journal.measured[version] = event
         case VersionPublished(own, version, digest):
             if own == incarnation:
                 journal.digests.setdefault(version, digest)

@@ -8,6 +8,7 @@ import structlog
 import yaml
 
 from stretto.bus.client import Bus
+from stretto.bus.messages.events import StepMeasured
 from stretto.errors import RunError
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import StepResult, Trainers
@@ -15,7 +16,7 @@ from stretto.kernel.durable.changes import differences, values_file
 from stretto.kernel.durable.checkpoint import checkpoint_name
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.durable.recovery import Recovered, Repetition, Stored, read_store
+from stretto.kernel.durable.recovery import Living, Recovered, Repetition, Stored, read_store
 from stretto.kernel.ending import Ending
 from stretto.kernel.schedule.commands import Command, StartBatch
 from stretto.kernel.schedule.tickets import TicketQueue
@@ -46,7 +47,7 @@ class Resumption:
         tickets: TicketQueue,
         checkpointer: Checkpointer,
         do: Callable[[Command], Awaitable[None]],
-        on_repeated: Callable[[StartBatch, StepResult, float | None], None],
+        on_repeated: Callable[[StartBatch, StepResult | StepMeasured | None, float | None], None],
     ) -> None:
         assert setup.resumed is not None
         self._setup = setup
@@ -100,14 +101,41 @@ class Resumption:
         self._ending.end("repeated", "")
         return True
 
-    async def repeat(self, stored: Stored) -> Recovered:
-        """Load the checkpoint and train the batches again that the later events start. Where the events that
-        follow cannot continue the stored ones, write a checkpoint. If other values come next, end the run."""
+    async def living(self, stored: Stored) -> Living | None:
+        """Return the state of the trainers that a former kernel has started; None if they cannot go on: they
+        have other weights than those to which the events lead, or others than they should.
+
+        Raises:
+            BusError: if they do not answer.
+        """
+        before, is_training = stored.fold.end.version, stored.fold.version > stored.fold.end.version
+        lead, *others = await self._trainers.states()
+        versions = {state.version for state in (lead, *others)}
+        if not stored.is_exact or not stored.fits or not versions <= {before, before + is_training}:
+            return None
+        needed = set(stored.fold.end.evaluation.needed_versions) - {lead.version}
+        notes = tuple(note for note in lead.notes if note.version in needed)
+        if {note.version for note in notes} != needed:
+            return None
+        if lead.version > before:
+            is_own = lead.incarnation == self._state.incarnation
+            return Living(before, notes) if is_own else None
+        note = await self._trainers.published(before)
+        expected = self._state.digest if before == self._state.version else stored.journal.digests.get(before)
+        if expected not in ("", None, note.digest):
+            return None
+        return Living(before, (*notes, note))
+
+    async def repeat(self, stored: Stored, living: Living | None) -> Recovered:
+        """Load the checkpoint, unless the trainers are `living`, and train the batches again that the later
+        events start. Where the events that follow cannot continue the stored ones, write a checkpoint. If
+        other values come next, end the run."""
         setup = self._setup
         setup.facts.note = "repeating the journal" if setup.replays is None else "replaying the batches"
         repetition = Repetition(
             *(self._journal, setup.scheduler, self._trainers, (self._folder, self._state), stored),
             on_repeated=self._on_repeated,
+            living=living,
         )
         notes = await repetition.load()
         if not stored.fits:

@@ -66,6 +66,8 @@ class Admission:
         self._on_gone = on_gone
         self._on_trainer_lost = on_trainer_lost
         self._changed = anyio.Event()
+        self.trainers_may_end = False
+        """Whether the trainers are those of a former kernel, and new ones may take their place."""
         fleet.on_ready = self._on_ready
         fleet.on_lost = self._on_lost
         fleet.on_left = self._on_left
@@ -196,6 +198,8 @@ class Admission:
         self._on_change(member)
         if final:
             self._ending.end("failed", f"{member.worker}: {how}")
+        elif member.role == "trainer" and self.trainers_may_end:
+            pass
         elif member.role == "trainer" and not self._setup.facts.started:
             self._ending.end("failed", f"{member.worker} was lost while the run was starting ({how})")
         elif member.role == "trainer":

@@ -27,7 +27,7 @@ import anyio
 import structlog
 
 from stretto.assembly.assembly import Assembly
-from stretto.launcher import Resources, process_environment
+from stretto.launcher import UNKNOWN_STATUS, Resources, process_environment
 from stretto.user_code.guard import adopt_orphans
 
 log = structlog.get_logger()
@@ -38,7 +38,6 @@ _MODULES = ("stretto.workers.worker",)
 """Modules that all workers need. The sample writer's are not here: pyarrow starts a thread."""
 _ANSWER_S = 120.0
 """The server answers within this many seconds, imports from a cold disk included; otherwise it hangs."""
-_UNKNOWN_STATUS = 255
 _KILLED_S = 5.0
 """Wait this many seconds for a killed server to end. It may hang in the system, where no signal ends it."""
 
@@ -85,7 +84,7 @@ class ForkedProcess:
         try:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         except ChildProcessError:  # the system made it a child of another process
-            self._status = _UNKNOWN_STATUS
+            self._status = UNKNOWN_STATUS
         self._ended.set()
 
 

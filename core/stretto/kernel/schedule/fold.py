@@ -46,8 +46,8 @@ def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) ->
     match event:
         case RunOwned():
             scheduler.owned(event.attempts_from)
-        case ScheduleStarted():
-            scheduler.start()
+        case ScheduleStarted(held):
+            scheduler.start(held)
         case TicketStarted(worker, purpose, ticket, attempt):
             scheduler.ticket_started(purpose, ticket, attempt, worker)
         case Progress(_, oldest):

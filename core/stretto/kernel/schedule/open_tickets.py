@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
+from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket, TicketStarted
 from stretto.kernel.schedule.commands import Command, Issue, SchedulerSettings, Withdraw
 
 _SPARE = 64
@@ -189,6 +189,22 @@ class OpenTickets:
             if ticket.done is None:
                 self._holders.put(ticket.id, ticket.worker)
 
+    def take_over(self, held: Iterable[TicketStarted]) -> None:
+        """Keep the attempts of a former kernel on which its workers go on. Nobody works on the other
+        unfinished tickets, which the caller issues again."""
+        for ticket in self.open.values():
+            if ticket.done is None:
+                ticket.worker, ticket.tries = "", 0
+        for each in held:
+            ticket = self.find(each.ticket) if each.purpose == self._purpose else None
+            if ticket is not None and ticket.done is None and ticket.attempt == each.attempt:
+                self.started(ticket, each.worker)
+            elif each.purpose == self._purpose:
+                self._commands.append(Withdraw(self._purpose, each.ticket, each.attempt))
+        for ticket in self.open.values():
+            if ticket.done is None and not ticket.worker:
+                ticket.bounds = {}
+
     def held_by(self, *workers: str) -> list[OpenTicket]:
         """Return the unfinished tickets of some workers, by number. The worker `""` has those that nobody has
         begun."""
@@ -213,7 +229,7 @@ class OpenTickets:
         """
         if ticket.tries == self._max_attempts:
             return f"begun {ticket.tries} times; at last {reason}"
-        if ticket.attempt > self.attempts_from:
+        if ticket.attempt > self.attempts_from or ticket.worker:
             self._commands.append(Withdraw(self._purpose, ticket.id, ticket.attempt))
         ticket.attempt = max(ticket.attempt, self.attempts_from) + 1
         ticket.bounds = {**ticket.bounds, ticket.attempt: version}

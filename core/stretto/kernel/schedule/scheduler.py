@@ -34,7 +34,7 @@ import msgspec
 
 from stretto.algorithm import Group
 from stretto.bus.messages.events import Account, Cause
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose, TicketStarted
 from stretto.dataset import Curriculum
 from stretto.kernel.schedule.commands import (
     Command,
@@ -281,9 +281,9 @@ class Scheduler:
         self._phase = "waiting"
         self.tickets.attempts_from = self.evaluation.tickets.attempts_from = attempts_from
 
-    def start(self) -> None:
-        """Start the run, or continue it after `owned`: issue the unfinished tickets again. Failures before
-        that no longer count.
+    def start(self, held: Iterable[TicketStarted] = ()) -> None:
+        """Start the run, or continue it after `owned`: issue the unfinished tickets again, except those that
+        are `held` by workers of the former kernel. Failures before that no longer count.
 
         With a new η, B or number of steps, finished groups get no later deadline than η allows. The scheduler
         then keeps the open tickets that can be trained in time, earliest deadline first. The other tickets
@@ -293,13 +293,11 @@ class Scheduler:
         self._closing = self._held = False
         self._setbacks, self._health.skipped, self.failure = Setbacks(), 0, ""
         self._phase = "training"
-        rows = list(self.evaluation.tickets.open.values())
-        for ticket in (*self.tickets.open.values(), *rows):
-            if ticket.done is None:  # no worker works on it
-                ticket.bounds, ticket.tries = {}, 0
+        self.tickets.take_over(held)
+        self.evaluation.tickets.take_over(held)
         self._expire_unfit()
-        self._issue([ticket for ticket in self.tickets.open.values() if ticket.done is None])
-        for ticket in rows:
+        self._issue([each for each in self.tickets.open.values() if each.done is None and not each.worker])
+        for ticket in [each for each in self.evaluation.tickets.open.values() if not each.worker]:
             self.evaluation.reissue(ticket, "")
         self._proceed()
 
@@ -380,8 +378,9 @@ class Scheduler:
         found = self._tickets_of[group.purpose].find(group.ticket)
         if found is None or found.done is not None:
             return
-        if group.attempt <= self.tickets.attempts_from and self._phase != "waiting":
-            return  # a former kernel's
+        is_former = group.attempt <= self.tickets.attempts_from and group.attempt != found.attempt
+        if is_former and self._phase != "waiting":
+            return
         oldest, newest = versions_of(group)
         allowed = found.bounds.get(group.attempt, found.since)
         most = self.version if group.purpose == "train" else found.since
@@ -559,7 +558,7 @@ class Scheduler:
         """Expire the tickets that cannot be trained in time with the settings. See `start`."""
         settings, kept = self.settings, 0
         for ticket in self.tickets.open.values():
-            if ticket.done is not None:
+            if ticket.done is not None or ticket.worker:
                 ticket.deadline = min(ticket.deadline, ticket.oldest + settings.max_staleness)
             else:  # it is issued again at this version
                 ticket.deadline = self.version + settings.max_staleness
@@ -571,6 +570,8 @@ class Scheduler:
             else:
                 terms = f"max_staleness={settings.max_staleness}, batch_size={settings.batch_size}"
                 reason = f"does not fit {terms}, steps={settings.steps} from version {self.version} on"
+                if ticket.done is None and ticket.worker:
+                    self._commands.append(Withdraw("train", ticket.id, ticket.attempt))
                 self._retire(ticket, "expired", reason)
                 self.draws.again.append((ticket.row, ticket.drops))
 

@@ -92,6 +92,7 @@ class SimulatedHandle:
 
     def __init__(self, process: SimulatedProcess) -> None:
         self.place, self._process = process.place, process
+        self.name = process.name
 
     async def wait(self) -> int:
         """Wait for the exit status."""
@@ -118,6 +119,7 @@ class SimulatedLauncher:
 
     def __init__(self, config: SimulatedConfig, context: Context) -> None:
         del config, context
+        self._places: dict[str, str] = {}
 
     def check(self, jobs: Sequence[Job]) -> Iterator[Any]:
         """Find no problems: the machine is large enough."""
@@ -128,7 +130,20 @@ class SimulatedLauncher:
         await anyio.sleep(0.01)
         machine = self.machine
         files = [Path(job.command[-1]) for job in jobs]
-        return [SimulatedHandle(machine.start_worker(Bootstrap.read(file))) for file in files]
+        handles = [SimulatedHandle(machine.start_worker(Bootstrap.read(file))) for file in files]
+        self._places |= {handle.name: handle.place for handle in handles}
+        return handles
+
+    def record(self, worker: str) -> str:
+        """Return the place of a worker."""
+        return self._places[worker]
+
+    def adopt(self, job: Job, record: str) -> SimulatedHandle | None:
+        """Take over a process, if it runs."""
+        self._places[job.worker] = record
+        alive = self.machine.alive(job.worker)
+        found = (each for each in alive if each.name == job.worker and each.place == record)
+        return next(map(SimulatedHandle, found), None)
 
 
 # ------------------------------------------------------------------------- what a worker uses of its process

@@ -66,6 +66,7 @@ class RolloutWorker:
         """Tasks that take tickets."""
         self._progress: dict[tuple[int, int], int] = {}
         self._progress_waits = anyio.Event()
+        context.held = self._held
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Take tickets until cancelled."""
@@ -102,6 +103,10 @@ class RolloutWorker:
             slots.release()  # wakes the task that waits for a slot
         while self._takers or self._running:
             await anyio.sleep(_DRAIN_POLL_S)
+
+    def _held(self) -> tuple[TicketStarted, ...]:
+        """Return the attempts that run."""
+        return tuple(TicketStarted(self._context.worker, *key) for key in self._running)
 
     async def _variants(self, images: RolloutImages | None) -> dict[str, VariantServices]:
         """Return what runs the tickets of each variant, and of the run's own sections."""

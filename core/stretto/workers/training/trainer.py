@@ -37,6 +37,7 @@ from stretto.bus.messages.training import (
     AskMeetingPlace,
     AskPublished,
     AskSaved,
+    AskState,
     CallDone,
     Copied,
     EndStep,
@@ -48,6 +49,7 @@ from stretto.bus.messages.training import (
     Save,
     Saved,
     StepEnded,
+    TrainerState,
 )
 from stretto.bus.server import free_port
 from stretto.engine import TrainingEngine
@@ -112,6 +114,13 @@ class TrainerWorker:
         """The newest checkpoint."""
         self._version = -1
         self._incarnation = 0
+        self._step = -1
+        """Version at which the newest step began."""
+        self._calls_done: dict[str, Future[CallDone]] = {}
+        """The calls of that step, by name."""
+        self._ending = anyio.Lock()
+        self._needed: dict[int, WeightsNote] = {}
+        """Notes of published earlier versions that evaluations need."""
         self._busy_s = 0.0
         self._recorder = StepRecorder(context.bus, context.names, context.worker)
 
@@ -155,6 +164,8 @@ class TrainerWorker:
             await self._serve("save", Save, Copied, self._save)
             await self._serve("saved", AskSaved, Saved, self._send_saved, _join_saved)
             await context.bus.subscribe(context.subject("prefetch"), Prefetch, self._prefetch)
+            if self._rank == 0:
+                await context.bus.serve(context.subject("state"), AskState, self._send_state)
             if self._leads and self._rank == 0:
                 await context.bus.serve(context.subject("published"), AskPublished, self._send_note)
                 await context.bus.serve(context.subject("shared_rows"), AskSharedRows, self._send_shared_rows)
@@ -297,6 +308,7 @@ class TrainerWorker:
             if self._publication is None:
                 return Loaded(None, ())
             needed = await self._publication.again(message.needed, folder)
+        self._needed = {note.version: note for note in needed}
         versions = [note.version for note in needed]
         self._note = self._publication.begin(self._version, versions, "", loaded=True)
         return Loaded(await asyncio.wrap_future(self._note), needed)
@@ -346,9 +358,27 @@ class TrainerWorker:
             raise Refused(self._context.worker, f"no checkpoint of version {message.version} is being saved")
         return await asyncio.wrap_future(self._saving.saved)
 
-    async def _call(self, message: messages.RunCall) -> CallDone:
+    async def _send_state(self, message: AskState) -> TrainerState:
         self._context.check_lease(message.lease_epoch)
-        self._expect(message.version)
+        async with self._ending:
+            return TrainerState(self._version, self._incarnation, tuple(self._needed.values()))
+
+    async def _call(self, message: messages.RunCall) -> CallDone:
+        """Run a call. If a former kernel has asked for it, return the result of that."""
+        self._context.check_lease(message.lease_epoch)
+        former = self._calls_done.get(message.name) if message.version == self._step else None
+        if former is None:
+            self._expect(message.version)
+            if message.version != self._step:
+                self._step, self._calls_done = message.version, {}
+            former = self._calls_done[message.name] = Future()
+            try:
+                former.set_result(await self._run(message))
+            except Exception as error:  # noqa: BLE001 - the request fails with it
+                former.set_exception(error)
+        return await asyncio.wrap_future(former)
+
+    async def _run(self, message: messages.RunCall) -> CallDone:
         self._incarnation = message.incarnation
         call = self._calls[message.name]
         await self._rows.begin(message.version, message.rows)
@@ -369,16 +399,28 @@ class TrainerWorker:
         return CallDone(dict(statistics), seconds)
 
     async def _end_step(self, message: EndStep) -> StepEnded:
+        """End a step. A former kernel may have asked for it."""
         self._context.check_lease(message.lease_epoch)
-        self._expect(message.version)
-        if self._leads and self._bounds_divergence:
-            self._shared_rows.pop(self._version - _SHARED_VERSIONS + 1, None)
-            self._shared_rows[self._version + 1] = await self._score_shared_rows()
-        self._rows.end()
-        self._version += 1
-        if self._publication is not None:
-            self._note = self._publication.begin(self._version, message.needed, message.traceparent)
-        return StepEnded()
+        async with self._ending:
+            if message.version == self._step == self._version - 1:
+                return StepEnded()
+            self._expect(message.version)
+            if self._leads and self._bounds_divergence:
+                self._shared_rows.pop(self._version - _SHARED_VERSIONS + 1, None)
+                self._shared_rows[self._version + 1] = await self._score_shared_rows()
+            self._rows.end()
+            self._keep_note(message.needed)
+            self._version += 1
+            if self._publication is not None:
+                self._note = self._publication.begin(self._version, message.needed, message.traceparent)
+            return StepEnded()
+
+    def _keep_note(self, needed: Sequence[int]) -> None:
+        """Keep the notes of the needed versions, of the present one too."""
+        note = self._note
+        if note is not None and note.done() and note.exception() is None and (known := note.result()):
+            self._needed[self._version] = known
+        self._needed = {each: self._needed[each] for each in needed if each in self._needed}
 
     async def _send_note(self, message: AskPublished) -> Published:
         """Return the note of a version when it is published, and its shared rows are scored."""

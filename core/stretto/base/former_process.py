@@ -1,0 +1,73 @@
+"""A process that a former process of the run has started, and that outlives it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from signal import Signals
+
+import anyio
+import psutil
+
+__all__ = ["UNKNOWN_STATUS", "FormerProcess"]
+
+UNKNOWN_STATUS = 255
+"""Stands for the exit status of a process that is no child of the one that asks."""
+_POLL_S = 0.2
+
+
+class FormerProcess:
+    """A process on this machine that is no child of this one.
+
+    Args:
+        pid: its process id.
+
+    Raises:
+        psutil.NoSuchProcess: if there is none.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self.pid = pid
+        self.created = self._process.create_time()
+        """Unix time at which it started: another process may have its id later."""
+
+    @property
+    def command(self) -> list[str]:
+        """Program and arguments; empty if the process has ended."""
+        with suppress(psutil.NoSuchProcess):
+            return self._process.cmdline()
+        return []
+
+    def poll(self) -> int | None:
+        """Return None while the process runs, then `UNKNOWN_STATUS`. One whose parent has not collected its
+        status does not run."""
+        with suppress(psutil.NoSuchProcess):
+            if self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:
+                return None
+        return UNKNOWN_STATUS
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether a signal has stopped it."""
+        with suppress(psutil.NoSuchProcess):
+            return self._process.status() == psutil.STATUS_STOPPED
+        return False
+
+    async def wait(self) -> int:
+        """Wait for the end, and return `UNKNOWN_STATUS`."""
+        while self.poll() is None:
+            await anyio.sleep(_POLL_S)
+        return UNKNOWN_STATUS
+
+    def send_signal(self, signal: Signals) -> None:
+        """Send a signal. Do nothing if the process has ended."""
+        with suppress(psutil.NoSuchProcess):
+            self._process.send_signal(signal)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(Signals.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(Signals.SIGKILL)
