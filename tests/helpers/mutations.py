@@ -111,13 +111,13 @@ MUTATIONS: list[Mutation] = [
         new="""scores=list(under_way.scores)) and None,
             open=[] and [msgspec""",
     ),
-    # Leases. Breaks "never stands still" and "no group is lost": workers of the former kernel stay, and take
-    # tickets for engines with old weights (kernel killed and resumed within the grace time).
+    # Adoption. Breaks "never stands still": a ticket of a worker that was lost with its kernel is not issued
+    # again (kernel killed, and a rollout worker before the next one comes).
     Mutation(
-        "a worker does not notice that another kernel owns the run",
-        "stretto.workers.context",
-        old="""        elif beacon.lease_epoch > self.kernel_epoch:\n""",
-        new="""        elif beacon.lease_epoch > self.lease_epoch:\n""",
+        "the next kernel counts on workers that it has not heard of",
+        "stretto.kernel.schedule.open_tickets",
+        old="""                ticket.worker, ticket.tries = "", 0\n""",
+        new="""                ticket.tries = 0\n""",
     ),
     # Heartbeats. Breaks "never stands still": a worker without heartbeats is lost, but its process lives on,
     # so nobody starts it again (worker stopped or cut off for more than 15 s; worst if it is alone).

@@ -177,7 +177,9 @@ def test_the_gate_closes_on_divergence_and_a_resumed_run_takes_the_recorded_figu
 ) -> None:
     run = diverging(0.2, 0.0, "checkpoint.every=3", "steps=24")
     run.until_step(11)
+    trainer = run.worker("trainer-0")
     run.process.kill()
+    trainer.kill()  # it would go on under the next kernel
     run.process.wait()
     before = {line["step"]: line for line in run.metrics()}
     resumed = diverging(0.0, 0.0, resume=run)  # from here on, the trainer measures none

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stretto.algorithm import Group
 from stretto.bus.messages.events import Cause, Evaluation, RunEnded
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket, TicketStarted
 from stretto.kernel.schedule.commands import (
     EvaluationDone,
     Fail,
@@ -141,9 +141,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.start()
         self.obey()
 
-    def obey(self) -> None:
-        """Carry out the commands, as the kernel would, and check each."""
-        for command in self.scheduler.commands():
+    def obey(self, commands: Sequence[object] | None = None) -> None:
+        """Carry out the scheduler's commands, or some of them, as the kernel would, and check each."""
+        for command in self.scheduler.commands() if commands is None else commands:
             match command:
                 case Issue(ticket):
                     assert ticket.min_version <= self.scheduler.version
@@ -399,6 +399,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lives += 1
         self.queue, self.attempts, self.holds = [], {}, False
         self.obey()
+
+    @precondition(lambda self: not self.training and not self.over)
+    @rule(alive=st.sets(st.sampled_from("ab")), unlucky=st.integers(0, 3))
+    def be_replaced(self, alive: set[str], unlucky: int) -> None:
+        """The kernel is killed, and another one takes over the workers that live, with what they hold."""
+        if unlucky:
+            return
+        self.held |= {worker: [] for worker in {"a", "b"} - alive}
+        before = self.scheduler.snapshot()
+        current = {
+            *(("train", ticket.id, ticket.attempt) for ticket in before.open if ticket.done is None),
+            *(("eval", ticket.id, ticket.attempt) for ticket in before.evaluation.open),
+        }
+        self.scheduler = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
+        self.scheduler.restore(before)
+        self.scheduler.owned(1000 * self.lives)
+        tickets = [(worker, ticket) for worker in sorted(alive) for ticket, _ in self.held[worker]]
+        held = [TicketStarted(worker, each.purpose, each.id, each.attempt) for worker, each in tickets]
+        self.scheduler.start(held)
+        named = {(each.purpose, each.ticket, each.attempt) for each in held}
+        self.told |= {(each.purpose, each.ticket, each.attempt): each.worker for each in reversed(held)}
+        self.attempts = {(purpose, id): attempt for purpose, id, attempt in named & current}
+        stale = {Withdraw(*name) for name in named - current}
+        commands = self.scheduler.commands()
+        assert stale <= {each for each in commands if isinstance(each, Withdraw)}
+        self.deadlines = {each.id: each.deadline for each in self.scheduler.snapshot().open if each.done}
+        self.lives += 1
+        self.queue, self.holds = [], False
+        self.obey([each for each in commands if each not in stale])
 
     @rule()
     def fold_from_a_snapshot(self) -> None:
@@ -1001,6 +1030,39 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
     assert again.ledger == scheduler.ledger
     again.group_done(done(fresh[0], 2))
     assert len(batches(list(again.commands()))) == 1
+
+
+def test_the_attempts_that_living_workers_hold_go_on_under_the_next_kernel() -> None:
+    options = SchedulerSettings(steps=4, batch_size=1, max_staleness=1, rows=50)
+    scheduler = Scheduler(options)
+    scheduler.start()
+    first, second = issued(scheduler)
+    again = Scheduler(options)
+    again.restore(scheduler.snapshot())
+    again.owned(1000)
+    gone = TicketStarted("rollout-0", "train", second.id, second.attempt + 1)
+    again.start([TicketStarted("rollout-0", "train", first.id, first.attempt), gone])
+    withdraw, issue = again.commands()
+    assert withdraw == Withdraw("train", second.id, second.attempt + 1)
+    assert isinstance(issue, Issue)
+    assert (issue.ticket.id, issue.ticket.attempt) == (second.id, 1001)
+    again.group_done(done(first, 0))
+    [start] = batches(list(again.commands()))
+    assert [group.ticket for group in start.groups] == [first.id]
+
+
+def test_a_held_attempt_is_issued_again_when_its_worker_is_lost() -> None:
+    scheduler = Scheduler(SchedulerSettings(steps=4, batch_size=1, max_staleness=0, rows=50))
+    scheduler.start()
+    [ticket] = issued(scheduler)
+    scheduler.owned(1000)
+    scheduler.start([TicketStarted("rollout-0", "train", ticket.id, ticket.attempt)])
+    assert scheduler.commands() == []
+    scheduler.worker_gone("rollout-0", drained=False)
+    withdraw, issue = scheduler.commands()
+    assert withdraw == Withdraw("train", ticket.id, ticket.attempt)
+    assert isinstance(issue, Issue)
+    assert issue.ticket.attempt == 1001
 
 
 def test_rows_beyond_a_dataset_that_has_become_smaller_are_not_asked_for() -> None:

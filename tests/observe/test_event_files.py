@@ -249,7 +249,9 @@ def test_figures_and_timeline_follow_from_the_files(start: Start, tmp_path: Path
 def test_a_repeated_step_has_its_own_time(start: Start) -> None:
     run = start("steps=12", "checkpoint.every=4")
     run.until_step(7)
+    trainer = run.worker("trainer-0")
     run.process.kill()
+    trainer.kill()  # it would go on under the next kernel
     run.process.wait()
     resumed = start(resume=run)
     resumed.assert_completed(12)
@@ -257,7 +259,7 @@ def test_a_repeated_step_has_its_own_time(start: Start) -> None:
     first = next(line for line in cut if line["step"] == 5)
     repeated = next(line for line in resumed.metrics() if line["step"] == 5)
     assert repeated["time_s"] < first["time_s"] + 5
-    assert repeated["step_s"] < 1 < repeated["time_s"]
+    assert repeated["step_s"] < 2 < repeated["time_s"]
 
 
 def lines_but_end(folder: Path) -> list[Any]:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import psutil
 import pytest
 
 from stretto.errors import LaunchError
-from stretto.launcher import Job
+from stretto.launcher import UNKNOWN_STATUS, Job
 from stretto_local import LocalLauncher
 from worker_jobs import job
 
@@ -38,3 +39,28 @@ def test_workers_that_are_added_later_get_the_gpus_that_are_left(
         return [printing(number).tail(1) for number in range(3)]
 
     assert anyio.run(start_one_after_the_other) == ["0", "1", "0"]
+
+
+async def test_a_later_launcher_takes_over_a_process_with_its_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    nothing: Any = None
+    worker = job("inference-0", 1, code="import time; time.sleep(600)", folder=tmp_path)
+    first, second = LocalLauncher(nothing, nothing), LocalLauncher(nothing, nothing)
+    [handle] = await first.launch([worker])
+    record = first.record("inference-0")
+
+    adopted = second.adopt(worker, record)
+
+    assert adopted is not None
+    assert adopted.place == handle.place
+    with pytest.raises(LaunchError):
+        await second.launch([job("inference-1", 2, folder=tmp_path)])
+    assert second.record("inference-0") == record
+    await adopted.stop(0)
+    assert await adopted.wait() == UNKNOWN_STATUS
+    assert await handle.wait() < 0
+    assert not psutil.pid_exists(handle.pid)
+    assert second.adopt(worker, record) is None, "it has ended"
+    assert second.adopt(worker, "") is None

@@ -310,16 +310,21 @@ def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
 
 
 @in_both_worlds
-def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(start: Start) -> None:
+@pytest.mark.parametrize("trainer_lives", [True, False])
+def test_a_killed_kernels_run_goes_on_and_trains_every_ticket_once(start: Start, trainer_lives: bool) -> None:
     run = start("checkpoint.every=3", "steps=20", "queue.max_staleness=1", "samples.keep=all")
     run.until_step(8)
+    trainer = run.worker("trainer-0")
     run.process.kill()
+    if not trainer_lives:
+        trainer.kill()
     run.process.wait()
     before = run.metrics()
     resumed = start(resume=run)  # at once: previous workers and server are still within their grace time
     summary = resumed.assert_completed(20, bound=1)
     text = resumed.text()
-    assert "step repeated" in text
+    assert ("step repeated version=8" in text) == (not trainer_lives)
+    assert "workers of the former kernel live on" in text
     assert summary["ledger"]["trained"] == 80
     assert summary["ledger"]["expired"] == summary["ledger"]["failed"] == 0
     resumed.assert_audit_is_clean()

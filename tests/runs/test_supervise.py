@@ -24,13 +24,30 @@ def kernel_of(run: Any) -> psutil.Process:
 
 @pytest.mark.slow
 def test_a_killed_kernel_is_followed_by_the_next_one(start: Start) -> None:
-    run = start("--supervise", "steps=14", "checkpoint.every=2")
+    """Its workers live on."""
+    run = start("--supervise", "steps=14", "checkpoint.every=5")
+    workers = None
     for step in (3, 8):
         run.until_step(step)
+        processes = json.loads((run.folder / "bus" / "processes.json").read_text())
+        assert workers in (None, processes["workers"])
+        workers = processes["workers"]
         kernel_of(run).kill()
     run.assert_completed(14)
     assert run.text().count("the kernel was killed by SIGKILL at version ") == 2
+    assert run.text().count("workers of the former kernel live on") == 2
+    assert "checkpoint" in run.text()
     run.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_run_whose_supervisor_was_killed_too(start: Start) -> None:
+    run = start("--supervise", "steps=100", "bus.grace_s=3")
+    run.until_step(3)
+    run.process.send_signal(signal.SIGSTOP)  # it starts no other kernel
+    kernel_of(run).kill()
+    run.process.kill()
+    run.assert_nothing_is_left(within_s=15)
 
 
 @pytest.mark.slow

@@ -149,6 +149,19 @@ def test_a_replaced_kernel_that_wakes_up_while_the_next_one_starts_changes_nothi
         assert not outcome.failed, "\n".join(describe(tape, outcome))
 
 
+def test_workers_go_on_under_the_next_kernel(run_file: Path) -> None:
+    """Nobody starts again, and no step is trained again."""
+    seeds = [7, 10, 13]  # there the next kernel comes in time
+    for tape in tapes_of(run_file, seeds, overrides=["queue.max_staleness=0", "steps=6"]):
+        killed = msgspec.structs.replace(tape, faults=(Fault(kind="kill", at=2.3, who="kernel"),))
+        outcome = run_tape(killed)
+        assert not outcome.failed, "\n".join(describe(killed, outcome))
+        assert outcome.kernels == 2
+        lines = "\n".join(outcome.log)
+        assert lines.count("joined the next kernel") == lines.count("worker joined") // 2 > 3
+        assert "repeated=0" in lines or "repeated=1" in lines
+
+
 def test_a_run_without_staleness_ends_with_one_model(run_file: Path) -> None:
     [tape] = tapes_of(run_file, [0], overrides=["queue.max_staleness=0"])
     assert run_tape(tape).violations == []

@@ -252,6 +252,8 @@ class NatsServer:
     """Starts the guard."""
     process: subprocess.Popen[bytes] | FormerProcess
     """The guard."""
+    lives_on: bool = False
+    """Whether a former kernel has started it."""
 
     @classmethod
     async def start(
@@ -277,7 +279,7 @@ class NatsServer:
             is_same = former.command == command and not former.stands_still
             if is_same and (url := await _as_before(folder, run, config)) is not None:
                 log.info("nats-server lives on", url=url)
-                return cls(url, folder, command, former)
+                return cls(url, folder, command, former, lives_on=True)
             await _end_former(former, folder / "guard.pid")
         place = _with_port(listening(config))
         passwords = {user: secrets.token_urlsafe(24) for user in (*_PARTIES, STORE)}

@@ -90,6 +90,13 @@ class StepMeter:
             not_trained=self._not_trained(),
         )
 
+    def recall(self, measured: StepMeasured) -> StepMeasured:
+        """Return the figures of a step that a former kernel has recorded, for this kernel's journal: what its
+        workers had done since that kernel's start does not count."""
+        self._facts.trained_tokens += measured.tokens
+        self._not_trained()  # they have been named
+        return msgspec.structs.replace(measured, known=True, generate_busy_s=0.0, verify_busy_s=0.0)
+
     def _of_samples(self, start: StartBatch) -> dict[str, float]:
         """Return the figures of a batch of trajectories."""
         members = [member for group in start.groups for member in group.members]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
 
 from stretto import tracing
@@ -123,9 +122,8 @@ class Steps:
         self._record(start)
         if isinstance(result, StepResult):
             self._journal.hear(self._meter.measure(start, result, (), 0.0, divergence, repeated=True))
-        elif result is not None:  # what the workers did since the start of the former kernel does not count
-            known = {"known": True, "generate_busy_s": 0.0, "verify_busy_s": 0.0}
-            self._journal.hear(msgspec.structs.replace(result, **known))
+        elif result is not None:
+            self._journal.hear(self._meter.recall(result))
 
     # ----------------------------------------------------------------------------------- private
 

@@ -346,7 +346,11 @@ def _full_disk(folder: Path, reason: str) -> str:
 @asynccontextmanager
 async def served(setup: RunSetup) -> AsyncGenerator[None]:
     """Run the bundled server for the duration of the block, unless `bus.url` names another one. Remove
-    published weights afterwards, but not those of a kernel that has taken the run over."""
+    published weights afterwards, but not those of a kernel that has taken the run over.
+
+    A kernel that has not begun leaves the server and the weights of a former one: that one's workers wait for
+    the next.
+    """
     folder, bus = setup.folder / "bus", setup.bus
     server = None
     try:
@@ -359,8 +363,9 @@ async def served(setup: RunSetup) -> AsyncGenerator[None]:
             yield
             tasks.cancel_scope.cancel()
     finally:
-        with anyio.CancelScope(shield=True):
-            if server is not None:
-                await server.stop()
-        if not setup.facts.ending.replaced:
-            setup.transport.clean()
+        if setup.facts.begun or (server is not None and not server.lives_on):
+            with anyio.CancelScope(shield=True):
+                if server is not None:
+                    await server.stop()
+            if not setup.facts.ending.replaced:
+                setup.transport.clean()

@@ -29,7 +29,7 @@ from stretto.nodes import Node, Spot, place
 __all__ = ["LocalHandle", "LocalLauncher"]
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _ProcessRecord(msgspec.Struct, frozen=True):
     """A process, for the launcher of the run's next kernel."""
 
     pid: int
@@ -142,12 +142,12 @@ class LocalLauncher:
         except psutil.NoSuchProcess:
             return ""
         gpus = self._spots[worker][1].gpus
-        return msgspec.json.encode(_Record(self._handles[worker].pid, created, gpus)).decode()
+        return msgspec.json.encode(_ProcessRecord(self._handles[worker].pid, created, gpus)).decode()
 
     def adopt(self, job: Job, record: str) -> LocalHandle | None:
         """Take over a process with its GPUs, if it runs."""
         try:
-            known = msgspec.json.decode(record, type=_Record)
+            known = msgspec.json.decode(record, type=_ProcessRecord)
             process = FormerProcess(known.pid)
         except (msgspec.DecodeError, psutil.NoSuchProcess):
             return None
