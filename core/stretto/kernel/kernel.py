@@ -223,7 +223,7 @@ class Kernel:
         self._facts.begun = True
         if self._resumption is not None and self._setup.replays is None:
             await self._fleet.adopt(self._setup.workers, self._tasks)  # before they hear of this kernel
-            self._admission.trainers_may_end = self._fleet.has_former_trainers
+            self._admission.trainers_may_end = self._fleet.adoption.has_trainers
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(watch_bus, self._setup, self._bus, self._ending)
@@ -291,7 +291,7 @@ class Kernel:
         self._tasks.start_soon(self._replacement.run)
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._setup.waits.begin()
-        held = self._fleet.held()
+        held = self._admission.held()
         if recovered is not None and recovered.is_exact:
             self._hear(ScheduleStarted(held))
         else:  # their tokens may be those of weights that do not exist any more

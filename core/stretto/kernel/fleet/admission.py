@@ -16,6 +16,7 @@ from stretto.bus.joining import own_version
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.events import FleetChanged
 from stretto.bus.messages.membership import AskRanks, Join, Leaving, Ranks, Welcome
+from stretto.bus.messages.tickets import TicketStarted
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.durable.journal import JournalWriter
@@ -111,6 +112,15 @@ class Admission:
                         await self._changed.wait()
                     if waiting.cancelled_caught:
                         log.info("waiting", workers=", ".join(self._missing()))
+
+    def held(self) -> tuple[TicketStarted, ...]:
+        """Return the attempts of a former kernel on which rollout workers go on."""
+        return tuple(
+            msgspec.structs.replace(each, worker=member.worker)
+            for member in self._fleet.members.values()
+            if member.role == "rollout"
+            for each in member.held
+        )
 
     # ----------------------------------------------------------------------------------- private
 

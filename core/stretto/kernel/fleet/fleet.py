@@ -21,7 +21,6 @@ from anyio.abc import TaskGroup
 from stretto.assembly.assembly import Worker
 from stretto.assembly.contracts import expect_contract
 from stretto.base import clock
-from stretto.base.private_file import write_private
 from stretto.bus.client import Bus
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
@@ -31,8 +30,9 @@ from stretto.bus.messages.tickets import TicketStarted
 from stretto.component import Problem
 from stretto.engine import Load
 from stretto.errors import LaunchError, Refused
+from stretto.kernel.fleet.adoption import Adoption
 from stretto.kernel.supervised import Failure, supervised
-from stretto.launcher import UNKNOWN_STATUS, AdoptingLauncher, Handle, Job, Launcher, Role
+from stretto.launcher import UNKNOWN_STATUS, Handle, Job, Launcher, Role
 
 log = structlog.get_logger()
 
@@ -48,19 +48,8 @@ that hangs in the system, in a driver or on a network disk, ends at no signal.""
 _LONG_LIFE_S = 600.0
 """If a worker ran longer than this many seconds, the count of its restarts begins again at 1."""
 _TAIL_LINES = 15
-_PROCESSES = "processes.json"
-"""File in the run's bus folder: how a later kernel finds the processes of the workers."""
 _AGAIN_S = 10.0
 """A worker of a former kernel has this many seconds to join again."""
-
-
-class _Processes(msgspec.Struct, frozen=True):
-    """The workers that a kernel has started."""
-
-    values: int
-    """Number of the run's values that they have."""
-    workers: dict[str, str]
-    """Worker -> the launcher's record of its process."""
 
 
 @dataclass
@@ -114,7 +103,7 @@ class Fleet:
         self._logs = logs
         self._imports = imports
         self._max_restarts = max_restarts
-        self._values = values
+        self.adoption = Adoption(launcher, bootstraps, values)
         self._handles: dict[str, Handle] = {}
         self._jobs: dict[str, Job] = {}
         self._waits: dict[str, anyio.CancelScope] = {}
@@ -128,8 +117,6 @@ class Fleet:
         """Load figures of the heartbeats since the last call of `load_figures`."""
         self._lasting: set[str] = set()
         """Workers that did enough since their start that the count of their restarts begins again."""
-        self._adopted: set[str] = set()
-        """Workers of a former kernel whose processes run, and that have not joined again."""
         self._hanging: set[str] = set()
         """Workers whose processes are stopped because they hang."""
         self._given_up: set[str] = set()
@@ -161,35 +148,20 @@ class Fleet:
 
     async def adopt(self, workers: Iterable[Worker], tasks: TaskGroup) -> None:
         """Take over the workers of a former kernel whose processes run, and start a task in `tasks` that
-        watches and restarts each of them. Trainers belong together: if one is missing, end the others."""
-        file = self._bootstraps / _PROCESSES
-        if not isinstance(self._launcher, AdoptingLauncher) or not file.exists():
-            return
-        former = msgspec.json.decode(file.read_bytes(), type=_Processes)
-        if former.values != self._values:
-            return
-        jobs = [self._job(worker) for worker in workers if worker.id in former.workers]
-        found = ((job, self._launcher.adopt(job, former.workers[job.worker])) for job in jobs)
-        living = [(job, handle) for job, handle in found if handle is not None]
-        trainers = [handle for job, handle in living if job.role == "trainer"]
-        if len(trainers) < sum(worker.role == "trainer" for worker in workers):
-            living = [(job, handle) for job, handle in living if job.role != "trainer"]
-            for handle in trainers:
-                await handle.stop(0)
-        for job, handle in living:
+        watches and restarts each of them."""
+        for job, handle in await self.adoption.find([self._job(worker) for worker in workers]):
             self._handles[job.worker], self._jobs[job.worker] = handle, job
-            self._adopted.add(job.worker)
             self.starting[job.worker] = "joining again"
             tasks.start_soon(self._look_after, job)
-        if self._adopted:
-            log.info("workers of the former kernel live on", workers=sorted(self._adopted))
+        if self.adoption.absent:
+            log.info("workers of the former kernel live on", workers=sorted(self.adoption.absent))
             tasks.start_soon(self._end_absent)
 
     async def _end_absent(self) -> None:
         """End the adopted workers that do not join again. They start again."""
         await anyio.sleep(_AGAIN_S + self.reconnect_s)
         async with anyio.create_task_group() as tasks:
-            for worker in sorted(each for each in self._adopted if not each.startswith("trainer")):
+            for worker in sorted(each for each in self.adoption.absent if not each.startswith("trainer")):
                 log.warning("worker does not join again", worker=worker)
                 tasks.start_soon(self._kill, worker, self._handles[worker], 0)
 
@@ -213,15 +185,7 @@ class Fleet:
                 expect_contract(handle, Handle, f"the handle of {job.worker}")
                 self._handles[job.worker], self._jobs[job.worker] = handle, job
                 tasks.start_soon(self._look_after, job)
-            self._record_processes()
-
-    def _record_processes(self) -> None:
-        """Write how a later kernel finds the workers' processes."""
-        if isinstance(self._launcher, AdoptingLauncher):
-            records = {worker: self._launcher.record(worker) for worker in self._handles}
-            write_private(
-                self._bootstraps / _PROCESSES, msgspec.json.encode(_Processes(self._values, records))
-            )
+            self.adoption.record(self._handles)
 
     async def stop(self, grace_s: float) -> None:
         """Wait for the workers to leave, and stop those that are still running after `grace_s` seconds.
@@ -269,7 +233,7 @@ class Fleet:
         """Wait for the end of a worker's process. Return None if the worker is not to be restarted."""
         began, handle = clock.now(), self._handles[job.worker]
         status = await self._until_end(job.worker, handle)
-        self._adopted.discard(job.worker)
+        self.adoption.absent.discard(job.worker)
         match status:
             case None:
                 how = f"{handle.place} does not end after SIGKILL"
@@ -307,7 +271,7 @@ class Fleet:
                 self._forget(job.worker)
                 return False
             [self._handles[job.worker]] = await self._launcher.launch([job])
-            self._record_processes()
+            self.adoption.record(self._handles)
         self.starting[job.worker] = "starting again"
         self.restarts += 1
         return True
@@ -414,10 +378,10 @@ class Fleet:
                 "needs the bootstrap file of that worker, which `stretto invite` writes",
             )
         former = self.members.get(message.worker)
-        is_known = message.worker in self._adopted or _is_by_hand(message.worker)
-        if message.again and not is_known and (former is None or former.nonce != message.nonce):
+        is_known = self.adoption.admits(message) or (former is not None and former.nonce == message.nonce)
+        if message.again and not is_known:
             raise Refused("kernel", f"another process takes the place of {message.worker}")
-        self._adopted.discard(message.worker)
+        self.adoption.absent.discard(message.worker)
         if former is not None and former.nonce != message.nonce:
             self._lose(message.worker, "replaced by a new process")
         if message.worker not in self.members:
@@ -430,27 +394,16 @@ class Fleet:
                 self.members[message.worker].held = message.held
             self.starting[message.worker] = "loading"
 
-    @property
-    def has_former_trainers(self) -> bool:
-        """Whether the trainers have worked for a former kernel."""
-        return any(worker.startswith("trainer") for worker in self._adopted)
-
-    def held(self) -> tuple[TicketStarted, ...]:
-        """Return the attempts of a former kernel on which workers go on."""
-        return tuple(
-            msgspec.structs.replace(each, worker=member.worker)
-            for member in self.members.values()
-            if member.role == "rollout"
-            for each in member.held
-        )
-
     def beat(self, message: Heartbeat) -> bool:
         """Take in a heartbeat, and return whether its process is a member of the fleet."""
         member = self.members.get(message.worker)
         if member is None or member.nonce != message.nonce:
             return False
         if member.again and not member.has_beaten:  # what it did for the former kernel does not count
-            self._forget_figures(member.role, message)
+            busy_s = self._ended_busy.get(member.role, 0.0)
+            self._ended_busy[member.role] = busy_s - message.busy_s
+            self._ended_tokens -= message.load.generated_tokens if message.load else 0
+            self._ended_refused -= message.refused
         member.heard, member.has_beaten = clock.now(), True
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
         member.blocked_s, member.wait, member.tickets = message.blocked_s, message.wait, message.tickets
@@ -536,12 +489,6 @@ class Fleet:
         self._ended_tokens += member.load.generated_tokens if member.load else 0
         self._ended_refused += member.refused
 
-    def _forget_figures(self, role: Role, message: Heartbeat) -> None:
-        """Leave out what a worker did for a former kernel."""
-        self._ended_busy[role] = self._ended_busy.get(role, 0.0) - message.busy_s
-        self._ended_tokens -= message.load.generated_tokens if message.load else 0
-        self._ended_refused -= message.refused
-
     # ----------------------------------------------------------------------------------- figures
 
     def of(self, role: Role) -> list[FleetMember]:
@@ -579,11 +526,6 @@ class Fleet:
     def refused(self) -> int:
         """Return the number of malformed messages that workers have refused since the start."""
         return self._ended_refused + sum(member.refused for member in self.members.values())
-
-
-def _is_by_hand(worker: str) -> bool:
-    """Return whether a user has started a worker; see `stretto.bus.joining.reserve_worker`."""
-    return worker.rpartition("-")[2].startswith("h")
 
 
 def number_of(worker: str) -> int:

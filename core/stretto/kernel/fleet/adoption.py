@@ -1,0 +1,76 @@
+"""The workers of a former kernel that live on: their processes, and who may join again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stretto.base.private_file import write_private
+from stretto.bus.messages.membership import Join
+from stretto.launcher import AdoptingLauncher, Handle, Job, Launcher
+
+_FILE = "processes.json"
+
+
+class _Processes(msgspec.Struct, frozen=True):
+    """The workers that a kernel has started."""
+
+    values: int
+    """Number of the run's values that they have."""
+    workers: dict[str, str]
+    """Worker -> the launcher's record of its process."""
+
+
+class Adoption:
+    """Records the processes of one kernel's workers, and finds those of the former one.
+
+    Args:
+        folder: the run's bus folder.
+        values: number of the run's values. Workers with other ones are not adopted.
+    """
+
+    def __init__(self, launcher: Launcher, folder: Path, values: int) -> None:
+        self._launcher = launcher if isinstance(launcher, AdoptingLauncher) else None
+        self._file = folder / _FILE
+        self._values = values
+        self.absent: set[str] = set()
+        """Adopted workers that have not joined again."""
+
+    @property
+    def has_trainers(self) -> bool:
+        """Whether trainers have not joined again."""
+        return any(worker.startswith("trainer") for worker in self.absent)
+
+    def record(self, workers: Iterable[str]) -> None:
+        """Write how a later kernel finds the processes of these workers."""
+        if self._launcher is not None:
+            records = {worker: self._launcher.record(worker) for worker in workers}
+            write_private(self._file, msgspec.json.encode(_Processes(self._values, records)))
+
+    async def find(self, jobs: Sequence[Job]) -> list[tuple[Job, Handle]]:
+        """Return the jobs whose processes a former kernel has started, and that run. Trainers belong
+        together: if one is missing, the others are ended."""
+        if self._launcher is None or not self._file.exists():
+            return []
+        former = msgspec.json.decode(self._file.read_bytes(), type=_Processes)
+        if former.values != self._values:
+            return []
+        found: list[tuple[Job, Handle]] = []
+        for job in jobs:
+            handle = self._launcher.adopt(job, former.workers.get(job.worker, ""))
+            if handle is not None:
+                found.append((job, handle))
+        trainers = [handle for job, handle in found if job.role == "trainer"]
+        if len(trainers) < sum(job.role == "trainer" for job in jobs):
+            for handle in trainers:
+                await handle.stop(0)
+            found = [(job, handle) for job, handle in found if job.role != "trainer"]
+        self.absent = {job.worker for job, _ in found}
+        return found
+
+    def admits(self, join: Join) -> bool:
+        """Return whether a process may join again: its worker is adopted, or a user has started it (see
+        `stretto.bus.joining.reserve_worker`). Another process takes the place of any other one."""
+        return join.worker in self.absent or join.worker.rpartition("-")[2].startswith("h")
