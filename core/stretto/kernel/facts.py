@@ -40,7 +40,6 @@ class RunFacts:
         self.problems = [*self._resumed.problems]
         """Problems that did not end the run, for the summary, also those of previous kernels up to the
         checkpoint."""
-        self.recoveries = [*self._resumed.recoveries]
         """Parts of the run that were lost and replaced while it went on, also under previous kernels up to
         the checkpoint."""
         self.checkpoints: list[str] = []

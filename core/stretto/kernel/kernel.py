@@ -21,6 +21,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
     Input,
     KernelBegan,
+    Replaced,
     RunClosing,
     RunEnded,
     ScheduleStarted,
@@ -192,6 +193,8 @@ class Kernel:
         """Commands of the scheduler that are to be carried out."""
         self._heard = anyio.Event()
         """Set by each event."""
+        self._adopts = False
+        """Whether workers of a former kernel live on."""
         self._owned = False
         """Whether the scheduler hears events. Before, it may be in the state of a former kernel."""
 
@@ -223,6 +226,7 @@ class Kernel:
         self._facts.begun = True
         if self._resumption is not None and self._setup.replays is None:
             await self._fleet.adopt(self._setup.workers, self._tasks)  # before they hear of this kernel
+            self._adopts = bool(self._fleet.adoption.absent)
             self._admission.trainers_may_end = self._fleet.adoption.has_trainers
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._fleet.watch)
@@ -268,6 +272,9 @@ class Kernel:
         recovered: Recovered | None = None
         if self._resumption is not None and stored is not None:
             recovered = await self._resumption.repeat(stored, living)
+            if self._adopts:
+                version, repeated = self._scheduler.version, recovered.repeated
+                self._journal.hear(Replaced(stored.journal.heard_at, "kernel", "killed", version, repeated))
         notes = recovered.notes if recovered else await self._trainers.load(None, 0)
         if self._ending.over.is_set():
             return

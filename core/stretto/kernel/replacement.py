@@ -16,7 +16,7 @@ import anyio
 import msgspec
 import structlog
 
-from stretto.bus.messages.events import TrainersReplaced
+from stretto.bus.messages.events import Replaced
 from stretto.bus.messages.membership import WorkerProcess
 from stretto.errors import BusError
 from stretto.kernel.calls.engines import Engines
@@ -111,7 +111,7 @@ class TrainerReplacement:
             return
         first = self._trainers.placement.lead.workers[0]
         self._engines.trainer = WorkerProcess(first, nonces[first])
-        self._journal.hear(TrainersReplaced(began, worker, how, self._steps.reached, repeated))
+        self._journal.hear(Replaced(began, worker, how, self._steps.reached, repeated))
         log.info("trainers replaced", lost=worker, version=self._steps.reached, repeated=repeated)
         self._trainers.replaced()
 

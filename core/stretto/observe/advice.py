@@ -624,6 +624,22 @@ def _slow_swaps(lines: _Lines, knobs: _Knobs) -> _Said | None:
     )
 
 
+def _recoveries(history: _History, knobs: _Knobs) -> _Finding | None:
+    lines = list(history.lines)
+    took, all_s = total(lines, "recovery_s"), total(lines, "step_s")
+    recoveries = [each for line in lines for each in line.get("recoveries", ())]
+    if len(lines) < _SPEED_STEPS or took < 0.05 * all_s:
+        return None
+    repeated = sum(each["repeated"] for each in recoveries)
+    return _finding(
+        lines[0]["step"],
+        f"trainers or the kernel were lost {len(recoveries)} times, and the recoveries took "
+        f"{min(1.0, took / all_s):.0%} of the time, with {repeated} repeated steps; `recoveries` in "
+        "summary.json says how they were lost",
+        knobs.scale("checkpoint.every", 0.5) if repeated > len(recoveries) else "",
+    )
+
+
 def _of_speed(judge: Callable[[_Lines, _Knobs], _Said | None]) -> _Judge:
     """Return the condition of a rule that reads only the newest lines of a run that samples. It does not hold
     if there are too few lines, or if they include the first step, which waits for the first groups."""
@@ -665,6 +681,7 @@ class Rule:
 
 RULES = (
     Rule("failures", _failures, holds=1),
+    Rule("recoveries", _recoveries, holds=1),
     Rule("engine_mismatch", _mismatch, holds=1),
     Rule("reward_collapse", _reward_collapse, holds=HOLDS),
     Rule("constant_reward", _constant_reward, holds=1),

@@ -20,14 +20,14 @@ from stretto.bus.messages.events import (
     EvaluationEnded,
     Event,
     KernelBegan,
+    Replaced,
     RunEnded,
     RunOwned,
     ScheduleStarted,
     StepMeasured,
-    TrainersReplaced,
     WeightsServed,
 )
-from stretto.kernel.durable.checkpoint import Recovery, checkpoint_name
+from stretto.kernel.durable.checkpoint import checkpoint_name
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.step_meter import counts
 from stretto.observe.advice import Adviser
@@ -71,6 +71,8 @@ class Report:
         self.adviser = adviser
         self.curves = {name: Curve() for name in (*MAIN_FIGURES, "zero_variance_groups")}
         """The figures of all steps so far, by name."""
+        self.recoveries: list[dict[str, Any]] = []
+        """What was lost and replaced in the run."""
         self.version = 0
         """Version of the newest step that is reported."""
         if setup.resumed is not None:
@@ -102,7 +104,7 @@ class Report:
         """The newest lines of steps that this kernel trained."""
         self._skipped = False
         """Whether the newest step did not change some model, because its gradient was not finite."""
-        self._replaced: list[TrainersReplaced] = []
+        self._replaced: list[Replaced] = []
         """Since the newest step."""
         self._drifts = CanaryRecord(setup.config.inference.canary, setup.facts.problems)
 
@@ -134,14 +136,13 @@ class Report:
                 self.swap_pause_s += event.pause_s
                 self.swap_pause_max_s = max(self.swap_pause_max_s, event.pause_s)
                 self._drifts.add(event)
-            case TrainersReplaced():
+            case Replaced():
                 self._replaced.append(event)
             case StepMeasured(version, known=True) if version in self._steps:
                 self._continue_to(version)
             case StepMeasured(version):
                 self._cut_after(version - 1)
                 self._step(time, event)
-                self._recovered(time)
             case EvaluationEnded(result):
                 self._evaluation(time, result)
             case _:
@@ -161,6 +162,7 @@ class Report:
             if self.version < line["step"] <= version and not is_evaluation(line):
                 self.adviser.step(line)
                 self._draw(line)
+                self.recoveries += line.get("recoveries", [])
         self.version = version
 
     def _begin(self) -> None:
@@ -215,6 +217,7 @@ class Report:
             "ledger": step.ledger,
             **({"variants": step.variants} if step.variants else {}),
             "not_trained": step.not_trained,
+            **({} if step.repeated else self._recoveries(time)),
         }
         if step.version > 1:  # the first step waits for the first groups
             self._recent.append(self.last)
@@ -227,14 +230,24 @@ class Report:
         shown = {key: self.last[key] for key in _SHOWN if key in self.last}
         log.info("step", **shown, waits=describe_waits(self.last))
 
-    def _recovered(self, time: float) -> None:
-        """Note how long it took to the first step after trainers were replaced."""
-        for each in self._replaced:
-            seconds = round(time - each.began, 1)
-            self._facts.recoveries.append(
-                Recovery(each.worker, each.how, round(each.began, 1), each.version, each.repeated, seconds)
-            )
-        self._replaced = []
+    def _recoveries(self, time: float) -> dict[str, Any]:
+        """Return what was lost and replaced since the newest step, and the seconds until this one."""
+        lost, self._replaced = self._replaced, []
+        if not lost:
+            return {}
+        recoveries = [
+            {
+                "lost": each.lost,
+                "how": each.how,
+                "time": round(each.began, 1),
+                "version": each.version,
+                "repeated": each.repeated,
+                "seconds": round(time - each.began, 1),
+            }
+            for each in lost
+        ]
+        self.recoveries += recoveries
+        return {"recovery_s": max(each["seconds"] for each in recoveries), "recoveries": recoveries}
 
     def _draw(self, line: Mapping[str, Any]) -> None:
         """Add a step's figures to the curves."""
@@ -372,7 +385,7 @@ class Report:
             },
             "canary": self._drifts.summary(),
             "restarts": fleet.restarts,
-            "recoveries": msgspec.to_builtins(self._facts.recoveries),
+            "recoveries": self.recoveries,
             "checkpoints": self._facts.checkpoints,
             "journal": msgspec.to_builtins(self._facts.journal),
             "lost": msgspec.structs.asdict(self._facts.lost),

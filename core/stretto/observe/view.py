@@ -250,7 +250,7 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
         seconds = sum(each["seconds"] for each in recoveries)
         repeated = sum(each["repeated"] for each in recoveries)
         lines.append(
-            f"trainers replaced {len(recoveries)} times: {repeated} steps repeated, "
+            f"trainers or kernels replaced {len(recoveries)} times: {repeated} steps repeated, "
             f"{seconds:.0f} s until the next new ones"
         )
     lines.extend(f"problem: {problem}" for problem in summary["problems"])

@@ -215,5 +215,8 @@ FIGURES: Mapping[str, Figure] = {
     "kv_used": _share("KV cache used", "memory of an engine for keys and values that is in use"),
     "samples_waiting": Figure("waiting samples", "Samples that wait for a slot, for each engine", form=".1f"),
     "swap_pause_s": _seconds("swap pause", "Pause of an engine for swaps since the previous step"),
+    "recovery_s": _seconds(
+        "recovery", "Time from the loss of a trainer or the kernel to the end of this step"
+    ),
 }
 """Every figure of `metrics.jsonl` that stretto itself writes, by its key."""

@@ -259,15 +259,17 @@ class FleetChanged(Message, frozen=True):
     """How the worker was lost, or why it left."""
 
 
-class TrainersReplaced(Message, frozen=True):
-    """A trainer was lost, and new trainers have the weights that the lost ones had."""
+class Replaced(Message, frozen=True):
+    """A trainer or the kernel was lost while others lived on, and another one has taken its place."""
 
     began: float
-    """Unix time at which it was lost."""
-    worker: str
+    """Unix time at which it was lost; of a kernel, that of its last event."""
+    lost: str
+    """The worker, or `kernel`."""
     how: str
     """How it was lost."""
     version: int
+    """Version of the weights then."""
     repeated: int
     """Number of steps that were trained again, after that of the checkpoint."""
 
@@ -372,13 +374,7 @@ class VersionPublished(Message, frozen=True):
 
 
 Observation = (
-    KernelBegan
-    | FleetChanged
-    | TrainersReplaced
-    | WeightsServed
-    | CallEnded
-    | StepMeasured
-    | VersionPublished
+    KernelBegan | FleetChanged | Replaced | WeightsServed | CallEnded | StepMeasured | VersionPublished
 )
 """Everything else that readers need. It changes no state."""
 

@@ -72,22 +72,6 @@ class LostData(msgspec.Struct, frozen=True):
         return LostData(*map(sum, zip(own, others, strict=True)))
 
 
-class Recovery(msgspec.Struct, frozen=True):
-    """A part of the run was lost and replaced while the run went on."""
-
-    lost: str
-    """The worker."""
-    how: str
-    time: float
-    """Unix time."""
-    version: int
-    """Version of the weights then."""
-    repeated: int
-    """Number of steps that were trained again."""
-    seconds: float
-    """Seconds until the next new step was complete."""
-
-
 class KernelState(msgspec.Struct, frozen=True):
     """The kernel's own part of a checkpoint."""
 
@@ -113,8 +97,6 @@ class KernelState(msgspec.Struct, frozen=True):
     """All losses up to the checkpoint."""
     problems: tuple[str, ...] = ()
     """All problems up to the checkpoint that did not end the run."""
-    recoveries: tuple[Recovery, ...] = ()
-    """All recoveries up to the checkpoint."""
     events_after: int = 0
     """Sequence number in the journal's stream. The snapshot has taken in all events up to it, and later ones
     go on from it."""

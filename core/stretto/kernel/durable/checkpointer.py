@@ -216,7 +216,6 @@ class Checkpointer:
             values=setup.values,
             lost=setup.facts.lost,
             problems=tuple(dict.fromkeys(setup.facts.problems)),
-            recoveries=tuple(setup.facts.recoveries),
             events_after=self._journal.events_after,
             journal=self._journal.head,
             lowest_event=min(self._journal.events_after + 1, self._journal.head_from),

@@ -100,6 +100,8 @@ class Journal:
     """Draws of a curriculum, by ticket."""
     incarnation: int | None = None
     """That of the newest kernel; None if none has owned the run since the checkpoint."""
+    heard_at: float = 0.0
+    """Unix time of the newest event; 0 without one."""
     is_damaged: bool = False
     """Whether messages are missing. What followed the first one is in no place of `heard`."""
 
@@ -603,6 +605,7 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journa
     async for sequence, batch in bus.store.follow(stream, names.events, EventBatch, start=after + 1):
         journal.is_damaged |= former not in (None, batch.former)
         former = batch.digest
+        journal.heard_at = batch.times[-1]
         for event in _events_of(batch, sequence):
             _add(journal, JournalHead(sequence, former), event, state.incarnation)
         if sequence >= last:
