@@ -12,7 +12,8 @@
 # make test-chaos  kills in all configurations, the same bits with kills as without, and the search for planted mistakes
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make test-gpu    what only GPUs can show; skipped without CUDA
-# make test-clusters   a real Slurm of two nodes on this machine (Debian, and root), a Ray of three, a stand-in for
+# make test-hosts      runs on two hosts made of network namespaces, with a cable that is cut (root); five minutes
+# make test-clusters   these and a real Slurm of two nodes on this machine (Debian, and root), a Ray of three, a stand-in for
 #                   Kubernetes, a NATS cluster whose servers are killed, runs whose workers come and go, and
 #                   replays; half an hour
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
@@ -42,7 +43,7 @@ ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart vision test test-slow test-all test-universes test-chaos test-integration test-gpu test-clusters coverage lint lines format docs bench clean
+.PHONY: quickstart vision test test-slow test-all test-universes test-chaos test-integration test-gpu test-hosts test-clusters coverage lint lines format docs bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
@@ -75,6 +76,9 @@ test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLL
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -q -rs -m gpu $(ARGS)
+
+test-hosts: $(VENV)/installed
+	$(BIN)/python -m pytest -q -rs -m cluster tests/hosts $(ARGS)
 
 test-clusters: $(VENV)/installed
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[ray]'
