@@ -421,9 +421,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         named = {(each.purpose, each.ticket, each.attempt) for each in held}
         self.told |= {(each.purpose, each.ticket, each.attempt): each.worker for each in reversed(held)}
         self.attempts = {(purpose, id): attempt for purpose, id, attempt in named & current}
-        stale = {Withdraw(*name) for name in named - current}
+        stale = [Withdraw(*name) for name in named - current]
         commands = self.scheduler.commands()
-        assert stale <= {each for each in commands if isinstance(each, Withdraw)}
+        assert all(each in commands for each in stale)
         self.deadlines = {each.id: each.deadline for each in self.scheduler.snapshot().open if each.done}
         self.lives += 1
         self.queue, self.holds = [], False

@@ -147,6 +147,7 @@ class TrainerReplacement:
     def _remember(self, note: WeightsNote) -> None:
         """Give the engines the new address of a version that they need."""
         newest = self._engines.note
+        self._steps.published_again = note
         if newest is not None and newest.version == note.version:
             self._engines.publish_again(note)
         elif note.version in self._scheduler.evaluation.needed_versions:

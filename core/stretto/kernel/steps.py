@@ -62,6 +62,8 @@ class Steps:
         """Version -> rows of the batch that was trained on it, since the newest checkpoint."""
         self.digests: dict[int, str] = {}
         """Version -> digest of its weights, of versions that are published."""
+        self.published_again: WeightsNote | None = None
+        """The newest version as trainers publish it that have taken the place of lost ones."""
         self._engine_errors = EngineErrors()
         self._ended = anyio.Event()
         """Set by the end of each step."""
@@ -108,7 +110,7 @@ class Steps:
         if note is None:
             self._tasks.start_soon(self._publish_beside, version)
         else:
-            self._engines.announce(note)
+            self._announce(note)
         self._ended.set()
         self._ended = anyio.Event()
         if due:
@@ -167,4 +169,9 @@ class Steps:
     async def _publish_beside(self, version: int) -> None:
         note = await self._trainers.attempt(partial(self._trainers.published, version))
         await self._note(note)
-        self._engines.announce(note)
+        self._announce(note)
+
+    def _announce(self, note: WeightsNote) -> None:
+        """Announce a version. While its digest was written, its trainers may have been lost."""
+        again = self.published_again
+        self._engines.announce(again if again is not None and again.version == note.version else note)
