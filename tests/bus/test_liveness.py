@@ -187,6 +187,7 @@ async def test_a_kernel_ends_a_former_guard_that_hangs(
     monkeypatch.setattr(server_module, "_GUARD_END_S", 0.5)
     os.kill(server.process.pid, signal.SIGSTOP)
     second = await NatsServer.start(tmp_path / "bus", "test-run", bus_config, tmp_path / "logs")
+    assert isinstance(server.process, subprocess.Popen)
     assert server.process.wait(10) == -signal.SIGKILL
     assert second.process.poll() is None
     await second.stop()

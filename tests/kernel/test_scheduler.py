@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stretto.algorithm import Group
 from stretto.bus.messages.events import Cause, Evaluation, RunEnded
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket, TicketStarted
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Purpose, Ticket, TicketStarted
 from stretto.kernel.schedule.commands import (
+    Command,
     EvaluationDone,
     Fail,
     Finish,
@@ -141,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.start()
         self.obey()
 
-    def obey(self, commands: Sequence[object] | None = None) -> None:
+    def obey(self, commands: Sequence[Command] | None = None) -> None:
         """Carry out the scheduler's commands, or some of them, as the kernel would, and check each."""
         for command in self.scheduler.commands() if commands is None else commands:
             match command:
@@ -408,7 +409,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.held |= {worker: [] for worker in {"a", "b"} - alive}
         before = self.scheduler.snapshot()
-        current = {
+        current: set[tuple[Purpose, int, int]] = {
             *(("train", ticket.id, ticket.attempt) for ticket in before.open if ticket.done is None),
             *(("eval", ticket.id, ticket.attempt) for ticket in before.evaluation.open),
         }

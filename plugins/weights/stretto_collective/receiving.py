@@ -125,4 +125,9 @@ class _Meeting(Store):
 
     def _ask(self, question: Question) -> bytes:
         answer = self._wire.ask(self._address, msgspec.msgpack.encode(question), deadline_s=self._deadline_s)
-        return asyncio.run_coroutine_threadsafe(answer, self._loop).result(self._deadline_s + 1)
+        try:
+            future = asyncio.run_coroutine_threadsafe(answer, self._loop)
+        except RuntimeError:  # the worker has ended, and this thread not yet
+            answer.close()
+            raise
+        return future.result(self._deadline_s + 1)
