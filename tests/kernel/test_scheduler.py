@@ -419,10 +419,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         tickets = [(worker, ticket) for worker in sorted(alive) for ticket, _ in self.held[worker]]
         held = [TicketStarted(worker, each.purpose, each.id, each.attempt) for worker, each in tickets]
         self.scheduler.start(held)
-        named = {(each.purpose, each.ticket, each.attempt) for each in held}
+        named: set[tuple[Purpose, int, int]] = {(each.purpose, each.ticket, each.attempt) for each in held}
         self.told |= {(each.purpose, each.ticket, each.attempt): each.worker for each in reversed(held)}
         self.attempts = {(purpose, id): attempt for purpose, id, attempt in named & current}
-        stale = [Withdraw(*name) for name in named - current]
+        stale = [Withdraw(purpose, id, attempt) for purpose, id, attempt in named - current]
         commands = self.scheduler.commands()
         assert all(each in commands for each in stale)
         self.deadlines = {each.id: each.deadline for each in self.scheduler.snapshot().open if each.done}
