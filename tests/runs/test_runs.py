@@ -252,7 +252,9 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
     # Steps take much longer than answers, so that a checkpoint has finished groups beyond its batch.
     run = start(f"plugins=[{tmp_path}/drift.py]", "training=drift", "checkpoint.every=3", "steps=14")
     run.until_step(8)
+    trainer = run.worker("trainer-0")
     run.process.kill()
+    trainer.kill()  # it would go on under the next kernel
     run.process.wait()
     resumed = start(resume=run)
     summary = resumed.assert_completed(14)
