@@ -145,15 +145,6 @@ MUTATIONS: list[Mutation] = [
         new="""                following += 1  # it may be the cause
                 log.warning("stream interrupted", stream=stream, following=following)\n""",
     ),
-    # Requests. Breaks "no group is trained twice" and exact recovery: a request whose answer is lost is
-    # handled again when it is repeated (lost or late answer of a trainer, broken connection of the kernel).
-    Mutation(
-        "an answer is forgotten as soon as it is sent",
-        "stretto.bus.client",
-        old="""            await self._send(reply, data, "")\n""",
-        new="""            await self._send(reply, data, "")
-            answers.pop(reply, None)\n""",
-    ),
     # ------------------------------------------------------------------------ the reverse of real mends
     # Commit 41737ab. An engine is killed during a swap, its successor answers the former one's request, and
     # the kernel takes the id out of the routes. The successor hears it only if the subject names no process.
