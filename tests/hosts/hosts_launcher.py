@@ -14,7 +14,7 @@ import msgspec
 
 from stretto import Component, Context, LauncherConfig, hookimpl
 from stretto.launcher import Job, StartedProcess
-from stretto_local import LocalHandle, LocalLauncher
+from stretto_local import LocalLauncher
 
 _SCRIPT = str(Path(__file__).with_name("hosts.sh"))
 _LOST = 1
@@ -92,6 +92,3 @@ class HostsLauncher(LocalLauncher):
 def stretto_launcher() -> Iterator[Component[HostsConfig]]:
     """The component of this module."""
     yield Component("hosts", HostsLauncher, HostsConfig, "two hosts of a test")
-
-
-__all__ = ["HostsLauncher", "LocalHandle"]

@@ -6,8 +6,8 @@ The kernel holds a lock on the file LOCK during its whole life, and the system r
 kernel ends. When nobody has held the lock for GRACE_S seconds, the guard stops the server, and then runs the
 command CLEANER, which removes what a killed kernel and killed workers could not remove. If a kernel takes the
 lock within that time, the server keeps running; so it does while a supervisor, which will start the next
-kernel, holds its own lock. The guard restarts a server that ends unexpectedly, with the
-same store. The kernel restarts a guard that ends unexpectedly.
+kernel, holds its own lock. The guard restarts a server that ends unexpectedly, with the same store. The
+kernel restarts a guard that ends unexpectedly.
 """
 
 from __future__ import annotations

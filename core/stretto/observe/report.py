@@ -124,6 +124,7 @@ class Report:
                 self._begin()
             case RunOwned(_, version):
                 self._cut_after(version)
+                self._continue_to(version)
                 self._recall(time)
             case RunEnded():
                 self._recall(time)
@@ -139,9 +140,10 @@ class Report:
             case Replaced():
                 self._replaced.append(event)
             case StepMeasured(version, known=True) if version in self._steps:
-                self._continue_to(version)
+                pass
             case StepMeasured(version):
                 self._cut_after(version - 1)
+                self._continue_to(version - 1)
                 self._step(time, event)
             case EvaluationEnded(result):
                 self._evaluation(time, result)
@@ -157,7 +159,9 @@ class Report:
         self._continue_to(version)
 
     def _continue_to(self, version: int) -> None:
-        """Take in the lines of the steps up to a version."""
+        """Take in the lines of former kernels' steps up to a version, if there are some."""
+        if version <= self.version:
+            return
         for line in self._metrics.read():
             if self.version < line["step"] <= version and not is_evaluation(line):
                 self.adviser.step(line)

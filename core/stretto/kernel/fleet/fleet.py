@@ -387,11 +387,10 @@ class Fleet:
         if message.worker not in self.members:
             now = clock.now()
             self.members[message.worker] = FleetMember(
-                message.worker, message.role, message.nonce, message.place, now
+                *(message.worker, message.role, message.nonce, message.place, now),
+                again=message.again,
+                held=message.held,
             )
-            if message.again:
-                self.members[message.worker].again = True
-                self.members[message.worker].held = message.held
             self.starting[message.worker] = "loading"
 
     def beat(self, message: Heartbeat) -> bool:
