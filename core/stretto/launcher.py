@@ -162,7 +162,7 @@ class AdoptingLauncher(Protocol):
         run's folder keeps the text."""
         ...
 
-    def adopt(self, job: Job, record: str) -> Handle | None:
+    async def adopt(self, job: Job, record: str) -> Handle | None:
         """Take over the worker that a former launcher has started for this job, as if this one had. Return
         None if its process is gone."""
         ...

@@ -51,7 +51,7 @@ async def test_a_later_launcher_takes_over_a_process_with_its_gpus(
     [handle] = await first.launch([worker])
     record = first.record("inference-0")
 
-    adopted = second.adopt(worker, record)
+    adopted = await second.adopt(worker, record)
 
     assert adopted is not None
     assert adopted.place == handle.place
@@ -62,5 +62,5 @@ async def test_a_later_launcher_takes_over_a_process_with_its_gpus(
     assert await adopted.wait() == UNKNOWN_STATUS
     assert await handle.wait() < 0
     assert not psutil.pid_exists(handle.pid)
-    assert second.adopt(worker, record) is None, "it has ended"
-    assert second.adopt(worker, "") is None
+    assert await second.adopt(worker, record) is None, "it has ended"
+    assert await second.adopt(worker, "") is None

@@ -144,7 +144,7 @@ class LocalLauncher:
         gpus = self._spots[worker][1].gpus
         return msgspec.json.encode(_ProcessRecord(self._handles[worker].pid, created, gpus)).decode()
 
-    def adopt(self, job: Job, record: str) -> LocalHandle | None:
+    async def adopt(self, job: Job, record: str) -> LocalHandle | None:
         """Take over a process with its GPUs, if it runs."""
         try:
             known = msgspec.json.decode(record, type=_ProcessRecord)

@@ -59,7 +59,7 @@ class Adoption:
             return []
         found: list[tuple[Job, Handle]] = []
         for job in jobs:
-            handle = self._launcher.adopt(job, former.workers.get(job.worker, ""))
+            handle = await self._launcher.adopt(job, former.workers.get(job.worker, ""))
             if handle is not None:
                 found.append((job, handle))
         trainers = [handle for job, handle in found if job.role == "trainer"]

@@ -138,7 +138,7 @@ class SimulatedLauncher:
         """Return the place of a worker."""
         return self._places[worker]
 
-    def adopt(self, job: Job, record: str) -> SimulatedHandle | None:
+    async def adopt(self, job: Job, record: str) -> SimulatedHandle | None:
         """Take over a process, if it runs."""
         self._places[job.worker] = record
         alive = self.machine.alive(job.worker)
