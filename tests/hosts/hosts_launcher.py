@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import psutil
 
 from stretto import Component, Context, LauncherConfig, hookimpl
 from stretto.launcher import Job, StartedProcess
@@ -77,8 +78,9 @@ class HostsLauncher(LocalLauncher):
 
     @property
     def address(self) -> str:
-        """The kernel's address, as host B reaches it."""
-        return "10.77.0.1"
+        """The address of the kernel's host, as the other one reaches it."""
+        cable = next(name for name in psutil.net_if_addrs() if name.startswith("cable"))
+        return {"cableA": "10.77.0.1", "cableB": "10.77.0.2"}[cable]
 
     async def _start(self, job: Job) -> StartedProcess:
         is_odd = int(job.worker.rpartition("-")[2]) % 2 == 1

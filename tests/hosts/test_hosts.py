@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,8 +20,6 @@ from typing import Any
 
 import psutil
 import pytest
-
-from commands import output_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -42,40 +41,62 @@ def hosts(*arguments: str) -> None:
     subprocess.run([SCRIPT, *arguments], check=True)
 
 
-class RunOnHosts:
-    """A run whose kernel is on host A."""
+def written_run_file(folder: Path, training: str) -> Path:
+    """Write a run file, and its rows."""
+    rows = (json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(40))
+    (folder / "rows.jsonl").write_text("".join(rows))
+    file = folder / "run.yaml"
+    file.write_text(
+        textwrap.dedent(
+            f"""\
+            name: hosts
+            plugins: [{HERE}/hosts_launcher.py]
+            launcher: {{use: hosts, folder: {folder}}}
+            algorithm: {{use: grpo, group_size: 4}}
+            training: {training}
+            inference: {{use: mock, replicas: 2, tokens_per_s: 20000, slots: 64, mean_tokens: 24}}
+            rollout: {{processes: 2}}
+            verifier: {{processes: 2}}
+            weights: {{use: bus, folder: /dev/shm}}
+            reward: exact
+            dataset: {{use: jsonl, path: {folder}/rows.jsonl}}
+            queue: {{batch_size: 4, max_staleness: 2}}
+            checkpoint: {{every: 10}}
+            steps: 200
+            """
+        )
+    )
+    return file
 
-    def __init__(self, folder: Path, *overrides: str, training: str = _MOCK) -> None:
-        self.folder = folder / "run"
-        self.cut_file = folder / "cut"
-        (folder / "rows.jsonl").write_text(
-            "".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(40))
-        )
-        file = folder / "run.yaml"
-        file.write_text(
-            textwrap.dedent(
-                f"""\
-                name: hosts
-                plugins: [{HERE}/hosts_launcher.py]
-                launcher: {{use: hosts, folder: {folder}}}
-                algorithm: {{use: grpo, group_size: 4}}
-                training: {training}
-                inference: {{use: mock, replicas: 2, tokens_per_s: 20000, slots: 64, mean_tokens: 24}}
-                rollout: {{processes: 2}}
-                verifier: {{processes: 2}}
-                weights: {{use: bus, folder: /dev/shm}}
-                reward: exact
-                dataset: {{use: jsonl, path: {folder}/rows.jsonl}}
-                queue: {{batch_size: 4, max_staleness: 2}}
-                checkpoint: {{every: 10}}
-                steps: 200
-                """
-            )
-        )
-        command = [SCRIPT, "run", "A", sys.executable, "-m", "stretto", "run", file, f"out={self.folder}"]
-        with (folder / "out.txt").open("wb") as output:
-            self.process = subprocess.Popen([*command, *overrides], stdout=output, stderr=subprocess.STDOUT)
-        self._output = folder / "out.txt"
+
+def processes_on(host: str, module: str = "") -> list[psutil.Process]:
+    """The processes on a host, or those of them that run a module."""
+    command = ["ip", "netns", "pids", f"stretto{host}"]
+    pids = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    found: list[psutil.Process] = []
+    for pid in map(int, pids):
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if not module or module in process.cmdline():
+                found.append(process)
+    return found
+
+
+class RunOnHosts:
+    """A run whose kernel is on one of the hosts.
+
+    Args:
+        command: the command of stretto that owns the run, without the program.
+    """
+
+    def __init__(self, folder: Path, host: str, *command: str) -> None:
+        self.folder = folder
+        self.cut_file = folder.parent / "cut"
+        self._output = folder.with_suffix(".out")
+        self._program = [SCRIPT, "run", host, sys.executable, "-m", "stretto"]
+        with self._output.open("wb") as output:
+            whole = [*self._program, *command]
+            self.process = subprocess.Popen(whole, stdout=output, stderr=subprocess.STDOUT)
 
     def text(self) -> str:
         return self._output.read_text()
@@ -94,19 +115,6 @@ class RunOnHosts:
             time.sleep(0.1)
         return value
 
-    def on_b(self) -> list[psutil.Process]:
-        """The workers' processes on host B."""
-        pids = subprocess.run(
-            ["ip", "netns", "pids", "strettoB"], capture_output=True, text=True, check=True
-        ).stdout.split()
-        found: list[psutil.Process] = []
-        for pid in map(int, pids):
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                if "stretto.workers" in process.cmdline():
-                    found.append(process)
-        return found
-
     def cut(self) -> None:
         """Cut the cable."""
         self.cut_file.touch()
@@ -120,61 +128,93 @@ class RunOnHosts:
     def complete(self) -> dict[str, Any]:
         """Wait until the run is complete; its summary."""
         assert self.process.wait(200) == 0, self.text()[-3000:]
-        assert "error" not in output_of("audit", str(self.folder), cwd=ROOT).lower().replace("errors", "")
+        audit = [*self._program, "audit", str(self.folder)]
+        done = subprocess.run(audit, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
         summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
         assert summary["ledger"]["trained"] == 4 * summary["version"]
         return summary
 
 
+Start = Callable[..., RunOnHosts]
+
+
 @pytest.fixture
-def run_on_hosts() -> Generator[Callable[..., RunOnHosts]]:
-    """Start a run on two hosts. Its folder is not in /tmp: hosts share it."""
+def folder() -> Generator[Path]:
+    """Two hosts, and a folder that both see: not in /tmp, where each has its own. At the end nothing runs on
+    them."""
     hosts("down")
     hosts("up")
     folder = ROOT / "build" / "hosts"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    runs: list[RunOnHosts] = []
-
-    def start(*overrides: str, training: str = _MOCK) -> RunOnHosts:
-        runs.append(RunOnHosts(folder, *overrides, training=training))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.process.kill()
-        run.process.wait()
+    yield folder
     for host in ("A", "B"):
-        pids = subprocess.run(
-            ["ip", "netns", "pids", f"stretto{host}"], capture_output=True, text=True, check=True
-        ).stdout.split()
-        for pid in map(int, pids):
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
+        for process in processes_on(host):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     hosts("down")
 
 
-def test_a_host_that_is_cut_off_for_a_moment_loses_nobody(run_on_hosts: Callable[..., RunOnHosts]) -> None:
+@pytest.fixture
+def runs() -> Generator[list[RunOnHosts]]:
+    """The runs of a test. Their kernels are killed at its end."""
+    runs: list[RunOnHosts] = []
+    yield runs
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+
+
+@pytest.fixture
+def run_on_hosts(folder: Path, runs: list[RunOnHosts]) -> Start:
+    """Start a run whose kernel is on host A."""
+
+    def start(*overrides: str, training: str = _MOCK) -> RunOnHosts:
+        file, out = written_run_file(folder, training), folder / "run"
+        runs.append(RunOnHosts(out, "A", "run", str(file), f"out={out}", *overrides))
+        return runs[-1]
+
+    return start
+
+
+@pytest.fixture
+def continue_on_b(runs: list[RunOnHosts]) -> Start:
+    """Resume a run on host B with a copy of its folder, as a host has it that shares no disk with A; without
+    the files with the given names."""
+
+    def start(run: RunOnHosts, *without: str) -> RunOnHosts:
+        copy = run.folder.with_name("copy")
+        ignored = shutil.ignore_patterns("*.lock", "processes.json", "logs", *without)
+        shutil.copytree(run.folder, copy, ignore=ignored)
+        (copy / "logs").mkdir(exist_ok=True)
+        runs.append(RunOnHosts(copy, "B", "resume", str(copy), "--trust-plugins"))
+        return runs[-1]
+
+    return start
+
+
+def test_a_host_that_is_cut_off_for_a_moment_loses_nobody(run_on_hosts: Start) -> None:
     run = run_on_hosts()
     run.until(lambda: run.steps() >= 5)
-    before = sorted(process.pid for process in run.on_b())
+    before = sorted(process.pid for process in processes_on("B", "stretto.workers"))
     assert len(before) == 3
     run.cut()
     time.sleep(SHORT_S)
     run.mend()
     at = run.steps()
     run.until(lambda: run.steps() >= at + 10)
-    assert sorted(process.pid for process in run.on_b()) == before
+    assert sorted(process.pid for process in processes_on("B", "stretto.workers")) == before
     assert run.complete()["restarts"] == 0
     assert "worker lost" not in run.text()
 
 
 def test_workers_of_a_host_that_is_cut_off_for_long_are_replaced(
-    run_on_hosts: Callable[..., RunOnHosts],
+    run_on_hosts: Start,
 ) -> None:
     run = run_on_hosts("steps=400")
     run.until(lambda: run.steps() >= 5)
-    former = run.on_b()
+    former = processes_on("B", "stretto.workers")
     run.cut()
     time.sleep(LONG_S)
     assert all(process.is_running() for process in former), "nobody could end them"
@@ -187,15 +227,80 @@ def test_workers_of_a_host_that_is_cut_off_for_long_are_replaced(
 
 
 def test_a_trainer_on_each_host_and_one_host_is_lost_for_good(
-    run_on_hosts: Callable[..., RunOnHosts],
+    run_on_hosts: Start,
 ) -> None:
     """The ranks meet over gloo between the hosts; afterwards both are on one."""
     ranks = "{use: fsdp2, processes: 2, threads: 1}"
     run = run_on_hosts("steps=60", f"model={ROOT}/examples/quickstart/model", training=ranks)
     run.until(lambda: run.steps() >= 5, 150)
-    assert any("trainer-1" in " ".join(process.cmdline()) for process in run.on_b())
+    assert any("trainer-1" in " ".join(process.cmdline()) for process in processes_on("B", "stretto.workers"))
     run.cut()
     at = run.until(lambda: "trainers replaced" in run.text() and run.steps(), 150)
     run.until(lambda: run.steps() >= at + 5)
     summary = run.complete()
     assert [each["lost"] for each in summary["recoveries"]] == ["trainer-1"]
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """The digest of each file of a run, without those of the bus and those that only copy from there what
+    happens."""
+    copied = {"logs", "bus", "samples", "status.json", "timeline.jsonl"}
+    files = (path for path in folder.rglob("*") if path.is_file() and not copied & set(path.parts))
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture
+def server_on_b(folder: Path) -> Generator[list[str]]:
+    """A nats-server of one's own on host B; the overrides of a run that uses it."""
+    login = {"user": "me", "password": "secret"}
+    (folder / "login.json").write_text(json.dumps(login))
+    settings = {"host": "10.77.0.2", "port": 4333, "jetstream": {"store_dir": str(folder / "store")}}
+    settings |= {"max_payload": 8 * 2**20, "authorization": {"users": [login]}}
+    (folder / "own.conf").write_text(json.dumps(settings))
+    command = [SCRIPT, "run", "B", Path(sys.executable).with_name("nats-server"), "-c", folder / "own.conf"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+        yield ["bus.url=nats://10.77.0.2:4333", f"bus.credentials={folder}/login.json"]
+        server.kill()
+
+
+def test_of_two_kernels_the_later_one_owns_the_run(
+    run_on_hosts: Start, continue_on_b: Start, server_on_b: list[str], folder: Path
+) -> None:
+    """Host A is cut off, host B continues the run, and A comes back."""
+    checkpoints = folder / "checkpoints"
+    run = run_on_hosts(*server_on_b, f"checkpoint.store=file://{checkpoints}", "steps=120")
+    run.until(lambda: run.steps() >= 15)
+    former = [*processes_on("A", "stretto.workers"), *processes_on("B", "stretto.workers")]
+    run.cut()
+    at = run.steps()
+    continued = continue_on_b(run)
+    continued.until(lambda: continued.steps() >= at + 20)
+    of_a = files_of(run.folder)
+    hosts("mend")
+    assert run.process.wait(10) != 0
+    assert "it heard the beacon of the kernel of lease" in run.text()
+    assert files_of(run.folder) == of_a
+    _, alive = psutil.wait_procs(former, timeout=REFUSED_S)
+    assert alive == []
+    summary = continued.complete()
+    assert summary["version"] == 120
+    assert set(summary["lost"].values()) == {0}
+    [store] = checkpoints.iterdir()
+    names = sorted(path.name.rpartition("-")[0] for path in store.iterdir())
+    assert names == ["step-000110", "step-000120"], "what A had, B has removed"
+
+
+def test_a_host_that_is_lost_with_the_server_costs_the_steps_since_the_checkpoint(
+    run_on_hosts: Start, continue_on_b: Start, folder: Path
+) -> None:
+    run = run_on_hosts(f"checkpoint.store=file://{folder}/checkpoints", "steps=60")
+    run.until(lambda: run.steps() >= 15)
+    run.cut()
+    for process in processes_on("A"):
+        process.kill()
+    run.process.wait()
+    at = run.steps()
+    continued = continue_on_b(run, "bus", "store")
+    summary = continued.complete()
+    assert summary["version"] == 60
+    assert summary["lost"]["steps"] == at - at // 10 * 10

@@ -23,7 +23,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.cli.audit.audit_store import open_store
 from stretto.cli.audit.recording import read_recording
 from stretto.cli.audit.ticket_history import ticket_history
-from stretto.kernel.durable.journal import JournalWriter, own_journal
+from stretto.kernel.durable.journal import JournalWriter, newest_epoch, own_journal
 from stretto.observe.advice import Adviser
 from stretto.observe.event_log import EventLog
 from stretto.observe.report import Report
@@ -155,6 +155,17 @@ async def test_a_message_in_parts_is_kept_with_its_parts(
         assert writer.head_from < writer.head.sequence
         await bus.store.purge(names.journal_stream, below=writer.head_from)
         assert await bus.store.holds(names.journal_stream, writer.head.sequence)
+
+
+async def test_the_newest_lease_is_known_after_its_message_is_purged(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    async with open_bus("kernel") as bus:
+        former, writer = await own_journal(bus, names, "0"), await own_journal(bus, names, "0")
+        assert await newest_epoch(bus, names) == writer.epoch > former.epoch
+        await store(writer, 1)
+        await bus.store.purge(names.journal_stream, below=writer.head_from)
+        assert await newest_epoch(bus, names) == writer.epoch
 
 
 async def test_a_disk_that_stays_full_is_a_problem_of_the_summary(

@@ -29,6 +29,7 @@ async def watch_owner(bus: Bus, names: Subjects, lease_epoch: int, ending: Endin
 
     def hear(beacon: Beacon) -> None:
         if beacon.lease_epoch > lease_epoch:
+            ending.replaced = True
             ending.end("failed", f"it heard the beacon of the kernel of lease {beacon.lease_epoch}")
 
     await bus.subscribe(names.beacon, Beacon, hear)

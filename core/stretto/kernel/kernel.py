@@ -117,7 +117,7 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     finally:
         if ending.status in ("running", "failed") and bus.connected:  # another may have taken the workers
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LOOK_S), suppress(BusError):
-                ending.replaced = await newest_epoch(bus, names) > journal.epoch
+                ending.replaced |= await newest_epoch(bus, names) > journal.epoch
 
 
 class Kernel:

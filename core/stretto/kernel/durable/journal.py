@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import anyio
 import msgspec
@@ -154,23 +155,28 @@ async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
         return JournalWriter(bus, names, epoch, end, await _head(bus, names))
 
 
-async def _head(bus: Bus, names: Subjects) -> JournalHead:
-    """Return the newest message with events. One that cannot be read counts as none, so that `stretto audit`
-    finds it."""
-    sequence = await bus.store.last_sequence(names.journal_stream, names.events)
-    if not sequence:
-        return JournalHead(0, "")
-    try:
-        newest = await bus.store.read(names.journal_stream, sequence, EventBatch)
-    except (MessageGone, Malformed):
-        return JournalHead(sequence, "")
-    return JournalHead(sequence, newest.digest)
-
-
 async def newest_epoch(bus: Bus, names: Subjects) -> int:
-    """Return the number of the newest lease.
+    """Return the number of the newest lease. A checkpoint purges the message of an old one, but the messages
+    with events name theirs.
 
     Raises:
         BusError: if the server does not answer in time.
     """
-    return await bus.store.last_sequence(names.journal_stream, names.leases)
+    lease = await bus.store.last_sequence(names.journal_stream, names.leases)
+    _, newest = await _newest(bus, names)
+    return max(lease, newest.lease_epoch if newest else 0)
+
+
+async def _head(bus: Bus, names: Subjects) -> JournalHead:
+    sequence, newest = await _newest(bus, names)
+    return JournalHead(sequence, newest.digest if newest else "")
+
+
+async def _newest(bus: Bus, names: Subjects) -> tuple[int, EventBatch | None]:
+    """Return the newest message with events and its sequence number, 0 if there is none. One that cannot be
+    read is None, so that `stretto audit` finds it."""
+    sequence = await bus.store.last_sequence(names.journal_stream, names.events)
+    with suppress(MessageGone, Malformed):
+        if sequence:
+            return sequence, await bus.store.read(names.journal_stream, sequence, EventBatch)
+    return sequence, None
