@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.conftest import write_run_file
 
@@ -209,6 +211,42 @@ def test_a_cancelled_job_leaves_nothing_and_can_be_resumed(submit: Submit) -> No
     until(lambda: not ask("squeue", "--noheader", "--steps").strip())
     again = submit("steps=30", resume=run)
     again.assert_completed(30)
+
+
+def kernel_of(run: SlurmRun) -> int:
+    """The process id of the kernel, which holds the run's lock."""
+    return int(re.findall(r"pid (\d+)", (run.folder / "bus" / "kernel.lock").read_text())[0])
+
+
+def test_a_killed_kernel_is_replaced_while_its_steps_go_on(submit: Submit) -> None:
+    run = submit("steps=60", "checkpoint.every=10", "inference.replicas=2")
+    run.until_step(15)
+    before = run.nodes()
+    os.kill(kernel_of(run), signal.SIGKILL)
+    summary = run.assert_completed(60)
+    [recovery] = summary["recoveries"]
+    assert recovery["lost"] == "kernel"
+    assert recovery["repeated"] <= 1, "the trainer has not loaded the checkpoint"
+    assert run.nodes() == before, "no worker has started again"
+    assert {node for nodes in before.values() for node in nodes} == {"node1", "node2"}
+    assert summary["restarts"] == 0
+
+
+def test_a_job_without_kernel_and_supervisor_leaves_nothing(submit: Submit) -> None:
+    run = submit("steps=400")
+    run.until_step(5)
+    kernel = psutil.Process(kernel_of(run))
+    supervisor = kernel.parent()
+    assert supervisor is not None
+    assert "--supervise" in supervisor.cmdline()
+    for process in (supervisor, kernel):
+        process.kill()
+    run.end("FAILED")
+    workers = [path.stem for path in (run.folder / "logs").glob("*-0.out")]
+    assert len(workers) == 4
+    until(
+        lambda: not [each for each in psutil.process_iter(["cmdline"]) if str(run.folder) in str(each.info)]
+    )
 
 
 def test_a_preempted_job_resumes_the_run(submit: Submit) -> None:

@@ -31,6 +31,15 @@ class FormerProcess:
         self.created = self._process.create_time()
         """Unix time at which it started: another process may have its id later."""
 
+    @classmethod
+    def find(cls, pid: int, created: float) -> FormerProcess | None:
+        """Return the process with this id that started at this time; None if it does not run any more."""
+        with suppress(psutil.NoSuchProcess):
+            process = cls(pid)
+            if process.created == created and process.poll() is None:
+                return process
+        return None
+
     @property
     def command(self) -> list[str]:
         """Program and arguments; empty if the process has ended."""

@@ -146,12 +146,11 @@ class LocalLauncher:
 
     async def adopt(self, job: Job, record: str) -> LocalHandle | None:
         """Take over a process with its GPUs, if it runs."""
-        try:
-            known = msgspec.json.decode(record, type=_ProcessRecord)
-            process = FormerProcess(known.pid)
-        except (msgspec.DecodeError, psutil.NoSuchProcess):
+        if not record:
             return None
-        if process.created != known.created or process.poll() is not None:
+        known = msgspec.json.decode(record, type=_ProcessRecord)
+        process = FormerProcess.find(known.pid, known.created)
+        if process is None:
             return None
         self._spots[job.worker] = job, Spot(_this_machine().name, known.gpus)
         self._handles[job.worker] = LocalHandle(process)

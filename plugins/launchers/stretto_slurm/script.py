@@ -91,8 +91,8 @@ def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
     body = _BODY.format(
         prologue="".join(f"{line}\n" for line in config.prologue),
         config=shlex.quote(f"{submission.folder}/config.yaml"),
-        resume=shlex.join(submission.resume),
-        begin=shlex.join(submission.begin),
+        resume=shlex.join([*submission.resume, "--supervise"]),
+        begin=shlex.join([*submission.begin, "--supervise"]),
         wait=wait_for("kernel"),
         requeue=_REQUEUE if config.requeue else "",
     )
