@@ -164,6 +164,31 @@ async def test_a_store_that_a_full_disk_has_broken_is_named_and_works_after_a_re
         assert kernel.unanswered.longest() is None
 
 
+async def test_a_waiting_worker_gets_what_comes_after_the_server_has_started_again(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    """The former server's question for the next message is lost with it."""
+    subject, gone, taken = names.ticket("train"), anyio.Event(), list[Refusal]()
+    async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
+        await kernel.store.make_queue(names.tickets_stream, [subject], redeliver_s=60)
+
+        async def take() -> None:
+            async for delivery in kernel.store.take(names.tickets_stream, subject, Refusal, until=gone):
+                taken.append(delivery.message)
+                await delivery.acknowledge()
+
+        tasks.start_soon(take)
+        await kernel.store.append(subject, Refusal("before"), id="0")
+        await until(lambda: len(taken) == 1)
+        await anyio.sleep(0.1)  # it asks again
+        former = server_pid(tmp_path)
+        restart_server(tmp_path / "bus")
+        await until(lambda: server_pid(tmp_path) not in (0, former))
+        await kernel.store.append(subject, Refusal("after"), id="1")
+        await until(lambda: len(taken) == 2, 3)
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_guard_ends_a_server_that_outlived_the_former_guard(
     server: NatsServer, tmp_path: Path
 ) -> None:

@@ -143,6 +143,8 @@ class Store:
         self._unanswered = unanswered
         self._refuse = refusals.refuse
         self._up = asyncio.Event()
+        self._reconnected = asyncio.Event()
+        """Set, and replaced, when the client has lost the connection and reconnected."""
         self._pulling: set[asyncio.Queue[Msg | None]] = set()
         """Queues of the streams that this process follows. None in a queue means that the client has lost the
         connection and reconnected."""
@@ -154,6 +156,8 @@ class Store:
     async def on_reconnected(self) -> None:
         """Continue, and restart the streams that this process follows. The client calls it."""
         self._up.set()
+        self._reconnected.set()
+        self._reconnected = asyncio.Event()
         for queue in self._pulling:
             queue.put_nowait(None)
 
@@ -376,12 +380,12 @@ class Store:
         decode = decoder(kind)
         while not until.is_set():
             try:
-                [msg] = await subscription.fetch(1, timeout=self._answer_s)
-            except (TimeoutError, nats.errors.TimeoutError):
-                continue
+                msg = await self._fetch(subscription)
             except (nats.errors.Error, APIError) as error:
                 log.warning("work queue interrupted", stream=stream, error=str(error))
                 await anyio.sleep(0.5)
+                continue
+            if msg is None:
                 continue
             try:
                 yield Delivery(decode(msg.data), msg)
@@ -390,6 +394,20 @@ class Store:
                 await msg.term()
 
     # ---------------------------------------------------------------------------------- private
+
+    async def _fetch(self, subscription: JetStreamContext.PullSubscription) -> Msg | None:
+        """Return the next message of a work queue. Return None if the server has none for some seconds, or if
+        the client has reconnected: then the server has forgotten the question."""
+        fetching = asyncio.ensure_future(subscription.fetch(1, timeout=self._answer_s))
+        reconnected = asyncio.ensure_future(self._reconnected.wait())
+        try:
+            await asyncio.wait((fetching, reconnected), return_when=asyncio.FIRST_COMPLETED)
+            return fetching.result()[0] if fetching.done() else None
+        except (TimeoutError, nats.errors.TimeoutError):
+            return None
+        finally:
+            fetching.cancel()
+            reconnected.cancel()
 
     async def _make_stream(self, config: StreamConfig) -> None:
         """Create a stream, or give an existing one this configuration: a resumed run may have other
