@@ -81,3 +81,21 @@ async def test_bootstraps_are_files_that_only_the_worker_reads(tmp_path: Path) -
     with anyio.fail_after(60):
         assert await handle.wait() != 0  # the file is no bootstrap
     assert "/run/stretto/bootstrap.json is not a bootstrap file" in worker.tail(20)
+
+
+async def test_a_pod_that_runs_is_adopted(tmp_path: Path) -> None:
+    first = launcher()
+    worker = job(
+        tmp_path, "rollout-0", "import time; print('once', flush=True); time.sleep(3); raise SystemExit(7)"
+    )
+    await first.launch([worker])
+    second = launcher()
+    adopted = await second.adopt(worker, first.record("rollout-0"))
+    assert adopted is not None
+    assert await second.launch([]) == []  # what was not adopted is deleted now
+    with anyio.fail_after(60):
+        assert await adopted.wait() == 7
+    assert second.record("rollout-0") == first.record("rollout-0")
+    assert await launcher().adopt(worker, first.record("rollout-0")) is None, "it has ended"
+    assert await launcher().adopt(worker, "no-such-pod") is None
+    assert await launcher().adopt(worker, "") is None

@@ -393,6 +393,11 @@ class FakeKubernetes:
 
     def _patch(self, kind: str, name: str, patch: Object) -> Object:
         content = self._objects[(kind, name)]
+        if kind == "Pod":
+            owners = [*content["metadata"]["ownerReferences"], *patch["metadata"]["ownerReferences"]]
+            content["metadata"]["ownerReferences"] = list({each["uid"]: each for each in owners}.values())
+            self._note("MODIFIED", content)
+            return content
         assert (kind, patch) == ("Job", {"spec": {"suspend": False}}), patch
         content["spec"]["suspend"] = False
         self._start_kernel(content)
@@ -407,7 +412,7 @@ class FakeKubernetes:
         self._happened = asyncio.Event()
 
     def _remove(self, key: tuple[str, str]) -> None:
-        """Delete an object at once, and all that belongs to it."""
+        """Delete an object at once, and all whose last owner it was."""
         content = self._objects.pop(key, None)
         if content is None:
             return
@@ -417,10 +422,12 @@ class FakeKubernetes:
                 container.kill()
             self._note("DELETED", content)
             self._look_after_job(content)
+        left = {each["metadata"]["uid"] for each in self._objects.values()}
         for other, each in list(self._objects.items()):
-            if any(owner["uid"] == uid for owner in each["metadata"].get("ownerReferences", ())):
+            owners = {owner["uid"] for owner in each["metadata"].get("ownerReferences", ())}
+            if uid in owners and not owners & left:
                 if other[0] == "Pod":
-                    self._end_pod(other[1], 2)
+                    self._end_pod(other[1], each["spec"].get("terminationGracePeriodSeconds", 30))
                 else:
                     self._remove(other)
 
@@ -468,6 +475,7 @@ class FakeKubernetes:
         """The Job controller makes a pod."""
         template, name = json.loads(json.dumps(job["spec"]["template"])), job["metadata"]["name"]
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
+        owner |= {"controller": True}
         metadata = {
             "labels": {},
             **template.get("metadata", {}),
@@ -479,9 +487,10 @@ class FakeKubernetes:
 
     def _look_after_job(self, pod: Object) -> None:
         """The Job controller looks at a pod that has ended or was deleted."""
-        owner = next(iter(pod["metadata"].get("ownerReferences", ())), {"kind": "", "name": ""})
-        job = self._objects.get((owner["kind"], owner["name"]))
-        if job is None or job["kind"] != "Job" or pod.get("seen") or "conditions" in job.get("status", {}):
+        owners = pod["metadata"].get("ownerReferences", ())
+        owner = next((each for each in owners if each.get("controller")), {"name": ""})
+        job = self._objects.get(("Job", owner["name"]))
+        if job is None or pod.get("seen") or "conditions" in job.get("status", {}):
             return
         pod["seen"] = True
         code = _exit_code(pod)
@@ -563,10 +572,11 @@ class FakeKubernetes:
             "KUBERNETES_SERVICE_PORT": str(self._port),
             _MARK: container.uid,
         }
-        fields = {**pod["metadata"], "nodeName": pod["spec"]["nodeName"]}
+        fields = {f"metadata.{key}": value for key, value in pod["metadata"].items()}
+        fields |= {f"metadata.labels['{key}']": value for key, value in pod["metadata"]["labels"].items()}
         for each in main.get("env", ()):
             path = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
-            env[each["name"]] = fields[path.rpartition(".")[2]] if path else each.get("value", "")
+            env[each["name"]] = fields[path] if path else each.get("value", "")
         process = subprocess.Popen(
             [*command, *main["command"], *main.get("args", ())],
             stdin=subprocess.DEVNULL,
@@ -579,6 +589,8 @@ class FakeKubernetes:
         os.close(writing)
         with os.fdopen(reading) as info:
             container.pid = json.loads(await asyncio.to_thread(info.read))["child-pid"]
+        if ("Pod", pod["metadata"]["name"]) not in self._objects:  # it was deleted while this began
+            container.kill()
         self._set_state(pod, {"running": {"startedAt": _now()}}, "Running")
         collecting = self._loop.create_task(asyncio.to_thread(self._collect, process, container))
         status = await asyncio.to_thread(process.wait)

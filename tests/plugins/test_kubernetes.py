@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import kubernetes_validate
 import msgspec
 import pytest
@@ -25,11 +26,11 @@ from stretto_kubernetes import KubernetesConfig, PodTemplate
 from stretto_kubernetes.cluster import Cluster, context_namespace, model_of
 from stretto_kubernetes.manifests import KernelPod, job_name, objects_of, secret_of, worker_pod
 from stretto_kubernetes.pods import KubernetesLauncher
-from stretto_kubernetes.watching import PodView
+from stretto_kubernetes.watching import PodOutput, PodView
 from worker_jobs import job as worker_job
 
 CONFIG = KubernetesConfig(image="registry/stretto:1", claim="runs")
-KERNEL = KernelPod("first-1a2b3c", "research", "first-1a2b3c-x", "uid-of-the-kernel")
+KERNEL = KernelPod("first-1a2b3c", "research", "first-1a2b3c-x", "uid-of-the-kernel", "uid-of-the-job")
 OVERRIDES = (
     "launcher.use=kubernetes",
     "launcher.image=registry/stretto:1",
@@ -115,7 +116,8 @@ def test_a_workers_pod_asks_for_its_resources() -> None:
     assert container["resources"] == {"requests": expected, "limits": expected}
     assert {"name": "OMP_NUM_THREADS", "value": "2"} in container["env"]
     assert "CUDA_VISIBLE_DEVICES" not in [each["name"] for each in container["env"]]
-    assert pod["metadata"]["ownerReferences"][0]["uid"] == KERNEL.uid
+    owners = [each["uid"] for each in pod["metadata"]["ownerReferences"]]
+    assert owners == ["uid-of-the-job", "uid-of-the-kernel"]
     assert pod["spec"]["automountServiceAccountToken"] is False
     small = valid(worker_pod(CONFIG, KERNEL, job("rollout-0")))
     [container] = small["spec"]["containers"]
@@ -310,3 +312,26 @@ def test_a_container_that_cannot_start_is_told_from_one_that_waits() -> None:
     assert view(conditions=[full]).waits_for == "Unschedulable: 0/2 nodes"
     assert view({"terminated": {"exitCode": 128, "reason": "StartError"}}).refusal == "StartError"
     assert view({"terminated": {"exitCode": 1, "reason": "Error"}}).runs
+
+
+async def test_the_output_of_an_adopted_pod_continues(tmp_path: Path) -> None:
+    lines = [b"2026-11-26T14:55:39.123456%d+02:00 line %d\n" % (number, number) for number in range(100, 104)]
+    log = tmp_path / "rollout-0.out"
+
+    class Output:
+        """A cluster of which a pod's output is known."""
+
+        def __init__(self, lines: list[bytes]) -> None:
+            self._lines = lines
+
+        def output(self, pod: str, since_s: int | None) -> list[bytes]:
+            del pod, since_s
+            return self._lines
+
+    for count, continues in ((2, False), (4, True)):
+        cluster: Any = Output(lines[:count])
+        output = PodOutput(cluster, "x", log, continues=continues)
+        output.end()
+        with anyio.fail_after(5):
+            await output.complete.wait()
+    assert log.read_text().split("\n") == [*(f"line {number}" for number in range(100, 104)), ""]

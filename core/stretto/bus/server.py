@@ -59,8 +59,11 @@ _INFO_S = 2.0
 _NO_INFO = (anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError)
 _GUARD_END_S = 15.0
 """A guard ends its server and itself within this many seconds; otherwise it hangs."""
+_CONFIGURATION = "nats.conf"
 _CERTIFICATE_DAYS = 1000
-"""A kernel makes new certificates at its start, so this bounds how long one kernel can work."""
+_KEPT_DAYS = 500
+"""A kernel makes new certificates, unless those of a former one are younger than this. So it can work for at
+least the rest of their validity."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,8 +180,8 @@ def lock_run(folder: Path) -> IO[str]:
     return file
 
 
-def _write_bootstrap(folder: Path, party: Party, shared: Bootstrap, **own: Any) -> None:
-    """Write `folder/<party>.json`, mode 0600.
+def _bootstrap(party: Party, shared: Bootstrap, **own: Any) -> bytes:
+    """Return the text of `<party>.json`.
 
     Args:
         shared: what is the same for all parties.
@@ -186,8 +189,7 @@ def _write_bootstrap(folder: Path, party: Party, shared: Bootstrap, **own: Any) 
     """
     if party == VIEWER:
         own["logs"] = ""
-    content = msgspec.structs.replace(shared, role=party, **own)
-    write_private(folder / f"{party}.json", msgspec.json.encode(content))
+    return msgspec.json.encode(msgspec.structs.replace(shared, role=party, **own))
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
@@ -219,7 +221,8 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
     ca = None if shared.tls is None else TlsIdentity(ca=shared.tls.ca)
     nobody = {"user": "", "password": "", "credentials_file": "", "tls": ca}
     for party in _PARTIES:
-        _write_bootstrap(folder, party, shared, **(nobody if party == VIEWER else {}))
+        content = _bootstrap(party, shared, **(nobody if party == VIEWER else {}))
+        write_private(folder / f"{party}.json", content)
 
 
 def login_of(credentials: str, key: str) -> tuple[str, str, str]:
@@ -252,12 +255,19 @@ class NatsServer:
     """Starts the guard."""
     process: subprocess.Popen[bytes] | FormerProcess
     """The guard."""
-    lives_on: bool = False
-    """Whether a former kernel has started it."""
+    as_before: bool = False
+    """Whether workers of a former kernel can use it: it is the server of that kernel, or has its files."""
 
     @classmethod
     async def start(
-        cls, folder: Path, run: str, config: BusConfig, logs: Path, cleaner: Sequence[str] = ()
+        cls,
+        folder: Path,
+        run: str,
+        config: BusConfig,
+        logs: Path,
+        cleaner: Sequence[str] = (),
+        *,
+        keeps_files: bool = False,
     ) -> NatsServer:
         """Start a server with its store in `folder`, and write the bootstrap files. It listens on a free port
         of loopback, unless `bus.listen` says otherwise. If that of a former kernel still runs, and would be
@@ -265,6 +275,8 @@ class NatsServer:
 
         Args:
             cleaner: command that the guard runs at its end if the kernel is gone.
+            keeps_files: keep the credentials and certificates of a former kernel's server, if that has ended
+                and a new one would be the same. Its workers wait for a server at the same address.
 
         Raises:
             BusError: if the server does not start. The message has the end of the server's log.
@@ -272,45 +284,22 @@ class NatsServer:
                 if no address is known by which other machines reach it.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        command = [sys.executable, guard.__file__, binary(), str(folder / "nats.conf")]
+        command = [sys.executable, guard.__file__, binary(), str(folder / _CONFIGURATION)]
         command += [str(folder / "kernel.lock"), str(config.grace_s), *cleaner]
-        former = _former_guard(folder / "guard.pid")
+        former, place = _former_guard(folder / "guard.pid"), _place_before(folder, run, config, logs)
         if former is not None:
             is_same = former.command == command and not former.stands_still
-            if is_same and (url := await _as_before(folder, run, config)) is not None:
+            if place and is_same and await _server_name(place.near, place.port) == run:
+                url, _ = _urls(place, config)
                 log.info("nats-server lives on", url=url)
-                return cls(url, folder, command, former, lives_on=True)
+                return cls(url, folder, command, former, as_before=True)
             await _end_former(former, folder / "guard.pid")
-        place = _with_port(listening(config))
-        passwords = {user: secrets.token_urlsafe(24) for user in (*_PARTIES, STORE)}
-        has_tls = place.public and not config.insecure
-        identities = _make_certificates(folder, run, place) if has_tls else {}
-        configuration = _configuration(folder, run, place, config.max_payload_mb, passwords, tls=has_tls)
-        write_private(folder / "nats.conf", configuration.encode())
-        scheme = "tls" if has_tls else "nats"
-        near, far = (f"{scheme}://{url_host(host)}:{place.port}" for host in (place.near, place.far))
-        shared = Bootstrap(
-            url=far,
-            run=run,
-            role="",
-            logs=str(logs),
-            outage_s=config.outage_s,
-            grace_s=config.grace_s,
-        )
-
-        store = {"store_user": STORE, "store_password": passwords[STORE]}
-        for party in _PARTIES:
-            _write_bootstrap(
-                folder,
-                party,
-                shared,
-                url=near if party in _NEAR else far,
-                user=party,
-                password=passwords[party],
-                tls=identities.get(party),
-                **(store if party == "kernel" else {}),
-            )
-        server = cls(near, folder, command, _start_guard(folder, command))
+        kept = place if keeps_files else None
+        place = kept or _with_port(listening(config))
+        if kept is None:
+            _write_new_files(folder, run, config, logs, place)
+        url, _ = _urls(place, config)
+        server = cls(url, folder, command, _start_guard(folder, command), as_before=kept is not None)
         try:
             await server._until_ready(place, run)
         except BaseException:
@@ -412,24 +401,76 @@ async def _end_former(former: FormerProcess, pid_file: Path) -> None:
     pid_file.unlink(missing_ok=True)
 
 
-async def _as_before(folder: Path, run: str, config: BusConfig) -> str | None:
-    """Return the address of the server of a former kernel, if it answers and is as a new one would be, but
-    for its port, credentials and certificates."""
+def _place_before(folder: Path, run: str, config: BusConfig, logs: Path) -> Listening | None:
+    """Return where the server of a former kernel listens, or has listened, if a new one would have the same
+    files, but for its port, credentials and certificates."""
     place = listening(config)
     try:
-        kept = {party: Bootstrap.read(folder / f"{party}.json") for party in _PARTIES}
+        kept: dict[Party, Bootstrap] = {party: Bootstrap.read(folder / f"{party}.json") for party in _PARTIES}
         kernel = kept["kernel"]
-        port = int(kernel.url.rpartition(":")[2])
+        place = replace(place, port=place.port or int(kernel.url.rpartition(":")[2]))
         passwords = {party: each.password for party, each in kept.items()} | {STORE: kernel.store_password}
-        has_tls = place.public and not config.insecure
-        place = replace(place, port=place.port or port)
-        wanted = _configuration(folder, run, place, config.max_payload_mb, passwords, tls=has_tls)
-        same = (folder / "nats.conf").read_text() == wanted
+        identities: dict[Party, TlsIdentity] = {
+            party: each.tls for party, each in kept.items() if each.tls is not None
+        }
+        wanted = _files(folder, run, config, logs, place, passwords, identities)
+        same = all((folder / name).read_bytes() == content for name, content in wanted.items())
+        age_s = clock.wall() - (folder / _CONFIGURATION).stat().st_mtime
     except (OSError, ValueError, ConfigError):
         return None
-    if not same or (kernel.outage_s, kernel.grace_s) != (config.outage_s, config.grace_s):
-        return None
-    return kernel.url if await _server_name(place.near, place.port) == run else None
+    return place if same and age_s < _KEPT_DAYS * 86400 else None
+
+
+def _write_new_files(folder: Path, run: str, config: BusConfig, logs: Path, place: Listening) -> None:
+    """Write the server's files and the bootstraps with new credentials and certificates."""
+    (folder / _CONFIGURATION).unlink(missing_ok=True)  # it comes last: where it is, all others are complete
+    passwords = {user: secrets.token_urlsafe(24) for user in (*_PARTIES, STORE)}
+    identities = _make_certificates(folder, run, place) if _has_tls(place, config) else {}
+    for name, content in _files(folder, run, config, logs, place, passwords, identities).items():
+        write_private(folder / name, content)
+
+
+def _files(
+    folder: Path,
+    run: str,
+    config: BusConfig,
+    logs: Path,
+    place: Listening,
+    passwords: dict[str, str],
+    identities: Mapping[Party, TlsIdentity],
+) -> dict[str, bytes]:
+    """Return the bootstrap files, and then the server's configuration: name -> content."""
+    near, far = _urls(place, config)
+    shared = Bootstrap(
+        url=far, run=run, role="", logs=str(logs), outage_s=config.outage_s, grace_s=config.grace_s
+    )
+    store = {"store_user": STORE, "store_password": passwords[STORE]}
+    files = {
+        f"{party}.json": _bootstrap(
+            party,
+            shared,
+            url=near if party in _NEAR else far,
+            user=party,
+            password=passwords[party],
+            tls=identities.get(party),
+            **(store if party == "kernel" else {}),
+        )
+        for party in _PARTIES
+    }
+    has_tls = _has_tls(place, config)
+    configuration = _configuration(folder, run, place, config.max_payload_mb, passwords, tls=has_tls)
+    return {**files, _CONFIGURATION: configuration.encode()}
+
+
+def _has_tls(place: Listening, config: BusConfig) -> bool:
+    return place.public and not config.insecure
+
+
+def _urls(place: Listening, config: BusConfig) -> tuple[str, str]:
+    """Return the server's address for processes on this machine, and for those on others."""
+    scheme = "tls" if _has_tls(place, config) else "nats"
+    near, far = (f"{scheme}://{url_host(host)}:{place.port}" for host in (place.near, place.far))
+    return near, far
 
 
 def binary() -> str:

@@ -128,11 +128,16 @@ class RunSetup:
     def bus(self) -> BusConfig:
         """The run's bus. For workers on other machines, the bundled server listens where they reach it."""
         bus = self.config.bus
+        service = self.launcher if isinstance(self.launcher, ServiceLauncher) else None
+        if service is not None:
+            # The cluster starts the next kernel after a while, and no lock shows that it will: workers that
+            # see this kernel's lock wait for as long as those on other machines.
+            bus = msgspec.structs.replace(bus, grace_s=bus.outage_s)
         if bus.url or bus.listen or not isinstance(self.launcher, ClusterLauncher):
             return bus
         host = url_host(self.launcher.address)
-        if isinstance(self.launcher, ServiceLauncher):
-            every = f"0.0.0.0:{self.launcher.port}"
+        if service is not None:
+            every = f"0.0.0.0:{service.port}"
             return msgspec.structs.replace(bus, listen=every, address=bus.address or host)
         return msgspec.structs.replace(bus, listen=host)
 

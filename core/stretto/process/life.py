@@ -40,6 +40,7 @@ from stretto.kernel.ending import Ending, Interruptions
 from stretto.kernel.fleet.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
 from stretto.kernel.setup import RunSetup
+from stretto.launcher import ServiceLauncher
 from stretto.observe.observers import Observers
 from stretto.observe.view import View, final_lines, terminal
 from stretto.records.files import MIRROR, REPLAY
@@ -356,14 +357,17 @@ async def served(setup: RunSetup) -> AsyncGenerator[None]:
     try:
         async with anyio.create_task_group() as tasks:
             if bus.url is None:
-                server = await NatsServer.start(folder, setup.run, bus, setup.logs, cleaner_of(setup.folder))
+                server = await NatsServer.start(
+                    *(folder, setup.run, bus, setup.logs, cleaner_of(setup.folder)),
+                    keeps_files=isinstance(setup.launcher, ServiceLauncher),
+                )
                 tasks.start_soon(server.look_after_guard)
             else:
                 foreign_bootstrap(folder, setup.run, bus, setup.logs)
             yield
             tasks.cancel_scope.cancel()
     finally:
-        if setup.facts.begun or (server is not None and not server.lives_on):
+        if setup.facts.begun or (server is not None and not server.as_before):
             with anyio.CancelScope(shield=True):
                 if server is not None:
                     await server.stop()

@@ -113,6 +113,16 @@ class Cluster:
         what = f"pod {name} cannot be deleted"
         self._ask(what, delete, name, self.namespace, grace_period_seconds=grace_s)
 
+    def own_pod(self, name: str, owners: Sequence[Manifest]) -> Manifest:
+        """Add owners to those that a pod has, and return the pod.
+
+        Raises:
+            Gone: if there is no such pod.
+        """
+        change = {"metadata": {"ownerReferences": list(owners)}}
+        patch = self._core.patch_namespaced_pod
+        return self._ask(f"pod {name} cannot be changed", patch, name, self.namespace, change)
+
     def pods(self, selector: str) -> tuple[list[Manifest], str]:
         """Return the pods with these labels, and the version of the list."""
         list_pods = self._core.list_namespaced_pod

@@ -38,10 +38,14 @@ _MAX_RUN_FILE = 2**20
 _MISTAKE, _INTERRUPTED = 2, 130
 """Exit statuses of `stretto run` with which the run must not start again by itself."""
 _WEIGHT = 100
-# What the kernel may do: start and stop the pods of its workers, read their state and output, and ask one for
-# its stacks. Older servers want `get` for a command in a pod, and newer ones `create`.
+# What the kernel may do: start, adopt and stop the pods of its workers, read their state and output, and ask
+# one for its stacks. Older servers want `get` for a command in a pod, and newer ones `create`.
 _RULES: list[Manifest] = [
-    {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "get", "list", "watch", "delete"]},
+    {
+        "apiGroups": [""],
+        "resources": ["pods"],
+        "verbs": ["create", "get", "list", "watch", "patch", "delete"],
+    },
     {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
     {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["get", "create"]},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
@@ -57,7 +61,9 @@ class KernelPod:
     namespace: str
     pod: str
     uid: str
-    """Id of the pod: the workers' pods belong to it, and are deleted with it."""
+    """Id of the pod."""
+    job_uid: str
+    """Id of the Job."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> KernelPod | None:
@@ -69,7 +75,18 @@ class KernelPod:
             environment["STRETTO_NAMESPACE"],
             environment["STRETTO_POD"],
             environment["STRETTO_POD_UID"],
+            environment["STRETTO_JOB_UID"],
         )
+
+    @property
+    def owners(self) -> list[Manifest]:
+        """The owners of a worker's pod. Kubernetes deletes the pod when none of them is left: it outlives the
+        kernel's pod, and when the Job is deleted, it stays until the kernel has written its last
+        checkpoint."""
+        return [
+            {"apiVersion": "batch/v1", "kind": "Job", "name": self.job, "uid": self.job_uid},
+            {"apiVersion": "v1", "kind": "Pod", "name": self.pod, "uid": self.uid},
+        ]
 
 
 def job_name(name: str, folder: str) -> str:
@@ -179,7 +196,6 @@ def worker_pod(config: KubernetesConfig, kernel: KernelPod, job: Job) -> Manifes
         _GROUP_LABEL: _label(job.group),
         **({_UNIT_LABEL: _label(job.unit)} if job.unit else {}),
     }
-    owner = {"apiVersion": "v1", "kind": "Pod", "name": kernel.pod, "uid": kernel.uid}
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -187,7 +203,7 @@ def worker_pod(config: KubernetesConfig, kernel: KernelPod, job: Job) -> Manifes
             "name": name,
             "namespace": kernel.namespace,
             "labels": labels,
-            "ownerReferences": [owner],
+            "ownerReferences": kernel.owners,
         },
         "spec": spec,
     }
@@ -251,6 +267,7 @@ def _kernel_pod(config: KubernetesConfig, job: str, submission: Submission) -> M
         "STRETTO_NAMESPACE": "metadata.namespace",
         "STRETTO_POD": "metadata.name",
         "STRETTO_POD_UID": "metadata.uid",
+        "STRETTO_JOB_UID": "metadata.labels['batch.kubernetes.io/controller-uid']",
     }
     container: Manifest = {
         "name": KERNEL,

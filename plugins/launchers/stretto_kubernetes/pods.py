@@ -68,13 +68,17 @@ class KubernetesHandle:
             if view.refusal:
                 reason = f"{worker} cannot be started in pod {view.name}: {view.refusal}"
                 raise LaunchError(reason, worker=worker)
-            self._output = PodOutput(self._cluster, view.name, Path(self._job.log))
+            self.copy_output(continues=False)
             return
         raise LaunchError(
             f"{worker} did not start in pod {view.name} within {within_s:g} s (launcher.start_s): "
             f"{view.waits_for}",
             worker=worker,
         )
+
+    def copy_output(self, *, continues: bool) -> None:
+        """Begin to copy its output into the log, or continue where a former kernel has ended."""
+        self._output = PodOutput(self._cluster, self._view.name, Path(self._job.log), continues=continues)
 
     async def wait(self) -> int:
         """Wait until the container has ended and its output is in the log. Return its exit status."""
@@ -131,8 +135,9 @@ class KubernetesLauncher:
         self._kernel = KernelPod.of(os.environ)
         self._cluster: Cluster | None = None
         self._watch: PodWatch | None = None
-        self._former: dict[str, str] = {}
+        self._pods: dict[str, str] = {}
         """The latest pod of each worker."""
+        self._has_launched = False
 
     @property
     def address(self) -> str:
@@ -152,7 +157,7 @@ class KubernetesLauncher:
                 "launcher",
                 f"{', '.join(shared)}: `share` is below 1, and a pod gets whole GPUs only; leave `share` out",
             )
-        kernel = self._kernel or KernelPod("check", "default", "check", "check")
+        kernel = self._kernel or KernelPod("check", "default", "check", "check", "check")
         try:
             submission = Submission(begin=(), resume=(), folder="", jobs=tuple(jobs))
             for manifest in objects_of(self._config, self._name, kernel.namespace, submission):
@@ -197,14 +202,19 @@ class KubernetesLauncher:
         return f"kubectl{context} --namespace {self._namespace} logs --follow job/{name}"
 
     async def launch(self, jobs: Sequence[Job]) -> list[KubernetesHandle]:
-        """Start a pod for each job. A worker that ran before gets a new pod in place of the previous one.
+        """Start a pod for each job. A worker that ran before gets a new pod in place of the previous one. The
+        first call deletes the pods that a former kernel has left and this one has not adopted: the new ones
+        need the room.
 
         Raises:
             LaunchError: if Kubernetes refuses a pod, or a pod does not start.
         """
         if self._kernel is None:
             raise LaunchError("this process runs in no pod of a run's Job, so it cannot start a worker's pod")
-        cluster, watch = await self._ready(self._kernel)
+        cluster, watch = self._ready(self._kernel)
+        if not self._has_launched:
+            await anyio.to_thread.run_sync(_delete_former, cluster, self._kernel)
+            self._has_launched = True
         handles: list[KubernetesHandle] = []
         try:
             for job in jobs:
@@ -224,28 +234,51 @@ class KubernetesLauncher:
             raise
         return handles
 
+    def record(self, worker: str) -> str:
+        """Return the name of a worker's pod."""
+        return self._pods[worker]
+
+    async def adopt(self, job: Job, record: str) -> KubernetesHandle | None:
+        """Take over a pod whose container runs.
+
+        Raises:
+            LaunchError: if Kubernetes refuses to make this kernel its owner.
+        """
+        if self._kernel is None or not record:
+            return None
+        cluster, watch = self._ready(self._kernel)
+        try:
+            pod = await anyio.to_thread.run_sync(cluster.own_pod, record, self._kernel.owners)
+        except Gone:
+            return None
+        self._pods[job.worker] = record  # if it does not run, the worker's next pod takes its place
+        view = PodView(pod)
+        if not view.runs or view.ended:
+            return None
+        watch.add(view)
+        handle = KubernetesHandle(job, cluster, view)
+        handle.copy_output(continues=True)
+        return handle
+
     @property
     def _namespace(self) -> str:
         return self._config.namespace or context_namespace(self._config.context)
 
-    async def _ready(self, kernel: KernelPod) -> tuple[Cluster, PodWatch]:
-        """Return the cluster and the watch of this kernel's pods. The first call deletes the pods that a
-        previous kernel of the run has left: this kernel starts its own workers, which need the room."""
+    def _ready(self, kernel: KernelPod) -> tuple[Cluster, PodWatch]:
+        """Return the cluster and the watch of the run's pods."""
         if self._cluster is None or self._watch is None:
             self._cluster = Cluster.here(kernel.namespace)
-            await anyio.to_thread.run_sync(partial(_delete_former, self._cluster, kernel))
             self._watch = PodWatch(self._cluster, workers_of(kernel.job))
         return self._cluster, self._watch
 
     def _create(self, cluster: Cluster, kernel: KernelPod, job: Job) -> Manifest:
         """Create the pod of a worker, then the Secret for which its start waits, and return the pod."""
-        former = self._former.pop(job.worker, None)
-        if former is not None:
+        if job.worker in self._pods:
             with suppress(Gone):
-                cluster.delete_pod(former, 1)
+                cluster.delete_pod(self._pods[job.worker], 1)
         manifest = worker_pod(self._config, kernel, job)
         pod = cluster.create(manifest)
-        self._former[job.worker] = manifest["metadata"]["name"]
+        self._pods[job.worker] = manifest["metadata"]["name"]
         if (path := bootstrap_of(job)) is not None:
             cluster.create(secret_of(manifest, pod["metadata"]["uid"], Path(path).read_text()))
         return pod
@@ -269,6 +302,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _delete_former(cluster: Cluster, kernel: KernelPod) -> None:
+    """Delete the workers' pods of the run that do not belong to this kernel."""
     pods, _ = cluster.pods(workers_of(kernel.job))
     for pod in pods:
         owners: Any = pod["metadata"].get("ownerReferences", ())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -185,14 +187,19 @@ class PodWatch:
 
 
 class PodOutput:
-    """Copies what a worker's container writes into its log, in a thread, until the container has ended."""
+    """Copies what a worker's container writes into its log, in a thread, until the container has ended. The
+    file's time is that of its newest line, so that the next kernel can continue.
 
-    def __init__(self, cluster: Cluster, pod: str, path: Path) -> None:
+    Args:
+        continues: whether a former kernel has begun to copy.
+    """
+
+    def __init__(self, cluster: Cluster, pod: str, path: Path, *, continues: bool) -> None:
         self._cluster = cluster
         self._pod = pod
         self._path = path
-        self._last = b""
-        """Time of the newest line, as Kubernetes wrote it."""
+        self._last_ns = path.stat().st_mtime_ns if continues and path.exists() else 0
+        """Unix time of the newest line."""
         self._read_at: float | None = None
         self._loop = asyncio.get_running_loop()
         self._ended = threading.Event()
@@ -211,7 +218,7 @@ class PodOutput:
                 self._follow()
             except Gone:
                 break
-            except LaunchError as error:
+            except (LaunchError, ValueError) as error:  # also a node's error in place of a line
                 log.debug("output cannot be seen now", pod=self._pod, error=str(error))
             if last:
                 break
@@ -227,11 +234,13 @@ class PodOutput:
         try:
             for line in self._cluster.output(self._pod, since_s):
                 when, _, text = line.partition(b" ")
-                if when <= self._last:
+                when_ns = _unix_ns(when)
+                if when_ns <= self._last_ns:
                     continue
-                self._last, self._read_at = when, time.monotonic()
+                self._last_ns, self._read_at = when_ns, time.monotonic()
                 file.write(text)
                 file.flush()
+                os.utime(file.fileno(), ns=(when_ns, when_ns))
                 if file.tell() > _MAX_OUTPUT:
                     file = self._rotated(file)
         finally:
@@ -242,3 +251,13 @@ class PodOutput:
         file.close()
         self._path.replace(f"{self._path}.1")
         return self._path.open("ab")
+
+
+def _unix_ns(when: bytes) -> int:
+    """Return a time that Kubernetes wrote, such as `2026-11-26T14:55:39.123456789Z`, as Unix time.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    moment = datetime.fromisoformat(when.decode())  # to the microsecond
+    return round(moment.timestamp() * 1e6) * 1000 + int(when[26:29])

@@ -148,7 +148,7 @@ class Admission:
             run=setup.run,
             folder=str(setup.folder),
             lease_epoch=self._journal.epoch,
-            grace_s=setup.config.bus.grace_s,
+            grace_s=setup.bus.grace_s,
             fingerprints={path: dataset.fingerprint for path, dataset in setup.datasets.items()},
             outage_s=setup.config.bus.outage_s,
             lock=self._lock,
