@@ -22,6 +22,7 @@ import pytest
 from tests.conftest import Run, Start, write_run_file
 
 from cluster_page import Section, filled
+from processes import arguments_of
 from stretto import Context
 from stretto.component import Problem
 from stretto.errors import LaunchError
@@ -92,6 +93,12 @@ class Nodes:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         found = re.search(r"^living (.*)$", done.stdout, re.MULTILINE)
         return set(found[1].split()) if found else set()
+
+    def actors(self) -> list[psutil.Process]:
+        """The processes of the launcher's actors on all nodes."""
+        heads = [psutil.Process(process.pid) for process in self._processes.values()]
+        children = [child for head in heads for child in head.children(recursive=True)]
+        return [child for child in children if "ray::WorkerActor" in " ".join(arguments_of(child))]
 
     def kill(self, name: str) -> None:
         """Kill everything that Ray has started on a node, at once."""
@@ -359,14 +366,47 @@ def test_a_lost_node_costs_its_workers_only(nodes: Nodes, start: Start) -> None:
     assert_ended(run)
 
 
-def test_workers_end_with_a_kernel_that_is_killed(nodes: Nodes, start: Start) -> None:
-    run = start("steps=1000", *on_cluster(nodes, trainer={"first": 1}))
+@pytest.mark.parametrize("is_supervised", [False, True])
+def test_nothing_is_left_of_a_run_whose_kernel_was_killed(
+    nodes: Nodes, start: Start, is_supervised: bool
+) -> None:
+    """Unless somebody starts the next one. A supervisor is killed, too."""
+    supervise = ["--supervise"] if is_supervised else []
+    run = start(*supervise, "steps=1000", "bus.grace_s=3", *on_cluster(nodes, trainer={"first": 1}))
     run.until_step(3, 120)
+    assert nodes.actors()
+    if is_supervised:
+        run.process.send_signal(signal.SIGSTOP)  # it starts no other kernel
+        kernel_of(run).kill()
     run.process.kill()
     assert_ended(run)
+    run.assert_nothing_is_left(within_s=15)  # nor the client
+    until(lambda: not nodes.actors(), 15)
+    assert not list((run.folder / "bus").glob("*.sock"))
     again = start("steps=20", resume=run)
     assert again.end(180) == 0, again.text()
     again.assert_audit_is_clean()
+
+
+@pytest.mark.parametrize("has_own_cluster", [False, True])
+def test_workers_live_on_when_their_kernel_is_killed(
+    nodes: Nodes, start: Start, has_own_cluster: bool
+) -> None:
+    cluster = ["launcher=ray"] if has_own_cluster else on_cluster(nodes, trainer={"first": 1})
+    run = start("--supervise", "steps=60", "checkpoint.every=5", *cluster)
+    for step in (3, 12):
+        run.until_step(step, 120)
+        kernel_of(run).kill()
+    run.assert_completed(60)
+    assert run.text().count("workers of the former kernel live on") == 2
+    run.assert_audit_is_clean()
+    assert all(len(each) == 1 for each in places(run).values()), places(run)
+    assert_ended(run)
+
+
+def kernel_of(run: Run) -> psutil.Process:
+    """The kernel's process, a child of the supervisor."""
+    return run.until(lambda: next(iter(psutil.Process(run.process.pid).children()), None))
 
 
 def test_a_run_on_a_cluster_of_its_own(start: Start) -> None:

@@ -1,23 +1,100 @@
-"""The launcher `ray` without a Ray: its section, the resources of workers, and their placement groups."""
+"""The launcher `ray` without a Ray: its section, the resources of workers, their placement groups, and
+workers that outlive their kernel."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stretto import Context
+from stretto.base.former_process import FormerProcess
 from stretto.launcher import Job
 from stretto_ray import RayConfig, warden
+from stretto_ray.launcher import RayLauncher
 from stretto_ray.messages import ClusterNode, Start
 from stretto_ray.placement import group_of, groups_of, resources_of, shortage
+from stretto_ray.sockets import connect
+from waiting import until
 from worker_jobs import job
 
 Refusals = Callable[..., list[str]]
+
+RAY = """\
+# A cluster of one node, whose actors live in the client's process.
+import asyncio
+from types import SimpleNamespace
+
+from ray import util
+
+class RayError(Exception):
+    pass
+
+class Method:
+    def __init__(self, method):
+        self._method = method
+
+    def remote(self, *arguments):
+        return asyncio.ensure_future(self._method(*arguments))
+
+class Actor:
+    def __init__(self, actor_class):
+        self._actor = actor_class()
+
+    def __getattr__(self, name):
+        return Method(getattr(self._actor, name))
+
+def remote(**limits):
+    return lambda of: SimpleNamespace(options=lambda **where: SimpleNamespace(remote=lambda: Actor(of)))
+
+exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayError, ActorUnavailableError=RayError)
+init = lambda **options: None
+kill = lambda actor: None
+nodes = lambda: [
+    {"NodeID": "1", "NodeName": "here", "NodeManagerAddress": "::1", "Alive": True, "Resources": {}}
+]
+get_runtime_context = lambda: SimpleNamespace(
+    get_accelerator_ids=lambda: {"GPU": []}, get_node_id=lambda: "1"
+)
+"""
+PLACEMENT = """\
+from types import SimpleNamespace
+
+placement_group = lambda bundles, strategy: SimpleNamespace(wait=lambda seconds: True)
+remove_placement_group = lambda group: None
+PlacementGroupSchedulingStrategy = lambda group, bundle: None
+"""
+KERNEL = """\
+import anyio, os, signal, sys
+from pathlib import Path
+from stretto import Context
+from stretto_ray import RayConfig
+from stretto_ray.launcher import RayLauncher
+from worker_jobs import job
+
+async def main():
+    launcher = RayLauncher(RayConfig(), Context(run="r", name="n", seed=0, folder=sys.argv[1]))
+    [handle] = await launcher.launch([job("rollout-0", code=sys.argv[2], folder=Path(sys.argv[1]))])
+    print(handle.place, launcher.record("rollout-0"), sep="\\n", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+anyio.run(main)
+"""
+WORKER = """\
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print("ready", flush=True)
+while not pathlib.Path({file!r}).exists():
+    time.sleep(0.05)
+print("done", flush=True)
+"""
 
 
 def start_of(job: Job, config: RayConfig) -> Start:
@@ -30,6 +107,7 @@ def start_of(job: Job, config: RayConfig) -> Start:
         group=group_of(job),
         unit=job.unit,
         resources=resources_of(config, job),
+        log=job.log,
     )
 
 
@@ -177,3 +255,105 @@ def test_a_program_that_does_not_exist_is_told() -> None:
         [sys.executable, "-I", warden.__file__, "/no/such"], input=bytes(8), capture_output=True, check=True
     )
     assert "No such file" in json.loads(done.stdout)["error"]
+
+
+# ------------------------------------------------------------------------- workers that outlive their kernel
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder, whose name is too long for the address of a socket. Its clients find `RAY`."""
+    folder, ray = tmp_path / ("long" * 30), tmp_path / "modules" / "ray"
+    (folder / "bus").mkdir(parents=True)
+    (ray / "util").mkdir(parents=True)
+    (ray / "__init__.py").write_text(RAY)
+    (ray / "util" / "__init__.py").write_text(PLACEMENT)
+    (ray / "util" / "scheduling_strategies.py").write_text(PLACEMENT)
+    helpers = Path(__file__).parent.parent / "helpers"
+    monkeypatch.setenv("PYTHONPATH", f"{ray.parent}{os.pathsep}{helpers}")
+    return folder
+
+
+def kill_a_kernel(folder: Path) -> tuple[Job, str, str, FormerProcess]:
+    """Return a worker whose kernel has killed itself, with its place, its record, and its client. The worker
+    ends when there is a file `end` in the folder."""
+    code = WORKER.format(file=str(folder / "end"))
+    command = [sys.executable, "-c", KERNEL, str(folder), code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    place, record = done.stdout.splitlines()
+    [path] = (folder / "bus").glob("*.sock")
+    connected, pid = connect(path)
+    connected.close()
+    return job("rollout-0", code=code, folder=folder), place, record, FormerProcess(pid)
+
+
+def launcher_in(folder: Path, **section: Any) -> RayLauncher:
+    return RayLauncher(RayConfig(**section), Context(run="r", name="n", seed=0, folder=str(folder)))
+
+
+async def test_the_next_kernel_takes_over_the_workers_of_a_killed_one(folder: Path) -> None:
+    worker, place, record, client = kill_a_kernel(folder)
+    launcher = launcher_in(folder)
+    handle = await launcher.adopt(worker, record)
+    assert handle is not None
+    assert handle.place == place
+    assert launcher.record("rollout-0") == record
+    assert await launcher.adopt(job("rollout-1"), str(int(record) + 1)) is None
+    assert await launcher.adopt(job("rollout-1"), "") is None
+    other = job("rollout-1", code="print('beside it')", folder=folder)
+    [beside] = await launcher.launch([other])  # by the same client
+    assert await beside.wait() == 0
+    assert other.tail(1) == "beside it"
+    until(lambda: "ready" in worker.tail(1))
+    await handle.stop(60)
+    assert await handle.wait() == 5
+    assert client.poll() is None
+    launcher.close()
+    assert client.poll() is not None
+    assert list((folder / "bus").iterdir()) == []
+
+
+async def test_a_client_obeys_one_kernel_at_a_time(folder: Path) -> None:
+    worker, _, record, client = kill_a_kernel(folder)
+    first, second = launcher_in(folder), launcher_in(folder)
+    handle = await first.adopt(worker, record)
+    assert handle is not None
+    assert await second.adopt(worker, record) is None
+    second.close()  # which has a client of its own
+    assert client.poll() is None
+    await handle.stop(0)
+    assert await handle.wait() == -signal.SIGKILL
+    first.close()
+
+
+def test_a_client_without_a_kernel_leaves_with_its_last_worker(folder: Path) -> None:
+    worker, _, _, client = kill_a_kernel(folder)
+    until(lambda: "ready" in worker.tail(1))
+    assert client.poll() is None
+    (folder / "end").touch()
+    until(client.poll, 30)
+    assert worker.tail(1) == "done"  # also what it wrote while no kernel was there
+    assert list((folder / "bus").iterdir()) == []
+
+
+async def test_the_client_of_another_cluster_is_left_alone(folder: Path) -> None:
+    worker, _, record, former = kill_a_kernel(folder)
+    launcher = launcher_in(folder, runtime_env={"env_vars": {"NCCL_DEBUG": "INFO"}})
+    assert await launcher.adopt(worker, record) is None
+    assert former.poll() is None
+    (folder / "end").touch()
+    until(former.poll, 30)
+    launcher.close()
+    assert list((folder / "bus").iterdir()) == []
+
+
+async def test_workers_end_with_a_client_that_is_killed(folder: Path) -> None:
+    worker, place, record, client = kill_a_kernel(folder)
+    process = FormerProcess(int(place.split()[-1]))
+    client.kill()
+    until(process.poll, 30)
+    launcher = launcher_in(folder)
+    assert await launcher.adopt(worker, record) is None
+    launcher.close()
+    assert list((folder / "bus").iterdir()) == []  # nor the socket of the killed one

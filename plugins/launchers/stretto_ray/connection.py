@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,62 +17,106 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import psutil
 
+from stretto.base.former_process import FormerProcess
 from stretto.errors import LaunchError
 from stretto_ray.messages import (
     ClientAnswer,
+    Close,
+    Describe,
     Ended,
     Event,
     Failed,
     Greeting,
     Request,
     Unconnected,
-    WorkerOutput,
     WorkerStarted,
 )
+from stretto_ray.sockets import NAMES, connect
 
 _CLOSE_S = 30.0
 """The client ends a cluster that it has started within some seconds."""
+_POLL_S = 0.05
+_ANSWER_S = 10.0
+"""The client of a former kernel answers within this many seconds."""
 _REMARK = 2000
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
 
-Listener = Callable[[WorkerStarted | WorkerOutput | Ended], None]
+Listener = Callable[[WorkerStarted | Ended], None]
 
 
 class Connection:
-    """A client process, and a thread that reads what it says. `close` ends both."""
+    """A connection to a client process, and a thread that reads what the client says. `close` ends them."""
 
-    def __init__(self, greeting: Greeting, log: Path | None) -> None:
-        """Start the client.
+    def __init__(
+        self,
+        greeting: Greeting,
+        connected: socket.socket,
+        process: subprocess.Popen[bytes] | FormerProcess,
+        output: IO[bytes],
+    ) -> None:
+        """Greet the client.
 
         Args:
-            log: file for what Ray prints; None for a temporary one.
+            output: file with what Ray prints.
         """
-        self._numbers = itertools.count(1)
+        # Numbers of a former kernel are below this, and a client may have workers of both.
+        self._numbers = itertools.count(time.time_ns())
         self._lock = threading.Lock()
         self._answers: dict[int, Future[ClientAnswer]] = {}
         self._listeners: dict[int, Listener] = {}
         self._at = f" at {greeting.address}" if greeting.address else ""
         self._fault = ""
         """Why the client has ended; empty while it runs."""
-        self._errors: IO[bytes] = log.open("a+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
-        self._begin = self._errors.seek(0, os.SEEK_END)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "stretto_ray.client"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, **_QUIET},
-            start_new_session=True,  # Ctrl-C is for the kernel
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests: IO[bytes] = self._process.stdin
-        self._thread = threading.Thread(
-            target=self._read, args=(self._process.stdout,), name="ray client", daemon=True
-        )
+        self._socket, self._process, self._output = connected, process, output
+        self._begin = output.seek(0, os.SEEK_END)
+        self._thread = threading.Thread(target=self._read, name="ray client", daemon=True)
         self._thread.start()
         self.tell(greeting)
+
+    @classmethod
+    def start(cls, greeting: Greeting, log: Path | None, folder: Path | None) -> Connection:
+        """Start a client.
+
+        Args:
+            log: file for what Ray prints; None for a temporary one.
+            folder: where the run's next kernel finds the client; None if there will be none.
+        """
+        output = _open(log)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "stretto_ray.client", str(theirs.fileno()), str(folder or "")],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **_QUIET},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the kernel
+            )
+        return cls(greeting, ours, process, output)
+
+    @classmethod
+    def adopt(cls, greeting: Greeting, log: Path | None, folder: Path) -> Connection | None:
+        """Return a connection to the client of a former kernel that was killed. None if there is none that
+        wants this greeting."""
+        for path in folder.glob(NAMES):
+            try:
+                connected, pid = connect(path)
+                process = FormerProcess(pid)
+            except (OSError, psutil.NoSuchProcess):  # it was killed, too
+                path.unlink(missing_ok=True)
+                continue
+            connection = cls(greeting, connected, process, _open(log))
+            id = connection.number()
+            try:
+                connection.ask(id, Describe(id=id)).result(_ANSWER_S)
+            except (LaunchError, TimeoutError):
+                connection._leave()
+            else:
+                return connection
+        return None
 
     @property
     def runs(self) -> bool:
@@ -94,30 +140,39 @@ class Connection:
 
     def tell(self, message: Any) -> None:
         """Send a message that has no answer. A client that has ended gets nothing."""
-        with self._lock, suppress(BrokenPipeError, ValueError):  # its end is seen by the thread
-            self._requests.write(msgspec.json.encode(message) + b"\n")
-            self._requests.flush()
+        with self._lock, suppress(OSError):  # its end is seen by the thread
+            self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
     def listen(self, run: int, listener: Listener) -> None:
         """Call `listener`, in a thread, with each event about a worker, `Ended` last."""
         with self._lock:
             self._listeners[run] = listener
 
+    def forget(self, run: int) -> None:
+        """Call a listener no more."""
+        with self._lock:
+            self._listeners.pop(run, None)
+
     def close(self) -> None:
         """End the client, its actors, and a cluster that it has started."""
-        with suppress(OSError):
-            self._requests.close()
-        try:
-            self._process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._thread.join()
-        self._errors.close()
+        self.tell(Close())
+        deadline = time.monotonic() + _CLOSE_S
+        while self._process.poll() is None:
+            if time.monotonic() > deadline:
+                self._process.kill()
+            time.sleep(_POLL_S)
+        self._leave()
 
-    def _read(self, events: IO[bytes]) -> None:
+    def _leave(self) -> None:
+        with suppress(OSError):  # the client may have closed it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+        self._output.close()
+
+    def _read(self) -> None:
         error = ""
-        with events:
+        with suppress(ConnectionError), self._socket.makefile("rb") as events:
             for line in events:
                 event: Event = msgspec.json.decode(line, type=Event)
                 match event:
@@ -130,9 +185,10 @@ class Connection:
                         self._answers.pop(event.id).set_exception(failure)
                     case Ended():
                         with self._lock:
-                            listener = self._listeners.pop(event.run)
-                        listener(event)
-                    case WorkerStarted() | WorkerOutput():
+                            listener = self._listeners.pop(event.run, None)
+                        if listener is not None:  # else nobody has adopted the worker
+                            listener(event)
+                    case WorkerStarted():
                         self._listeners[event.run](event)
         self._end(error)
 
@@ -150,6 +206,10 @@ class Connection:
             listener(Ended(run=run, status=1, remark=fault))
 
     def _last_words(self) -> str:
-        self._errors.seek(self._begin)
-        text = self._errors.read()[-_REMARK:].decode(errors="replace").strip()
+        self._output.seek(self._begin)
+        text = self._output.read()[-_REMARK:].decode(errors="replace").strip()
         return text or "Ray's client has ended"
+
+
+def _open(log: Path | None) -> IO[bytes]:
+    return log.open("a+b") if log else tempfile.TemporaryFile()

@@ -19,6 +19,7 @@ from stretto.nodes import Node, place
 from stretto_ray import RayConfig
 from stretto_ray.connection import Connection
 from stretto_ray.messages import (
+    Adopt,
     Cancel,
     ClientAnswer,
     ClusterNode,
@@ -29,7 +30,6 @@ from stretto_ray.messages import (
     Launch,
     Signal,
     Start,
-    WorkerOutput,
     WorkerStarted,
 )
 from stretto_ray.placement import group_of, groups_of, resources_of, shortage
@@ -87,22 +87,16 @@ class RayHandle:
         if not self._status.done():
             self._connection.tell(Signal(run=self._run, number=number))
 
-    def _take(self, event: WorkerStarted | WorkerOutput | Ended) -> None:
+    def _take(self, event: WorkerStarted | Ended) -> None:
         """Take in an event. Called in the connection's thread."""
         match event:
             case WorkerStarted():
                 self._place = f"{event.node} pid {event.pid}"
-                self._write(f"stretto: {self._job.worker} on {event.node}, pid {event.pid}\n".encode())
-            case WorkerOutput():
-                self._write(event.data)
             case Ended():
                 if event.remark:
-                    self._write(f"stretto: {event.remark}\n".encode())
+                    with Path(self._job.log).open("a") as log:
+                        log.write(f"stretto: {event.remark}\n")
                 self._end(event.status)
-
-    def _write(self, data: bytes) -> None:
-        with Path(self._job.log).open("ab") as log:
-            log.write(data)
 
     def _end(self, status: int) -> None:
         if not self._status.done():
@@ -116,6 +110,8 @@ class RayLauncher:
         self._config = config
         self._folder = context.folder
         self._connected: Connection | None = None
+        self._runs: dict[str, int] = {}
+        """Worker -> number of its newest start."""
 
     @property
     def address(self) -> str:
@@ -154,7 +150,8 @@ class RayLauncher:
         starts = [self._start(job, connection.number(), with_text=True) for job in jobs]
         handles = [RayHandle(job, connection, start.run) for job, start in zip(jobs, starts, strict=True)]
         id = connection.number()
-        launch = Launch(id=id, starts=tuple(starts), within_s=self._config.start_s)
+        folder = "" if "working_dir" in self._config.runtime_env else str(Path.cwd())
+        launch = Launch(id=id, starts=tuple(starts), folder=folder, within_s=self._config.start_s)
         answer = asyncio.wrap_future(connection.ask(id, launch))
         try:
             await asyncio.shield(answer)
@@ -163,7 +160,27 @@ class RayLauncher:
             with anyio.CancelScope(shield=True):
                 await asyncio.wait([answer], timeout=_CANCEL_S)
             raise
+        self._runs |= {start.worker: start.run for start in starts}
         return handles
+
+    def record(self, worker: str) -> str:
+        """Return the number of a worker's start, by which its client knows it."""
+        return str(self._runs[worker])
+
+    async def adopt(self, job: Job, record: str) -> RayHandle | None:
+        """Take over a worker of a former kernel's client, and this client, if both run."""
+        if not record:
+            return None
+        connection = await anyio.to_thread.run_sync(self._connect)
+        run, id = int(record), connection.number()
+        handle = RayHandle(job, connection, run)
+        try:
+            await asyncio.shield(asyncio.wrap_future(connection.ask(id, Adopt(id=id, run=run))))
+        except LaunchError:
+            connection.forget(run)
+            return None
+        self._runs[job.worker] = run
+        return handle
 
     def close(self) -> None:
         """End the connection to the cluster, and with it all workers. This also happens at the end of the
@@ -185,6 +202,7 @@ class RayLauncher:
             group=group_of(job),
             unit=job.unit,
             resources=resources_of(self._config, job),
+            log=job.log,
         )
 
     def _nodes(self) -> tuple[ClusterNode, ...]:
@@ -202,16 +220,14 @@ class RayLauncher:
             raise LaunchError(f"the Ray cluster did not answer within {_CONNECT_S:g} s") from error
 
     def _connect(self) -> Connection:
-        """Return the connection, a new one if the previous one is lost."""
+        """Return the connection, a new one if the previous one is lost: to the client of a former kernel, or
+        to one that is started."""
         if self._connected is None or not self._connected.runs:
-            config = self._config
-            greeting = Greeting(
-                address=config.address,
-                runtime_env=config.runtime_env,
-                folder="" if "working_dir" in config.runtime_env else str(Path.cwd()),
-            )
-            logs = Path(self._folder, "logs")
+            greeting = Greeting(address=self._config.address, runtime_env=self._config.runtime_env)
+            logs, bus = Path(self._folder, "logs"), Path(self._folder, "bus")
             log = logs / "ray.out" if self._folder and logs.is_dir() else None
-            self._connected = Connection(greeting, log)
+            folder = bus if self._folder and bus.is_dir() else None
+            former = folder and Connection.adopt(greeting, log, folder)
+            self._connected = former or Connection.start(greeting, log, folder)
             weakref.finalize(self, self._connected.close)
         return self._connected

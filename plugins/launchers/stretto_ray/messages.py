@@ -9,14 +9,12 @@ import msgspec
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line for the client: the cluster to connect to."""
+    """The first line of each kernel: the cluster that the client is to be connected to."""
 
     address: str | None
     """Address of the cluster; None to start one on this machine."""
     runtime_env: Mapping[str, Any]
     """Ray's runtime environment of every actor."""
-    folder: str
-    """Working directory of the workers, on nodes that have it; empty for the one that Ray sets up."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +34,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """Workers of a group with the same unit share a bundle; empty for a bundle of its own."""
     resources: Mapping[str, float]
     """The Ray resources of the worker."""
+    log: str
+    """Path of the file for its output, on the client's machine."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -43,6 +43,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     id: int
     starts: tuple[Start, ...]
+    folder: str
+    """Working directory of the workers, on nodes that have it; empty for the one that Ray sets up."""
     within_s: float
 
 
@@ -50,6 +52,13 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop a launch, which is answered with `Failed` then."""
 
     id: int
+
+
+class Adopt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Say `WorkerStarted` again about a worker that a former kernel has started. Fails if it has ended."""
+
+    id: int
+    run: int
 
 
 class Describe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -69,6 +78,10 @@ class KillActor(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the actor of a worker, which does not answer."""
 
     run: int
+
+
+class Close(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End the client, its actors and with them the workers. A kernel that leaves without it was killed."""
 
 
 class ClusterNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,15 +124,8 @@ class WorkerStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pid: int
 
 
-class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A part of a worker's output."""
-
-    run: int
-    data: bytes
-
-
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker has ended, and its output is complete."""
+    """A worker has ended, and its output is in its log."""
 
     run: int
     status: int
@@ -127,5 +133,5 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How the worker was lost. Empty if the worker ended by itself with this status."""
 
 
-Request = Launch | Cancel | Describe | Signal | KillActor
-Event = ClientAnswer | Failed | Unconnected | WorkerStarted | WorkerOutput | Ended
+Request = Launch | Cancel | Adopt | Describe | Signal | KillActor | Close
+Event = ClientAnswer | Failed | Unconnected | WorkerStarted | Ended
