@@ -64,13 +64,26 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What to do with a group that is due but unfinished. `wait` waits for it, so that long answers are never
     lost. `drop` expires the group and issues its prompt again."""
     max_attempts: PositiveInt = 3
-    """Maximum number of times that a ticket is issued before it fails. A ticket is issued again when a worker
-    dies and, with `on_late: drop`, when it is late."""
+    """Maximum number of times that a ticket is issued before its row is given up. A ticket is issued again
+    when its group fails, when its worker dies and, with `on_late: drop`, when it is late."""
+    min_members: PositiveInt | Literal["all"] | None = None
+    """Number of samples that a group must have when others have failed; with fewer, the whole group fails.
+    `all` lets no group be trained of which a sample has failed. Default: half of the group, at least 2."""
     max_filtered: PositiveInt | None = None
     """Maximum number of consecutive groups that the algorithm filters; the run then stops. Rows that the
     dataset leaves out, such as by `max_prompt_tokens`, do not count. Default: 16 × `batch_size`."""
     max_failures: PositiveInt | None = None
-    """Maximum number of consecutive tickets that fail; the run then stops. Default: 2 × `batch_size`."""
+    """Maximum number of consecutive groups that fail; the run then stops. Default: 2 × `batch_size`."""
+
+    def least_members(self, samples: int) -> int:
+        """Return how many samples a group must have of which others have failed.
+
+        Args:
+            samples: number of samples that the group was to have.
+        """
+        if self.min_members == "all":
+            return samples
+        return min(samples, self.min_members or max(2, samples // 2))
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,6 +19,7 @@ The tree contains every exception of core. The module is in brackets if it is no
     │   └── ServerLost       (stretto.serving.server) an engine's server did not answer, or broke off
     ├── RequestError         a request that an inference engine cannot serve
     ├── RewardError          a reward or an environment that raised, took too long, or gave an invalid value
+    ├── MembersError         a group of which too few samples are left
     ├── WeightsError         weights that are missing, damaged or not the announced ones: `version`
     ├── LaunchError          a worker that could not be started, or ends again and again: `worker`
     ├── RunError             a run that cannot continue: `reason`
@@ -52,6 +53,7 @@ __all__ = [
     "EngineError",
     "LaunchError",
     "Malformed",
+    "MembersError",
     "MessageGone",
     "NoAnswer",
     "PluginError",
@@ -160,7 +162,20 @@ class RequestError(StrettoError):
 
 
 class RewardError(StrettoError):
-    """A reward or an environment raised an exception, took too long, or gave an invalid value."""
+    """A reward or an environment raised an exception, took too long, or gave an invalid value.
+
+    Args:
+        lost: whether its process was lost or did not answer in time, so that the user's code need not be at
+            fault.
+    """
+
+    def __init__(self, message: str, *, lost: bool = False) -> None:
+        super().__init__(message)
+        self.lost = lost
+
+
+class MembersError(StrettoError):
+    """So many samples of a group have failed that the others are no group (`queue.min_members`)."""
 
 
 class WeightsError(StrettoError):

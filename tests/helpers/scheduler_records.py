@@ -28,7 +28,7 @@ from unittest import mock
 import msgspec
 
 from stretto.algorithm import Group
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose, TicketStarted
 from stretto.kernel.schedule.commands import SchedulerSettings
 from stretto.kernel.schedule.draws import RecordedDraw
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
@@ -41,7 +41,7 @@ CALLS: dict[str, Any] = {
     "restore": tuple[Snapshot, dict[int, RecordedDraw] | None],
     "fit": tuple[str],
     "owned": tuple[int],
-    "start": tuple[()],
+    "start": tuple[tuple[TicketStarted, ...]],
     "close": tuple[()],
     "ticket_started": tuple[Purpose, int, int, str],
     "first_token": tuple[int, int, int],

@@ -164,9 +164,11 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
 
             await queue.follow(accept)
         assert [type(outcome) for outcome in seen] == [GroupFailed, GroupDone]
-        assert scheduler.ledger.failed == 1
-        assert list(scheduler.reasons) == ["failed: rollout-0 wrote a faulty group: it has no member"]
-        assert [done.ticket for done in scheduler.done_groups] == [1]
+        assert scheduler.members.missing == 1
+        assert seen[0] == GroupFailed(
+            "train", 0, 1, "rollout-0", "rollout-0 wrote a faulty group: it has no member"
+        )
+        assert [done.ticket for done in scheduler.tickets.done_groups] == [1]
         again: list[Outcome] = []
         with anyio.fail_after(20):
             async for _, outcome in follow_outcomes(kernel, names, start=1, samples=True):

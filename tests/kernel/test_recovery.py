@@ -317,7 +317,7 @@ async def test_groups_whose_data_is_gone_are_issued_again(
         stored, result, scheduler = await recovered(history, checkpoint, reached=2)
         assert stored.lost == LostData(groups=2, messages=1)
         assert (result.repeated, result.incarnation) == (0, 0)
-        assert [group.ticket for group in scheduler.done_groups] == [7]
+        assert [group.ticket for group in scheduler.tickets.done_groups] == [7]
         assert issued(scheduler) == {4, 5, 6}
 
 
@@ -348,7 +348,7 @@ async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(
         await delete(history, part)
         stored, _, scheduler = await recovered(history, checkpoint, reached=2)
         assert stored.lost == LostData(groups=1, messages=1)
-        assert [group.ticket for group in scheduler.done_groups] == [4]
+        assert [group.ticket for group in scheduler.tickets.done_groups] == [4]
 
 
 async def test_a_group_of_which_an_image_is_gone_is_issued_again(
@@ -370,7 +370,7 @@ async def test_a_group_of_which_an_image_is_gone_is_issued_again(
                 await delete(history, whole - 1)  # a part of it
         stored, _, scheduler = await recovered(history, checkpoint, reached=2)
         assert stored.lost == LostData(groups=1, messages=1)
-        assert [group.ticket for group in scheduler.done_groups] == [5]
+        assert [group.ticket for group in scheduler.tickets.done_groups] == [5]
 
 
 @pytest.mark.parametrize("newest_is_there", [True, False])
@@ -396,7 +396,7 @@ async def test_a_journal_without_its_end_costs_its_steps_and_what_they_sampled(
         assert scheduler.version == 3
         # Groups of the lost steps that weights up to version 3 have sampled are trained again.
         assert scheduler.training
-        assert [group.ticket for group in scheduler.done_groups] == [8, 9]
+        assert [group.ticket for group in scheduler.tickets.done_groups] == [8, 9]
 
 
 async def test_a_journal_that_is_not_that_of_the_checkpoint_is_a_loss(
@@ -527,7 +527,7 @@ async def test_a_batch_that_was_not_complete_is_no_lost_step(
         stored, result, scheduler = await recovered(history, checkpoint, reached=2)
         assert (stored.lost, stored.lost_from) == (LostData(groups=1, messages=1), 2)
         assert result.incarnation > 0  # the journal has another batch of this version in the previous one
-        assert [group.ticket for group in scheduler.done_groups] == [4]
+        assert [group.ticket for group in scheduler.tickets.done_groups] == [4]
 
 
 async def test_without_a_checkpoint_the_first_steps_must_be_there(

@@ -33,7 +33,7 @@ from stretto.kernel.schedule.commands import (
 )
 from stretto.kernel.schedule.fold import apply
 from stretto.kernel.schedule.gate import DivergenceGate
-from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
+from stretto.kernel.schedule.scheduler import MemberLedger, Scheduler, Snapshot
 
 
 def done(ticket: Ticket, oldest: int, newest: int | None = None, reward: float = 1.0) -> GroupDone:
@@ -167,11 +167,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert len(groups) == self.settings.batch_size
                     assert [group.ticket for group in groups] == sorted(group.ticket for group in groups)
                     assert command.rows == tuple(self.rows[group.ticket] for group in groups)
-                    later = self.scheduler.done_groups
+                    later = self.scheduler.tickets.done_groups
                     urgency = [*sorted(map(self.urgency, groups)), *map(self.urgency, later)]
                     assert urgency == sorted(urgency), "a group with an earlier deadline was left"
-                    assert len(later) == self.scheduler.finished
-                    assert all(map(self.scheduler.is_finished, later))
+                    assert len(later) == len(self.scheduler.tickets.finished)
+                    assert all(map(self.scheduler.tickets.is_finished, later))
                     for group in groups:
                         oldest = min(member.oldest for member in group.members)
                         assert 0 <= version - oldest <= self.settings.max_staleness, "too stale"
@@ -288,6 +288,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if isinstance(message, GroupDone):
             self.scheduler.group_done(message)
         else:
+            name = (message.purpose, message.ticket)
+            if self.attempts.get(name) == message.attempt:
+                del self.attempts[name]  # nobody works on it any more
             self.scheduler.group_failed(message)
         self.obey()
 
@@ -490,14 +493,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert reason is not None
         match reason.kind:
             case "groups":
-                assert scheduler.finished < size
+                assert len(scheduler.tickets.finished) < size
             case "evaluation":
                 ends = scheduler.version == self.settings.steps
                 assert ends or len(scheduler.evaluation.needed_versions) == 2
             case kind:
                 assert kind == "late_ticket"
                 assert self.settings.on_late == "wait"
-                assert scheduler.finished >= size
+                assert len(scheduler.tickets.finished) >= size
                 self.assert_late_without(reason.number)
 
     def assert_late_without(self, awaited: int) -> None:
@@ -570,8 +573,8 @@ def test_admission_fills_the_queue_and_follows_retirement() -> None:
     assert [ticket.id for ticket in tickets] == [0, 1, 2, 3]  # (η + 1) · B
     scheduler.group_done(done(tickets[0], 0))
     assert scheduler.commands() == []  # finished is not retired
-    scheduler.group_failed(failed(tickets[1]))
-    assert [ticket.id for ticket in issued(scheduler)] == [4]  # a failure gives its slot back
+    scheduler.group_failed(failed(tickets[1], filtered=True))
+    assert [ticket.id for ticket in issued(scheduler)] == [4]  # what is left out gives its slot back
 
 
 def test_no_more_tickets_are_issued_than_the_remaining_steps_can_use() -> None:
@@ -729,13 +732,57 @@ def test_a_ticket_whose_workers_keep_dying_fails() -> None:
     assert next(iter(scheduler.reasons)).startswith("failed: begun 2 times")
 
 
+def test_a_group_that_fails_is_made_again_until_its_row_is_given_up() -> None:
+    settings = SchedulerSettings(
+        steps=1, batch_size=1, max_staleness=0, rows=100, max_attempts=2, group_size=4
+    )
+    scheduler = Scheduler(settings)
+    scheduler.start()
+    [first] = issued(scheduler)
+    scheduler.group_failed(failed(first))  # its start was not heard
+    [second] = issued(scheduler)
+    assert (second.id, second.row, second.attempt) == (first.id, first.row, 2)
+    scheduler.group_failed(failed(first))
+    assert scheduler.commands() == [], "it has failed before"
+    scheduler.group_failed(failed(second, "flaky"))
+    assert [ticket.id for ticket in issued(scheduler)] == [1]
+    assert scheduler.reasons == {"failed: begun 2 times; at last flaky": 1}
+    assert scheduler.given_up == {first.row: 1}
+    assert scheduler.members == MemberLedger(sampled=8, missing=8)
+
+
+def test_a_group_that_has_failed_is_not_held_any_more() -> None:
+    """Its worker may have said that it holds the attempt before the failure was read."""
+    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100))
+    scheduler.start()
+    [ticket] = issued(scheduler)
+    scheduler.owned(attempts_from=100)
+    scheduler.group_failed(failed(ticket))
+    scheduler.start([TicketStarted("w", "train", ticket.id, ticket.attempt)])
+    again = [command.ticket for command in scheduler.commands() if isinstance(command, Issue)]
+    assert [(each.id, each.attempt) for each in again] == [(ticket.id, 101)]
+
+
+def test_an_attempt_that_is_withdrawn_before_the_start_is_not_held() -> None:
+    """Its worker may have said that it holds the attempt before it heard that it has to stop."""
+    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100))
+    scheduler.start()
+    [ticket] = issued(scheduler)
+    scheduler.owned(attempts_from=100)
+    scheduler.ticket_started("train", ticket.id, ticket.attempt, "w")
+    assert scheduler.commands() == [Withdraw("train", ticket.id, ticket.attempt)]
+    scheduler.start([TicketStarted("w", "train", ticket.id, ticket.attempt)])
+    again = [command.ticket for command in scheduler.commands() if isinstance(command, Issue)]
+    assert [(each.id, each.attempt) for each in again] == [(ticket.id, 101)]
+
+
 def test_failures_one_after_the_other_end_the_run() -> None:
     scheduler = Scheduler(SchedulerSettings(steps=5, batch_size=4, max_staleness=0, rows=100, max_failures=3))
     scheduler.start()
     for ticket in issued(scheduler)[:3]:
         scheduler.group_failed(failed(ticket, "ZeroDivisionError: division by zero"))
     [end] = [command for command in scheduler.commands() if isinstance(command, Fail)]
-    assert "3 tickets failed one after the other" in end.reason
+    assert "3 groups failed one after the other" in end.reason
     assert "division by zero" in end.reason
 
 
@@ -814,12 +861,12 @@ def test_what_failed_in_a_former_life_does_not_hold_up_the_next() -> None:
         scheduler.group_failed(GroupFailed("train", id, 1, "w", "broken then"))
     scheduler.commands()
     scheduler.start()
-    assert [ticket.id for ticket in issued(scheduler)] == [2, 3]
+    assert [(ticket.id, ticket.attempt) for ticket in issued(scheduler)] == [(0, 1001), (1, 1001)]
 
 
 @pytest.mark.parametrize("oldest", [-1, 1])
 def test_a_group_with_impossible_versions_fails(oldest: int) -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100))
+    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100, max_attempts=1))
     scheduler.start()
     [ticket] = issued(scheduler)
     scheduler.group_done(done(ticket, oldest))
@@ -917,7 +964,8 @@ def test_an_evaluation_of_other_versions_than_its_own_is_no_result(oldest: int, 
     commands = step(scheduler, commands)
     ticket = evaluation_ticket(commands)
     step(scheduler, commands)
-    scheduler.group_done(done(ticket, oldest, newest))
+    for attempt in range(1, scheduler.settings.max_attempts + 1):
+        scheduler.group_done(done(msgspec.structs.replace(ticket, attempt=attempt), oldest, newest))
     evaluation = scheduler.evaluation.results[-1]
     assert (evaluation.version, evaluation.accuracy, evaluation.failed) == (1, None, 1)
     assert "allowed 1 to 1" in next(iter(scheduler.reasons))
@@ -1027,7 +1075,7 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
         ticket.id: ticket.row for ticket in [later[2], later[3], newest[1]]
     }
     again.group_done(done(later[2], 1))  # a worker of the previous kernel: void
-    assert again.finished == 1
+    assert len(again.tickets.finished) == 1
     assert again.ledger == scheduler.ledger
     again.group_done(done(fresh[0], 2))
     assert len(batches(list(again.commands()))) == 1

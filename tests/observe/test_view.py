@@ -35,7 +35,9 @@ def set_up(tmp_path: Path) -> RunSetup:
     """A run whose reward always raises."""
     (tmp_path / "mine.py").write_text(f"def score(prompt, completion):\n    raise ValueError({SAID!r})\n")
     reward = {"use": "function", "function": f"{tmp_path}/mine.py:score"}
-    return make_setup(tmp_path, reward=reward, queue={"batch_size": 2, "max_failures": 2}, steps=2)
+    return make_setup(
+        tmp_path, reward=reward, queue={"batch_size": 2, "max_failures": 3, "max_attempts": 1}, steps=2
+    )
 
 
 @contextmanager
@@ -73,7 +75,7 @@ async def test_what_a_reward_raises_is_plain_text_in_a_terminal(
     with terminal_as_stderr(monkeypatch) as terminal:
         shown = await show_failures(set_up(tmp_path), terminal)
     for text in (
-        f"2 x failed: reward raised ValueError: {SHOWN} (",
+        f"2 x failed: begun 1 times; at last reward raised ValueError: {SHOWN} (",
         f"now  {SHOWN}",
         f"s: {SHOWN}",  # after the duration, in s or ms
         SHOWN.replace("\\", "\\\\"),  # in the log, in quotes

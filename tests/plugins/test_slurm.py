@@ -110,9 +110,9 @@ def run(folder: Path, text: str, *, after: int = 0) -> tuple[int, str]:
 
 def test_a_job_begins_a_run_or_resumes_it(tmp_path: Path) -> None:
     text = script_of(SlurmConfig(prologue=("echo first",)), "test", submission(tmp_path))
-    assert run(tmp_path, text) == (0, "first\nbegun\n")
+    assert run(tmp_path, text) == (0, "first\nbegun --supervise\n")
     (tmp_path / "config.yaml").touch()
-    assert run(tmp_path, text) == (0, "first\nresumed\n")
+    assert run(tmp_path, text) == (0, "first\nresumed --supervise\n")
     failing = submission(tmp_path / "other", begin=("bash", "-c", "exit 3"))
     assert run(tmp_path, script_of(SlurmConfig(), "test", failing)) == (3, "")
 

@@ -9,9 +9,9 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import numpy as np
@@ -27,12 +27,14 @@ from stretto.cli.start.checks import problems
 from stretto.engine import Sampling
 from stretto.errors import ConfigError
 from stretto.models.tokenizer import ByteTokenizer
+from stretto.testing.workflow import together
 from stretto.user_code.sandbox import sandbox_problem
 from stretto.workflow import Answer, Prompt, Score
 from stretto_verifiers import Verifiers, VerifiersConfig, VerifiersWorkflowConfig
 from stretto_verifiers.workflow import EpisodeError, VerifiersWorkflow
 
 # As much of the library as `environment.py` uses: sums, of which the policy is asked over HTTP.
+T = TypeVar("T")
 LIBRARY = """
 import asyncio, contextlib, json, os, urllib.request
 from types import SimpleNamespace as Space
@@ -123,6 +125,12 @@ class Policy:
 
     def __init__(self) -> None:
         self.scored: list[Any] = []
+
+    async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
+        return await together(self.group_size, sample)
+
+    def begin(self, conversation_id: str) -> None:
+        pass
 
     async def generate(self, prompt_ids: Any, **options: Any) -> list[Answer]:
         tokens = np.frombuffer(b"1", np.uint8).astype(np.int32)

@@ -32,7 +32,7 @@ count = 0
 def score(prompt, completion):
     global count
     count += 1
-    if count % 7 == 0:
+    if count % 30 >= 10:  # for all answers of some groups
         raise ValueError("no answer to " + prompt)
     return 1.0
 """
@@ -192,7 +192,8 @@ def test_tickets_fail_only_for_a_cause(run_file: Path) -> None:
     (run_file.parent / "rewards.py").write_text(FAILING_REWARD)
     reward = "reward={use: function, function: rewards.py:score}"
 
-    [tape] = tapes_of(run_file, [0], overrides=[reward], kinds=["fail"])  # rows may fail: they do in calm
+    overrides = [reward, "queue.max_attempts=1", "queue.max_failures=1000"]
+    [tape] = tapes_of(run_file, [0], overrides=overrides, kinds=["fail"])  # rows may fail: they do in calm
 
     assert not run_tape(tape).failed
     [violation] = run_tape(msgspec.structs.replace(tape, may_fail=False)).violations

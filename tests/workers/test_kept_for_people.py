@@ -15,14 +15,14 @@ from torch import Tensor
 from stretto.algorithm import Loss
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, Ticket, TicketRecord
-from stretto.config import SamplesConfig
+from stretto.config import QueueConfig, SamplesConfig
 from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
 from stretto.rl.batch import Batch
 from stretto.workers.sampling.session import VariantServices
 from stretto.workers.sampling.ticket_record import record_of
 from stretto.workers.sampling.ticket_runner import TicketRunner
 from stretto.workers.training.step_recorder import ROW, StepFigures
-from stretto.workflow import Answer, Prompt, Score, Session, Trajectory
+from stretto.workflow import Answer, Prompt, Score, Session, Trajectory, WorkflowConfig
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
@@ -83,7 +83,8 @@ async def test_a_long_sample_is_kept() -> None:
         return len(appended)
 
     config: Any = SimpleNamespace(
-        workflow=SimpleNamespace(timeout_s=60),
+        workflow=WorkflowConfig(),
+        queue=QueueConfig(),
         dataset=SimpleNamespace(max_prompt_tokens=None),
         samples=SamplesConfig(keep="all"),
     )

@@ -255,6 +255,7 @@ def conversation_in(
         )
         return answer
 
+    session.begin(name)
     beginning = "" if isinstance(prompt, str) else []
     conversation = Conversation(
         generate_one,

@@ -75,6 +75,7 @@ class Thread:
         """Whether a call may continue the thread: the agent got the last answer."""
         self._session = session
         self._name = name
+        session.begin(name)
         self._on_tokens: OnTokens | None = None
         self._prefix: str | list[Any] = ""
         """A call that begins with this continues the thread."""

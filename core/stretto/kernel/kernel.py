@@ -376,7 +376,7 @@ class Kernel:
             return
         if outcome.purpose == "train":
             self._scaler.groups += 1
-        if self._setup.graph.samples and self._scheduler.is_finished(outcome):
+        if self._setup.graph.samples and self._scheduler.tickets.is_finished(outcome):
             self._tasks.start_soon(partial(self._trainers.prefetch, refs_of((outcome,)), complete=False))
 
     def _hear(

@@ -119,6 +119,8 @@ class StepMeter:
             },
             "length": _mean([member.sampled for member in members]),
             "length_max": max(member.sampled for member in members),
+            "failed_members": sum(len(group.missing) for group in start.groups),
+            "retried_members": sum(group.retried for group in start.groups),
             "truncated": _mean([float(member.finish == "length") for member in members]),
             "staleness": _mean(staleness),
             "staleness_max": max(staleness),

@@ -144,7 +144,7 @@ class Steps:
         Returns:
             The step's result, and the engines' mean seconds of work so far.
         """
-        rows, ahead = refs_of(start.groups), refs_of(self._scheduler.done_groups)
+        rows, ahead = refs_of(start.groups), refs_of(self._scheduler.tickets.done_groups)
         needed = self._scheduler.evaluation.needed_versions
         figures: list[float] = []
 

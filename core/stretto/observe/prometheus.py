@@ -195,7 +195,7 @@ class RunCollector(Collector):
         yield self._gauge(
             "tickets_in_flight_limit", "Training tickets that may be in flight now", scheduler.room
         )
-        groups = scheduler.finished
+        groups = len(scheduler.tickets.finished)
         yield self._gauge("queue_finished_groups", "Finished groups that wait for training", groups)
         yield self._gauge("queue_batch_groups", "Groups of a batch", scheduler.settings.batch_size)
 

@@ -48,6 +48,7 @@ _SHOWN = (
     *("step_s", "train_s", "step_tokens_per_s"),
 )
 
+_MOST_ROWS = 1000
 _RECENT = 20
 """Number of newest steps from which the view computes the remaining time and the bottleneck."""
 
@@ -372,6 +373,8 @@ class Report:
             "evaluation": [msgspec.to_builtins(evaluation) for evaluation in scheduler.evaluation.results],
             "best": self._best(),
             "ledger": msgspec.to_builtins(scheduler.ledger),
+            "members": msgspec.to_builtins(scheduler.members),
+            "given_up": sorted(scheduler.given_up)[:_MOST_ROWS],
             **self._variant_summary(),
             "reasons": dict(scheduler.reasons),
             "staleness": {str(key): scheduler.staleness[key] for key in sorted(scheduler.staleness)},

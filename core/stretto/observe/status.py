@@ -93,7 +93,7 @@ class StatusWriter:
             best=_evaluation(scheduler.evaluation.best) if scheduler.evaluation.best else None,
             evaluating=self._evaluating(),
             ledger=msgspec.to_builtins(scheduler.ledger),
-            finished=scheduler.finished,
+            finished=len(scheduler.tickets.finished),
             reasons=dict(scheduler.reasons.most_common(_REASONS)),
             generate_tokens_per_s=self._generation_speed(now),
             advice=[AdviceStatus(each.rule, each.since, each.message) for each in report.adviser.open],

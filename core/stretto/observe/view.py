@@ -243,6 +243,10 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
             lines.append(f"best checkpoint {best['checkpoint']}, {label} {_accuracy(best['accuracy'])}")
     ledger = summary["ledger"]
     lines.append(f"tickets {', '.join(f'{name} {count}' for name, count in ledger.items())}")
+    if missing := summary["members"]["missing"]:
+        lines.append(f"samples {summary['members']['sampled']}, of them {missing} failed and not trained")
+    if rows := summary["given_up"]:
+        lines.append(f"rows given up {len(rows)}, such as {rows[0]}")
     lines.extend(_variant_lines(summary.get("variants", {})))
     lines.extend(_most_frequent(summary["reasons"], 3))
     lines.append(f"overlap {summary['overlap']:.2f}, restarts {summary['restarts']}")

@@ -124,6 +124,10 @@ FIGURES: Mapping[str, Figure] = {
     "zero_variance_groups": _share(
         "no signal", "groups whose answers all have the same reward; they teach nothing"
     ),
+    "failed_members": Figure("failed samples", "Samples of the batch's groups that failed", form=".0f"),
+    "retried_members": Figure(
+        "retried samples", "Samples of the batch's groups that succeeded after a failure", form=".0f"
+    ),
     "loss": Figure("loss", "Loss of the step"),
     "grad_norm": Figure("gradient norm", "Norm of the gradient before it is clipped"),
     "lr": Figure("learning rate", "Learning rate of the step, after the schedule and the KL target"),

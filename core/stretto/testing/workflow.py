@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import anyio
 import numpy as np
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["FakeSession", "Generated", "ScoreCall", "WorkflowConformance", "assert_valid_trajectories"]
 
 
+T = TypeVar("T")
+
+
 class Generated(NamedTuple):
     """One sample that a workflow asked a `FakeSession` for."""
 
@@ -49,6 +52,21 @@ class ScoreCall(NamedTuple):
     texts: list[str]
     columns: Mapping[str, Sequence[Any]]
     """The columns besides those of the row, `completion_tokens` included."""
+
+
+async def together(size: int, sample: Callable[[int], Awaitable[T]]) -> list[T]:
+    """Call `sample` with each number below `size`, all concurrently, and return the results in order. The
+    first error ends all."""
+    results: dict[int, T] = {}
+
+    async def run_one(number: int) -> None:
+        results[number] = await sample(number)
+
+    with one_error():
+        async with anyio.create_task_group() as tasks:
+            for number in range(size):
+                tasks.start_soon(run_one, number)
+    return [results[number] for number in range(size)]
 
 
 class FakeSession:
@@ -129,8 +147,15 @@ class FakeSession:
     ) -> Conversation:
         """Begin a conversation, as in a run."""
         name = f"c{len(self._numbers) + 1}"
-        self._number_of(name)
         return conversation_in(self, name, prompt, tools=tools, limit=limit, on_tokens=on_tokens)
+
+    async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
+        """Make the samples, each once. The first error ends all."""
+        return await together(self.group_size, sample)
+
+    def begin(self, conversation_id: str) -> None:
+        """Number the conversation."""
+        self._number_of(conversation_id)
 
     async def score(
         self,

@@ -7,7 +7,6 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from subprocess import PIPE
 
@@ -21,7 +20,7 @@ from stretto.agents.recorder import CallRecorder
 from stretto.errors import one_error
 from stretto.user_code.forwarded_port import ForwardedPort
 from stretto.user_code.sandbox import SandboxedCommand, can_show, kill, sandbox_command
-from stretto.workflow import Prompt, Session, Trajectory, group_of
+from stretto.workflow import Prompt, Session, Trajectory
 from stretto_agent import AgentConfig
 
 _PORT = 20117
@@ -69,8 +68,7 @@ class AgentWorkflow:
         """
         if self._shares_network:
             await self.endpoint.start()
-        numbers = count()  # tasks begin in order, so that a sample has the same seeds in every repetition
-        runs = await group_of(session, lambda: self._run(prompt, session, next(numbers)))
+        runs = await session.members(lambda number: self._run(prompt, session, number))
         chats = [recorder.last.chat if recorder.last else [] for recorder, _ in runs]
         texts = [result.output or chat[-1]["content"] for (_, result), chat in zip(runs, chats, strict=True)]
         statuses = [result.status for _, result in runs]

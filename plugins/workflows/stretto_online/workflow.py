@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 
 import anyio
 
 from stretto import Context, StrettoError
 from stretto.agents.recorder import CallRecorder
-from stretto.workflow import Prompt, Score, Session, Trajectory, group_of
+from stretto.workflow import Prompt, Score, Session, Trajectory
 from stretto_online import OnlineConfig
 from stretto_online.registry import AgentSession, SessionRegistry
 
@@ -34,8 +33,7 @@ class OnlineWorkflow:
             OSError: if the worker cannot listen on its port.
         """
         await self.registry.open()
-        numbers = count()  # tasks begin in order, so that a sample has the same seeds in every repetition
-        samples = await group_of(session, lambda: self._sample(prompt, session, next(numbers)))
+        samples = await session.members(lambda number: self._sample(prompt, session, number))
         return [trajectory for recorder, score in samples for trajectory in recorder.trajectories(score)]
 
     async def _sample(self, prompt: Prompt, session: Session, number: int) -> tuple[CallRecorder, Score]:

@@ -19,7 +19,7 @@ from stretto.agents.api_call import MODEL
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.user_code.sandbox import kill, sandbox_command
-from stretto.workflow import Prompt, Session, Trajectory, group_of
+from stretto.workflow import Prompt, Session, Trajectory
 from stretto_verifiers import PROGRAM, VerifiersWorkflowConfig
 
 _START_S = 600.0
@@ -57,8 +57,7 @@ class VerifiersWorkflow:
             raise EpisodeError("the row has no column 'verifiers'; use the dataset `verifiers`")
         await self.endpoint.start()
         environment = await self._environment(prompt.row["verifiers"])
-        numbers = count()  # episodes begin in order, so that each has the same seeds in every repetition
-        episodes = await group_of(session, lambda: self._play(environment, prompt, session, next(numbers)))
+        episodes = await session.members(lambda number: self._play(environment, prompt, session, number))
         chats = [recorder.last.chat if recorder.last else [] for recorder, _ in episodes]
         verdicts = [verdict for _, verdict in episodes]
         texts = [str(messages[-1]["content"]) for messages in chats]

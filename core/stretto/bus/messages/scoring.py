@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from stretto.bus.messages.base import Message, VariantName
 from stretto.environment import Feedback
 from stretto.tools import ToolAnswer
@@ -23,11 +25,18 @@ class ScoreSamples(Message, frozen=True):
     """The variant whose reward scores; empty for the run's own reward."""
 
 
+class ScoringFault(msgspec.Struct, frozen=True):
+    """Why a completion has no score."""
+
+    error: str
+    lost: bool = False
+    """Whether the scoring process was lost or took too long."""
+
+
 class Scored(Message, frozen=True):
     """Reward and metrics of each completion, or the error that prevented the scoring."""
 
-    scores: tuple[tuple[float, dict[str, float]], ...]
-    error: str = ""
+    scores: tuple[tuple[float, dict[str, float]] | ScoringFault, ...]
 
 
 class AskTools(Message, frozen=True):
@@ -80,3 +89,5 @@ class EnvironmentAnswer(Message, frozen=True):
 
     feedback: Feedback = Feedback()
     error: str = ""
+    lost: bool = False
+    """Whether the environment's process was lost or took too long."""

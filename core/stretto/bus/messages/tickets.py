@@ -105,6 +105,20 @@ class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Whether the trajectory belongs to the same sample as the member before it."""
 
 
+FaultKind = Literal["environment", "infrastructure"]
+"""Why a sample has failed. `environment`: the reward, a tool, the environment or the workflow raised.
+`infrastructure`: a process was lost, a service did not answer."""
+
+
+class Missing(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sample of a finished group that has failed. It has no trajectory and no reward."""
+
+    kind: FaultKind
+    reason: str
+    tries: int
+    """How often it was tried."""
+
+
 class GroupDone(Message, frozen=True):
     """Rollout worker to the log: all trajectories of one ticket are in the log. For the ledger, a group
     exists only through this message."""
@@ -128,6 +142,10 @@ class GroupDone(Message, frozen=True):
     """SHA-256 over all that is kept of the group (see `stretto.records.kept.kept_sample`)."""
     images: tuple[int, ...] = ()
     """Sequence numbers of the images that the workflow added."""
+    missing: tuple[Missing, ...] = ()
+    """The samples that have failed."""
+    retried: int = 0
+    """Number of samples that were tried again and then succeeded."""
 
 
 class GroupFailed(Message, frozen=True):

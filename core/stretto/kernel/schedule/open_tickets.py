@@ -162,6 +162,11 @@ def rewards_of(group: GroupDone) -> tuple[float, ...]:
     return tuple(member.reward for member in group.members if member.sampled and not member.part)
 
 
+def samples_of(group: GroupDone) -> int:
+    """Number of samples of a group."""
+    return sum(not member.part for member in group.members)
+
+
 class OpenTickets:
     """The open tickets of one purpose."""
 
@@ -197,7 +202,8 @@ class OpenTickets:
                 ticket.worker, ticket.tries = "", 0
         for each in held:
             ticket = self.find(each.ticket) if each.purpose == self._purpose else None
-            if ticket is not None and ticket.done is None and ticket.attempt == each.attempt:
+            is_current = ticket is not None and ticket.attempt == each.attempt
+            if ticket is not None and is_current and ticket.done is None and each.attempt in ticket.bounds:
                 self.started(ticket, each.worker)
             elif each.purpose == self._purpose:
                 self._commands.append(Withdraw(self._purpose, each.ticket, each.attempt))
@@ -217,6 +223,19 @@ class OpenTickets:
             ticket.tries += 1
             self._holders.put(ticket.id, worker)
 
+    def failed(self, ticket: OpenTicket, worker: str) -> None:
+        """The current attempt of an unfinished ticket has failed. Its start may not have been heard."""
+        self.started(ticket, worker)
+        ticket.worker = ""
+        self._holders.put(ticket.id, "")
+        self.stop(ticket)
+
+    def stop(self, ticket: OpenTicket) -> None:
+        """Nobody works on the current attempt of a ticket any more, whatever its worker says."""
+        ticket.bounds = {
+            attempt: bound for attempt, bound in ticket.bounds.items() if attempt != ticket.attempt
+        }
+
     def issue(self, ticket: OpenTicket, version: int, reason: str, variant: str = "") -> str:
         """Issue the next attempt of a ticket, unless `max_attempts` attempts have been begun.
 
@@ -229,7 +248,7 @@ class OpenTickets:
         """
         if ticket.tries == self._max_attempts:
             return f"begun {ticket.tries} times; at last {reason}"
-        if ticket.attempt > self.attempts_from or ticket.worker:
+        if ticket.attempt in ticket.bounds:
             self._commands.append(Withdraw(self._purpose, ticket.id, ticket.attempt))
         ticket.attempt = max(ticket.attempt, self.attempts_from) + 1
         ticket.bounds = {**ticket.bounds, ticket.attempt: version}
@@ -263,6 +282,17 @@ class TrainingTickets(OpenTickets):
     def resting(self) -> bool:
         """Return whether training neither computes nor waits for a group, so that it needs no engine."""
         return not self.batch and not self.unfinished
+
+    @property
+    def done_groups(self) -> list[GroupDone]:
+        """Finished groups that wait for training, in the order in which batches take them. With n groups this
+        takes O(n log n): call it once per step at most."""
+        ordered = (self.open[id].done for id in self.finished.in_order())
+        return [group for group in ordered if group is not None]
+
+    def is_finished(self, group: GroupDone) -> bool:
+        """Return whether this group is finished and waits for training."""
+        return group.ticket in self.finished and self.open[group.ticket].done is group
 
     def restore(self, tickets: Iterable[OpenTicket], attempts_from: int, batch: Iterable[int] = ()) -> None:
         """Take over open tickets, and no others.

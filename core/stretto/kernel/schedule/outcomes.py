@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import get_args
 
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, attempt_name
+from stretto.bus.messages.tickets import FaultKind, GroupDone, GroupFailed, Member, attempt_name
 from stretto.bus.messages.training import RowRef
 from stretto.errors import printable
 from stretto.reward import is_number
@@ -19,6 +20,7 @@ from stretto.reward import is_number
 Outcome = GroupDone | GroupFailed
 
 _LONGEST_REASON = 500
+_MOST_SAMPLES = 2**20
 _MOST = 2**40
 """No number of tokens or versions is as high. Sums of such numbers fit into messages."""
 _MOST_METRICS = 200
@@ -86,6 +88,12 @@ def _faults(group: GroupDone, sequence: int, *, stored: bool) -> Iterator[str]:
             yield f"member {place} has index {member.index} in its bundle of at most {len(group.members)}"
         if stored:
             yield from _sample_faults(group, member, sequence)
+    for missing in group.missing:
+        is_odd = len(missing.reason) > _LONGEST_REASON or printable(missing.reason) != missing.reason
+        if is_odd or missing.kind not in get_args(FaultKind) or missing.tries < 1:
+            yield f"a missing sample is {printable(str(missing))[:200]}"
+    if len(group.missing) > _MOST_SAMPLES or not 0 <= group.retried <= _MOST_SAMPLES:
+        yield f"{len(group.missing)} samples are missing, and {group.retried} were tried again"
     if len({(member.sequence, member.index) for member in group.members}) < len(group.members):
         yield "several members name the same trajectory"
 

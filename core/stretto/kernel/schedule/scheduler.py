@@ -55,6 +55,7 @@ from stretto.kernel.schedule.open_tickets import (
     OpenTickets,
     TrainingTickets,
     rewards_of,
+    samples_of,
     versions_of,
 )
 from stretto.kernel.schedule.variants import VariantAccount, VariantAccounts
@@ -71,6 +72,32 @@ class Ledger(msgspec.Struct):
     in_flight: int = 0
 
 
+class MemberLedger(msgspec.Struct):
+    """Accounts of the samples that training tickets have begun. `sampled` is the sum of the other accounts,
+    and of the samples in finished groups that wait for training."""
+
+    sampled: int = 0
+    trained: int = 0
+    filtered: int = 0
+    expired: int = 0
+    missing: int = 0
+    """Samples that failed, and all of an attempt that failed."""
+
+    def finish(self, group: GroupDone) -> None:
+        """Count a finished group."""
+        self.lose(len(group.missing))
+        self.sampled += samples_of(group)
+
+    def lose(self, samples: int) -> None:
+        """Count samples that failed."""
+        self.sampled += samples
+        self.missing += samples
+
+    def count(self, account: Account | Literal["trained"], group: GroupDone) -> None:
+        """Count the samples of a finished group that was trained or retired."""
+        setattr(self, account, getattr(self, account) + samples_of(group))
+
+
 Phase = Literal["new", "waiting", "training", "ending", "over"]
 """`new`: nothing has happened yet. `waiting`: a kernel owns the run whose workers are not ready; outcomes are
 taken in, and nothing begins."""
@@ -79,7 +106,7 @@ Setback = Literal["failed", "filtered", "left out"]
 
 
 class Setbacks(msgspec.Struct):
-    """Tickets that failed, were filtered or left out, one after the other."""
+    """Attempts that failed, and tickets that were filtered or left out, one after the other."""
 
     failed: int = 0
     filtered: int = 0
@@ -88,11 +115,12 @@ class Setbacks(msgspec.Struct):
     """Rows that are not fit to train on."""
 
     def add(self, setback: Setback, row: int, reason: str, settings: SchedulerSettings) -> Fail | None:
-        """Count a ticket. Return a command to end the run if there were too many."""
+        """Count a ticket, or one attempt that failed. Return a command to end the run if there were too
+        many."""
         if setback == "failed":
             self.failed += 1
             if self.failed == settings.max_failures:
-                return Fail(f"{self.failed} tickets failed one after the other; the last: {reason}")
+                return Fail(f"{self.failed} groups failed one after the other; the last: {reason}")
         elif setback == "filtered":
             self.filtered += 1
             if self.filtered == settings.max_filtered:
@@ -134,6 +162,8 @@ class Snapshot(msgspec.Struct):
     limits: dict[int, int] = {}
     evaluation: EvaluationState = msgspec.field(default_factory=EvaluationState)
     variants: dict[str, VariantAccount] = {}
+    members: MemberLedger = msgspec.field(default_factory=MemberLedger)
+    given_up: dict[int, int] = {}
     draws: DrawState | None = None
     """None where the run has no curriculum."""
 
@@ -172,6 +202,9 @@ class Scheduler:
         self.limits: Counter[int] = Counter()
         """Number of steps, by η_eff at the end of the step. Empty without a bound on divergence."""
         self.variants = VariantAccounts(settings.seed, settings.variants)
+        self.members = MemberLedger()
+        self.given_up: Counter[int] = Counter()
+        """Rows whose tickets were given up, with the number of these tickets."""
         self._keep = keep
         self.draws = Draws(settings.rows, shuffle=settings.shuffle, seed=settings.seed, curriculum=curriculum)
         self._ledger = Ledger()
@@ -218,23 +251,6 @@ class Scheduler:
         wanted = (self.settings.steps - self.version) * self.settings.batch_size
         return min((self.staleness_limit + 1) * self.settings.batch_size, wanted)
 
-    @property
-    def done_groups(self) -> list[GroupDone]:
-        """Finished groups that wait for training, in the order in which batches take them. With n groups this
-        takes O(n log n): call it once per step at most."""
-        tickets = self.tickets
-        ordered = (tickets.open[id].done for id in tickets.finished.in_order())
-        return [group for group in ordered if group is not None]
-
-    @property
-    def finished(self) -> int:
-        """Number of finished groups that wait for training."""
-        return len(self.tickets.finished)
-
-    def is_finished(self, group: GroupDone) -> bool:
-        """Return whether this group is finished and waits for training."""
-        return group.ticket in self.tickets.finished and self.tickets.open[group.ticket].done is group
-
     def commands(self) -> list[Command]:
         """Return the commands that the kernel has to carry out, in order. Each command is returned once."""
         commands = self._commands[:]
@@ -266,6 +282,8 @@ class Scheduler:
             gate=gate,
             evaluation=self.evaluation.snapshot(),
             variants=self.variants.snapshot(),
+            members=msgspec.structs.replace(self.members),
+            given_up=dict(self.given_up),
             draws=self.draws.snapshot(),
         )
 
@@ -328,6 +346,8 @@ class Scheduler:
         self.reasons.clear()  # the rounds of evaluation have this counter too
         self.reasons.update(snapshot.reasons)
         self.limits = Counter(snapshot.limits)
+        self.members = msgspec.structs.replace(snapshot.members)
+        self.given_up = Counter(snapshot.given_up)
         if snapshot.gate is not None and self.settings.max_divergence is not None:
             limit = min(snapshot.gate.limit, self.settings.max_staleness)
             self._gate = msgspec.structs.replace(snapshot.gate, limit=limit)
@@ -358,12 +378,15 @@ class Scheduler:
         """A rollout worker has taken an attempt. If nobody waits for it, the worker has to stop: the server
         delivers a ticket that has ended again if the acknowledgement was late or lost, a former kernel may
         issue one more, and the engines of an evaluation that is over do not return."""
-        found = self._tickets_of[purpose].find(ticket)
-        is_current = found is not None and found.attempt == attempt and self._phase != "waiting"
-        if found is not None and is_current and found.done is None:
-            (self.tickets if purpose == "train" else self.evaluation.tickets).started(found, worker)
-        else:
-            self._commands.append(Withdraw(purpose, ticket, attempt))
+        tickets = self._tickets_of[purpose]
+        found = tickets.find(ticket)
+        is_current = found is not None and found.attempt == attempt and found.done is None
+        if found is not None and is_current and self._phase != "waiting":
+            tickets.started(found, worker)
+            return
+        self._commands.append(Withdraw(purpose, ticket, attempt))
+        if found is not None and is_current:
+            tickets.stop(found)  # its worker may have told before that it holds it
 
     def first_token(self, ticket: int, attempt: int, version: int) -> None:
         """The version of an attempt's oldest token is known, although its group is not finished."""
@@ -376,19 +399,19 @@ class Scheduler:
     def group_done(self, group: GroupDone) -> None:
         """All trajectories of a ticket are in the log. The first complete attempt wins."""
         found = self._tickets_of[group.purpose].find(group.ticket)
-        if found is None or found.done is not None:
-            return
+        if found is None or found.done is not None or group.attempt not in found.bounds:
+            return  # nobody waits for it, or this attempt has failed elsewhere
         is_former = group.attempt <= self.tickets.attempts_from and group.attempt != found.attempt
         if is_former and self._phase != "waiting":
             return
         oldest, newest = versions_of(group)
-        allowed = found.bounds.get(group.attempt, found.since)
+        allowed = found.bounds[group.attempt]
         most = self.version if group.purpose == "train" else found.since
         if not allowed <= oldest <= newest <= most:
             # The worker claims these versions. Either the claim is false, or the engine broke the ticket's
             # terms.
             reason = f"tokens of versions {oldest} to {newest}; allowed {allowed} to {most}"
-            self.group_failed(GroupFailed(group.purpose, found.id, found.attempt, group.worker, reason))
+            self.group_failed(GroupFailed(group.purpose, found.id, group.attempt, group.worker, reason))
             return
         if group.attempt != found.attempt and self._phase != "waiting":
             self._commands.append(Withdraw(group.purpose, found.id, found.attempt))
@@ -399,12 +422,15 @@ class Scheduler:
         self._setbacks.failed = self._setbacks.left_out = 0
         self.variants.observe(group)
         found.done = group
+        self.members.finish(group)
+        self.reasons.update(f"missing: {each.kind}: {each.reason}" for each in group.missing)
         self.tickets.date(found)
         lengths = tuple(member.sampled for member in group.members)
-        if not self._keep(Group(tuple(member.reward for member in group.members), lengths)):
-            self._set_back(found, "filtered", "by the algorithm")
-        elif refusal := self.draws.refusal(found.row, rewards_of(group)):
-            self._set_back(found, "filtered", refusal)
+        is_kept = self._keep(Group(tuple(member.reward for member in group.members), lengths))
+        refusal = self.draws.refusal(found.row, rewards_of(group)) if is_kept else "by the algorithm"
+        if refusal:
+            self._retire(found, "filtered", refusal)
+            self._count("filtered", found.row, refusal)
         else:
             self._setbacks.filtered = 0
         self._proceed()
@@ -416,10 +442,21 @@ class Scheduler:
             return
         if failure.attempt != found.attempt:
             return
+        self._tickets_of[failure.purpose].failed(found, failure.worker)
         if failure.purpose == "eval":
-            self.evaluation.finish(found, None, failure.reason)
+            if failure.filtered:
+                self.evaluation.finish(found, None, failure.reason)
+            elif self._phase != "waiting":  # `start` issues all that nobody works on
+                self.evaluation.reissue(found, failure.reason)
+        elif failure.filtered:
+            self._retire(found, "filtered", failure.reason)
+            self._count("left out", found.row, failure.reason)
         else:
-            self._set_back(found, "left out" if failure.filtered else "failed", failure.reason)
+            self.members.lose(self.settings.group_size)
+            if self._phase != "waiting":
+                self._count("failed", found.row, failure.reason)
+                if not self._closing:
+                    self._reissue(found, failure.reason)
         self._proceed()
 
     def worker_gone(self, worker: str, *, drained: bool) -> None:
@@ -460,6 +497,7 @@ class Scheduler:
             ticket = self.tickets.open.pop(id)
             assert ticket.done is not None
             self._ledger.trained += 1
+            self.members.count("trained", ticket.done)
             self.variants.count(id, "trained")
             self.draws.ended(ticket, "trained")
             self.staleness.update(self.version - member.oldest for member in ticket.done.members)
@@ -579,7 +617,8 @@ class Scheduler:
         """Issue the next attempt of a ticket, or give the ticket up after `max_attempts` begun attempts."""
         variant = self.variants.of(ticket.id)
         if refusal := self.tickets.issue(ticket, self.version, reason, variant):
-            self._set_back(ticket, "failed", refusal)
+            self._retire(ticket, "failed", refusal)
+            self.given_up[ticket.row] += 1
 
     def _retire(self, ticket: OpenTicket, account: Account, reason: str) -> None:
         self.tickets.remove(ticket.id)
@@ -588,15 +627,15 @@ class Scheduler:
         self.draws.ended(ticket, account)
         self.reasons[f"{account}: {reason}"] += 1
         self._commands.append(Retire("train", ticket.id, ticket.attempt, account, reason))
+        if ticket.done is not None:
+            self.members.count(account, ticket.done)
 
-    def _set_back(self, ticket: OpenTicket, setback: Setback, reason: str) -> None:
-        """Retire a ticket without a group to train on. End the run if there were too many of them."""
-        self._retire(ticket, "failed" if setback == "failed" else "filtered", reason)
-        if self._phase == "waiting":
-            return  # with `start` the count begins
-        too_many = self._setbacks.add(setback, ticket.row, reason, self.settings)
-        if too_many and not (self._closing and setback == "left out"):
-            self._stop(too_many)
+    def _count(self, setback: Setback, row: int, reason: str) -> None:
+        """Count a setback. End the run if there were too many of them."""
+        if self._phase != "waiting":  # with `start` the count begins
+            too_many = self._setbacks.add(setback, row, reason, self.settings)
+            if too_many and not (self._closing and setback == "left out"):
+                self._stop(too_many)
 
     def _stop(self, fail: Fail) -> None:
         self._commands += [] if self._closing else [fail]
@@ -614,7 +653,7 @@ class Scheduler:
             self.waits_for = Cause("evaluation", needed[0])
         if self._closing or self.version == self.settings.steps:
             return
-        if self.finished < self.settings.batch_size:
+        if len(self.tickets.finished) < self.settings.batch_size:
             self.waits_for = Cause("groups")
             return
         while (late := self.tickets.blocking(self.version)) is not None:

@@ -38,6 +38,8 @@ class Oracle:
         self._trained: dict[int, int] = {}
         """Ticket -> version of the batch that trains it."""
         self._digests: dict[int, str] = {}
+        self._published: dict[tuple[int, int], tuple[int, int]] = {}
+        """Incarnation and version -> lease and number of the event."""
         self._evaluated = set[int]()
         """Versions whose evaluation is in the journal."""
         self._lease = 0
@@ -51,8 +53,10 @@ class Oracle:
             return
         if subject.endswith(".events"):
             batch = msgspec.msgpack.decode(data, type=EventBatch)
-            for event in batch.decoded():
+            for number, event in enumerate(batch.decoded(), batch.first):
                 self._judge(event)
+                if isinstance(event, VersionPublished):
+                    self._judge_publication(event, (batch.lease_epoch, number))
             if batch.lease_epoch < self._lease:
                 self._violated(
                     f"the kernel of lease {batch.lease_epoch} writes into the journal after {self._lease}"
@@ -95,6 +99,11 @@ class Oracle:
             elif batch.version - age > self._bound:
                 self._violated(f"{row.id} of version {age} is trained at {batch.version}")
 
+    def _judge_publication(self, event: VersionPublished, place: tuple[int, int]) -> None:
+        """Judge whether a version is published once. The same message may be stored again."""
+        if self._published.setdefault((event.incarnation, event.version), place) != place:
+            self._violated(f"version {event.version} is published twice")
+
     def _judge_step(self, step: VersionPublished) -> None:
         self.steps = max(self.steps, step.version)
         if self._digests.setdefault(step.version, step.digest) != step.digest:
@@ -114,6 +123,10 @@ class Oracle:
         for ledger in [*ledgers, summary.get("ledger", {"issued": 0})]:
             if sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
                 self._violated(f"the ledger does not add up: {ledger}")
+        members = dict(summary.get("members", {"sampled": 0}))
+        waiting = members.pop("sampled") - sum(members.values())
+        if waiting < 0 or (waiting and summary["status"] == "completed"):
+            self._violated(f"the samples do not add up: {summary['members']}")
         failed = (each for each in summary.get("reasons", ()) if each.startswith(("failed", "not evaluated")))
         causes = [PLANTED, *("insufficient resources" for each in tape.faults if each.kind == "full store")]
         without = [each for each in failed if not any(cause in each for cause in causes)]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from stretto import tracing
 from stretto.agents.conversation import Conversation, conversation_in
 from stretto.array import Array
 from stretto.base import clock
+from stretto.bus.messages.scoring import ScoringFault
 from stretto.bus.messages.tickets import Ticket
 from stretto.config import RunConfig
 from stretto.engine import GenerateRequest, Sampling
@@ -26,8 +27,11 @@ from stretto.models.tokenizer import Message, Tokenizer
 from stretto.tools import ToolAnswer
 from stretto.workers.images import RolloutImages, TicketImages
 from stretto.workers.sampling.generation import Generations, VersionFloor
+from stretto.workers.sampling.members import Members, member_number
 from stretto.workers.sampling.verifier_client import VerifierClient
 from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory, Workflow, texts_and_columns
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,15 @@ class RolloutSession:
         self._floor = VersionFloor(
             ticket.min_version, lambda version: services.on_oldest_version(ticket, version)
         )
+        config = services.config
+        least, retries = config.queue.least_members(ticket.samples), config.workflow.member_retries
+        self.group = Members(ticket.samples, least=least, retries=retries)
         self.images: TicketImages | None = None
         """The ticket's images; None for a text model."""
         self._turns: Counter[str] = Counter()
         """Number of requests made in each conversation."""
-        self._conversations = 0
+        self._conversations: Counter[int | None] = Counter()
+        """Number of conversations of each sample of `members`, and of those outside of it."""
         self._finished: dict[tuple[str, int], tuple[NDArray[np.int32], list[Answer]]] = {}
         """Prompt and answers of the latest request of each conversation, and of every other request."""
 
@@ -172,10 +180,24 @@ class RolloutSession:
         on_tokens: OnTokens | None = None,
     ) -> Conversation:
         """Begin a conversation. It has its own seeds, and its requests go to the same engine if possible."""
-        self._conversations += 1
-        return conversation_in(
-            self, f"c{self._conversations}", prompt, tools=tools, limit=limit, on_tokens=on_tokens
-        )
+        member = member_number.get()
+        self._conversations[member] += 1
+        number = self._conversations[member]
+        name = f"c{number}" if member is None else f"c{member + 1}n{number}"
+        return conversation_in(self, name, prompt, tools=tools, limit=limit, on_tokens=on_tokens)
+
+    def begin(self, conversation_id: str) -> None:
+        """Let the next request of a conversation have the seeds of the first one."""
+        self._turns.pop(conversation_id, None)
+
+    async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
+        """Make a group of samples, apart from each other."""
+
+        async def anew(number: int) -> T:
+            self._conversations.pop(number, None)
+            return await sample(number)
+
+        return await self.group.run(anew)
 
     async def score(
         self,
@@ -186,11 +208,23 @@ class RolloutSession:
     ) -> list[Score]:
         """Let the verifiers score answers to the prompt's row."""
         texts, more = texts_and_columns(answers, columns or {})
-        with self.score_clock:
-            results = await self._services.verifiers.score(
-                self._row(prompt), texts, more, traceparent=self._trace
-            )
-        return [Score(reward, metrics) for reward, metrics in results]
+        results: dict[int, Score | ScoringFault] = {}
+        open_, tries = list(range(len(texts))), 0
+        while open_:
+            tries += 1
+            some = {name: [values[index] for index in open_] for name, values in more.items()}
+            with self.score_clock:
+                scored = await self._services.verifiers.score(
+                    self._row(prompt), [texts[index] for index in open_], some, traceparent=self._trace
+                )
+            for index, value in zip(open_, scored, strict=True):
+                results[index] = value if isinstance(value, ScoringFault) else Score(*value)
+            faults = {index: each for index, each in results.items() if isinstance(each, ScoringFault)}
+            self.group.retried += len(open_) - len(faults) if tries > 1 else 0
+            open_ = list(faults)
+            if not self.group.may_score_again(list(faults.values()), of=len(texts), tries=tries):
+                break
+        return [self.group.score_of(results[index], tries) for index in range(len(texts))]
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools."""

@@ -17,6 +17,7 @@ from stretto.bus.messages.tickets import (
     GroupDone,
     GroupFailed,
     Member,
+    Missing,
     Purpose,
     StoredImage,
     Ticket,
@@ -97,6 +98,8 @@ class TicketRunner:
             record=record,
             digest=digest,
             images=tuple(images),
+            missing=attempt.missing,
+            retried=attempt.session.group.retried,
         )
 
     async def _failed(self, attempt: _RunningTicket, reason: str, *, filtered: bool = False) -> GroupFailed:
@@ -119,6 +122,7 @@ class TicketRunner:
             attempt.trajectories = await attempt.services.workflow.run(prompt, attempt.session)
             if not attempt.trajectories:
                 raise EngineError("the workflow returned no trajectory")
+            attempt.trajectories, attempt.missing = attempt.session.group.complete(attempt.trajectories)
             if attempt.session.images is not None:
                 for trajectory in attempt.trajectories:
                     await attempt.session.images.check(trajectory)
@@ -238,6 +242,8 @@ class _RunningTicket:
         """The row of the dataset; empty before it is read."""
         self.trajectories: Sequence[Trajectory] = ()
         """What the workflow returned; empty before."""
+        self.missing: tuple[Missing, ...] = ()
+        """The samples that have failed."""
         self._start = clock.now()
 
     def wires(self) -> list[WireTrajectory]:

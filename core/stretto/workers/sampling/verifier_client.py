@@ -17,6 +17,7 @@ from stretto.bus.messages.scoring import (
     RunTool,
     Scored,
     ScoreSamples,
+    ScoringFault,
     ToolDone,
     ToolList,
 )
@@ -49,11 +50,11 @@ class VerifierClient:
         columns: Mapping[str, Sequence[Any]],
         *,
         traceparent: str = "",
-    ) -> list[tuple[float, dict[str, float]]]:
-        """Return the reward and the metrics of each text.
+    ) -> Sequence[tuple[float, dict[str, float]] | ScoringFault]:
+        """Return the reward and the metrics of each text, or why it has none.
 
         Raises:
-            RewardError: if the run has no reward, or the reward failed.
+            RewardError: if the run has no reward.
         """
         if self._config.reward is None:
             raise RewardError(
@@ -67,9 +68,9 @@ class VerifierClient:
             self._variant,
         )
         answer = await self._ask("score", message, Scored)
-        if answer.error:
-            raise RewardError(answer.error)
-        return list(answer.scores)
+        if len(answer.scores) != len(texts):
+            raise RewardError(f"the verifier scored {len(answer.scores)} of {len(texts)} answers")
+        return answer.scores
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the JSON schemas of the run's tools.
@@ -112,7 +113,7 @@ class VerifierClient:
         message = EnvironmentTurn(msgspec.msgpack.encode(question), traceparent, self._variant)
         answer = await self._ask("environment", message, EnvironmentAnswer)
         if answer.error:
-            raise RewardError(answer.error)
+            raise RewardError(answer.error, lost=answer.lost)
         return answer.feedback
 
     async def _ask(self, verb: str, message: Message, kind: type[M]) -> M:

@@ -3,8 +3,8 @@ with a time limit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -22,6 +22,7 @@ from stretto.bus.messages.scoring import (
     RunTool,
     Scored,
     ScoreSamples,
+    ScoringFault,
     ToolDone,
     ToolList,
 )
@@ -38,6 +39,9 @@ log = structlog.get_logger()
 
 C = TypeVar("C")
 S = TypeVar("S", bound="_Service")
+
+_Score = tuple[float, dict[str, float]]
+"""Reward and metrics of an answer."""
 
 _DRAIN_POLL_S = 0.05
 _ROUTES_S = 2.0
@@ -153,7 +157,7 @@ def _service(services: Mapping[str, S], variant: str) -> S:
 
 
 class _Rewards(_Service):
-    """Scores answers. If the reward fails, the ticket fails."""
+    """Scores the answers of a group in one call. If that fails, scores them one by one."""
 
     def __init__(self, context: WorkerContext, composed: Composed, config: RewardConfig) -> None:
         self._timeout_s = config.timeout_s
@@ -165,23 +169,45 @@ class _Rewards(_Service):
 
     async def score(self, message: ScoreSamples) -> Scored:
         with tracing.span("reward", message.traceparent, answers=len(message.completions)) as span:
-            scored = await self._scored(message)
-            if scored.error:
+            task = reward.Task(message.row, message.completions, message.columns)
+            scored = await self._scored(task)
+            if isinstance(scored, ScoringFault):
                 span.fail(scored.error)
-            return scored
+                scored = await self._one_by_one(task, scored)
+            return Scored(tuple(scored))
 
-    async def _scored(self, message: ScoreSamples) -> Scored:
-        task = reward.Task(message.row, message.completions, message.columns)
-        timeout_s = self._timeout_s + self._answer_s * len(message.completions)
+    async def _one_by_one(self, task: reward.Task, fault: ScoringFault) -> Sequence[_Score | ScoringFault]:
+        """Score the answers of a group apart from each other, after the scoring of all has failed."""
+        if len(task.completions) == 1:
+            return [fault]
+        columns = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
+        scores: list[_Score | ScoringFault] = [fault] * len(task.completions)
+
+        async def score_one(index: int) -> None:
+            own = {name: values[index : index + 1] for name, values in columns.items()}
+            completion = task.completions[index : index + 1]
+            scored = await self._scored(reward.Task(task.row, completion, msgspec.msgpack.encode(own)))
+            [scores[index]] = [scored] if isinstance(scored, ScoringFault) else scored
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(scores)):
+                tasks.start_soon(score_one, index)
+        return scores
+
+    async def _scored(self, task: reward.Task) -> Sequence[_Score] | ScoringFault:
+        """Return the scores of a task, or why there are none."""
+        timeout_s = self._timeout_s + self._answer_s * len(task.completions)
         try:
             answer = await self.children.ask(task, reward.ScoringResult, timeout_s)
         except TimeoutError:
-            return Scored((), f"reward took longer than reward.timeout_s={self._timeout_s:g}")
+            return ScoringFault(f"reward took longer than reward.timeout_s={self._timeout_s:g}", lost=True)
         except ChildEnded as error:
-            return Scored((), f"reward ended its process: {error}")
+            return ScoringFault(f"reward ended its process: {error}", lost=True)
+        if answer.error:
+            return ScoringFault(answer.error)
         for index, reason in answer.over.items():
-            self._log_limit(message.completions[index], reason)
-        return Scored(answer.scores, answer.error)
+            self._log_limit(task.completions[index], reason)
+        return answer.scores
 
     def _log_limit(self, completion: str, reason: str) -> None:
         """Log why an answer scored 0. Log only the first `_MOST_LOGGED` answers; the metrics count all."""
@@ -236,7 +262,7 @@ class _Tools(_Service):
 
 
 class _Environments(_Service):
-    """Gets the environment's feedback to answers. If the environment fails, the ticket fails."""
+    """Gets the environment's feedback to answers."""
 
     def __init__(self, context: WorkerContext, composed: Composed, config: EnvironmentConfig) -> None:
         self._timeout_s = config.environment_timeout_s
@@ -257,7 +283,7 @@ class _Environments(_Service):
             reaction = await self.children.ask(question, environment.Reaction, self._timeout_s)
         except TimeoutError:
             limit = f"workflow.environment_timeout_s={self._timeout_s:g}"
-            return EnvironmentAnswer(error=f"environment took longer than {limit}")
+            return EnvironmentAnswer(error=f"environment took longer than {limit}", lost=True)
         except ChildEnded as error:
-            return EnvironmentAnswer(error=f"environment ended its process: {error}")
+            return EnvironmentAnswer(error=f"environment ended its process: {error}", lost=True)
         return EnvironmentAnswer(reaction.feedback, reaction.error)
