@@ -72,6 +72,9 @@ class Ledger(msgspec.Struct):
     in_flight: int = 0
 
 
+_MOST_REASONS = 1000
+
+
 class MemberLedger(msgspec.Struct):
     """Accounts of the samples that training tickets have begun. `sampled` is the sum of the other accounts,
     and of the samples in finished groups that wait for training."""
@@ -83,10 +86,14 @@ class MemberLedger(msgspec.Struct):
     missing: int = 0
     """Samples that failed, and all of an attempt that failed."""
 
-    def finish(self, group: GroupDone) -> None:
-        """Count a finished group."""
+    def finish(self, group: GroupDone, reasons: Counter[str]) -> None:
+        """Count a finished group, and why samples of it are missing."""
         self.lose(len(group.missing))
         self.sampled += samples_of(group)
+        for each in group.missing:
+            reason = f"missing: {each.kind}: {each.reason}"
+            is_named = reason in reasons or len(reasons) < _MOST_REASONS  # each answer may have its own
+            reasons[reason if is_named else f"missing: {each.kind}: other reasons"] += 1
 
     def lose(self, samples: int) -> None:
         """Count samples that failed."""
@@ -422,8 +429,7 @@ class Scheduler:
         self._setbacks.failed = self._setbacks.left_out = 0
         self.variants.observe(group)
         found.done = group
-        self.members.finish(group)
-        self.reasons.update(f"missing: {each.kind}: {each.reason}" for each in group.missing)
+        self.members.finish(group, self.reasons)
         self.tickets.date(found)
         lengths = tuple(member.sampled for member in group.members)
         is_kept = self._keep(Group(tuple(member.reward for member in group.members), lengths))
