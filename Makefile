@@ -124,6 +124,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/durability.py
 	$(BIN)/python benchmarks/checkpoints.py
+	$(BIN)/python benchmarks/failing_members.py
 	$(BIN)/python benchmarks/tracing.py
 	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/algorithms.py
