@@ -185,7 +185,7 @@ async def test_a_waiting_worker_gets_what_comes_after_the_server_has_started_aga
         restart_server(tmp_path / "bus")
         await until(lambda: server_pid(tmp_path) not in (0, former))
         await kernel.store.append(subject, Refusal("after"), id="1")
-        await until(lambda: len(taken) == 2, 3)
+        await until(lambda: len(taken) == 2, 6)  # without asking again it would be 10 s
         tasks.cancel_scope.cancel()
 
 
