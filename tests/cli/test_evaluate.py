@@ -302,7 +302,10 @@ def test_no_row_with_a_result_is_a_failure(tmp_path: Path, tiny_models: Callable
         ),
     )
     assert done.returncode == 1
-    assert "3 x not evaluated: RewardError: reward raised ValueError: never" in done.stderr
+    assert (
+        "3 x not evaluated: begun 3 times; at last RewardError: reward raised ValueError: never"
+        in done.stderr
+    )
 
 
 def test_a_training_run_keeps_the_answers_of_its_evaluations(start: Any, tmp_path: Path) -> None:

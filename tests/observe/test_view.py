@@ -75,7 +75,7 @@ async def test_what_a_reward_raises_is_plain_text_in_a_terminal(
     with terminal_as_stderr(monkeypatch) as terminal:
         shown = await show_failures(set_up(tmp_path), terminal)
     for text in (
-        f"2 x failed: begun 1 times; at last reward raised ValueError: {SHOWN} (",
+        f"2 x failed: reward raised ValueError: {SHOWN} (",
         f"now  {SHOWN}",
         f"s: {SHOWN}",  # after the duration, in s or ms
         SHOWN.replace("\\", "\\\\"),  # in the log, in quotes

@@ -85,7 +85,7 @@ def faulty(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any
 def test_a_reward_that_fails_sometimes_fails_its_tickets_only(faulty: Any) -> None:
     summary = faulty.summary()
     reasons = Counter(summary["reasons"])
-    assert all(reason.startswith("failed: begun 1 times; at last ") for reason in reasons)
+    assert all(reason.startswith("failed: ") for reason in reasons)
     assert summary["ledger"]["failed"] == reasons.total() > 0
     text = json.dumps(summary["reasons"])
     assert "reward raised LookupError: row" in text

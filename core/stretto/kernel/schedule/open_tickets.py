@@ -247,7 +247,7 @@ class OpenTickets:
             Why there is no further attempt; empty if there is one.
         """
         if ticket.tries == self._max_attempts:
-            return f"begun {ticket.tries} times; at last {reason}"
+            return reason if ticket.tries == 1 else f"begun {ticket.tries} times; at last {reason}"
         if ticket.attempt in ticket.bounds:
             self._commands.append(Withdraw(self._purpose, ticket.id, ticket.attempt))
         ticket.attempt = max(ticket.attempt, self.attempts_from) + 1
