@@ -158,6 +158,21 @@ def test_a_resumed_run_is_composed_and_assembled_once(start: Start, tmp_path: Pa
 
 
 @in_both_worlds
+def test_a_resume_with_changes_loses_no_step_of_trainers_that_live_on(start: Start) -> None:
+    # Training waits for samples: no step is under way.
+    run = start(
+        "checkpoint.every=3", "steps=8", "training.seconds_per_step=0.01", "inference.tokens_per_s=1000"
+    )
+    run.until_step(5)
+    run.process.kill()
+    run.process.wait()
+    # The first kernel finds the trainer ahead of the checkpoint, and ends for the one with the next values.
+    summary = start("queue.max_staleness=1", resume=run).assert_completed(8)
+    assert set(summary["lost"].values()) == {0}
+    assert "workers of the former kernel live on" in [line["event"] for line in run.log()]
+
+
+@in_both_worlds
 def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> None:
     options = ("checkpoint.every=4", "checkpoint.keep=9", "steps=60", "training.seconds_per_step=0.2")
     run = start(*options, "samples.keep=all")

@@ -50,6 +50,7 @@ from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.schedule.commands import Command, Retire, StartBatch
 from stretto.kernel.schedule.draws import RecordedDraw
 from stretto.kernel.schedule.fold import apply, decisions, outcome_read
+from stretto.kernel.schedule.open_tickets import OpenTicket, samples_of
 from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes, refs_of
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.weights import WeightsNote
@@ -666,12 +667,16 @@ def _add(journal: Journal, message: JournalHead, event: Event, incarnation: int)
 
 
 def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:
-    """Return the ledger with the tickets of lost groups unfinished."""
-    tickets = [
-        msgspec.structs.replace(ticket, done=None) if ticket.done and _name(ticket.done) in lost else ticket
-        for ticket in snapshot.open
-    ]
-    return msgspec.structs.replace(snapshot, open=tickets)
+    """Return the ledger with the tickets of lost groups unfinished, and their samples missing."""
+    tickets: list[OpenTicket] = []
+    missing = snapshot.members.missing
+    for ticket in snapshot.open:
+        if ticket.done and _name(ticket.done) in lost:
+            missing += samples_of(ticket.done)
+            ticket = msgspec.structs.replace(ticket, done=None)
+        tickets.append(ticket)
+    members = msgspec.structs.replace(snapshot.members, missing=missing)
+    return msgspec.structs.replace(snapshot, open=tickets, members=members)
 
 
 def _name(outcome: Outcome) -> Name:

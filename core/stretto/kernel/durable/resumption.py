@@ -154,7 +154,9 @@ class Resumption:
         self._engines.remember(recovered.notes)
         failure = setup.scheduler.failure  # the former kernel could not say it
         is_over = setup.continues and failure
-        has_news = recovered.repeated or (not stored.fits and stored.fold.events)
+        # Living trainers may be beyond the checkpoint without a repeated step.
+        is_ahead = recovered.notes[-1].version > self._state.version
+        has_news = is_ahead or (not stored.fits and stored.fold.events)
         if not recovered.is_exact or is_over or (has_news and not setup.continues):
             await self._checkpointer.save_required(recovered.notes[-1])
         if setup.continues:
