@@ -22,7 +22,7 @@ feedback, and so on. In a chat, a place is `<image>` in a text, or a part `{"typ
 content; in a text, it is the model's own placeholder. In `messages`, each image is a part with its SHA-256.
 
 The function runs in a process that stretto can kill, and not always in the same process. Only `state` is kept
-between two calls; it must be plain data. An exception, or a call that takes too long, fails the ticket.
+between two calls; it must be plain data. An exception, or a call that takes too long, fails the sample.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EnvironmentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknow
     """Function of the environment, `path.py:name` or `module:name`. stretto calls it after each answer (see
     `stretto.environment`)."""
     environment_timeout_s: PositiveFloat = 30.0
-    """Time limit of one call, in seconds. A process that takes longer is killed, and the ticket fails."""
+    """Time limit of one call, in seconds. A process that takes longer is killed, and the sample fails."""
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True):

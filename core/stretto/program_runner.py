@@ -62,7 +62,7 @@ class ProgramRunner(Protocol):
             stdin: the program's standard input.
 
         Raises:
-            RewardError: the runner failed, not the program: the ticket fails.
+            RewardError: the runner failed, not the program: the answer has no score.
         """
         ...
 

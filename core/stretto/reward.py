@@ -12,8 +12,8 @@ only the columns that it names. The second form is that of TRL: it also receives
 answers of the policy adds the column `completion_tokens`, the length of an answer in tokens. The first two
 parameters of the first form may have other names for prompt and completion, such as `question, response`,
 and then come by position; names that could be those of columns are refused. A dict must
-contain `reward`; stretto averages and reports its other numbers. None, NaN or an exception is a failure, and
-fails the ticket.
+contain `reward`; stretto averages and reports its other numbers. None, NaN or an exception is a failure: the
+answer is scored again, and then left out of its group.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Name of the reward."""
     timeout_s: PositiveFloat = 30.0
     """Time limit for scoring one group, in seconds. When `answer_cpu_s` is set, the limit grows by it for
-    each answer. A process that takes longer is killed, and the ticket fails."""
+    each answer. A process that takes longer is killed, and the answers are scored one by one."""
     answer_cpu_s: PositiveFloat | None = None
     """Limit of processor time for scoring one answer, in seconds. An answer that needs more scores 0; the
     other answers of its group keep their scores. The reward must score one answer per call and start no

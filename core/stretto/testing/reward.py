@@ -45,7 +45,7 @@ class RewardConformance(ComponentConformance):
         return _scores(under_test.make(), cls.row, cls._all())
 
     def test_every_answer_gets_a_finite_number(self, scores: _Scores) -> None:
-        """Also an answer that is empty, long, or odd. Anything else fails the ticket in a run."""
+        """Also an answer that is empty, long, or odd. Anything else fails the answer in a run."""
         assert len(scores) == len(self._all())
 
     def test_the_same_answers_get_the_same_scores(

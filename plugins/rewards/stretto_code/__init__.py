@@ -118,7 +118,7 @@ def check(config: CodeConfig, run: RunConfig) -> Iterator[Problem]:
             "reward.timeout_s",
             f"{config.timeout_s:g} s; {group_size} slow answers of `answer_s: {config.answer_s:g}`, "
             f"{config.parallel} at a time, take {needed:g} s, and a group that takes longer than `timeout_s` "
-            "fails its ticket",
+            "is scored again, one answer after the other",
             "warning",
         )
 

@@ -58,7 +58,7 @@ class JudgeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score. They become the rewards 0 and 1. A score outside is not valid."""
     unscored: float | None = None
-    """Reward of an answer for which no attempt gives a valid score. null fails the ticket."""
+    """Reward of an answer for which no attempt gives a valid score. null fails the answer."""
     key_env: str | None = None
     """Name of the environment variable with the API key. null for a server that needs none."""
     temperature: NonNegativeFloat = 0.0

@@ -58,9 +58,9 @@ class AgentConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_fi
     agent_timeout_s: PositiveFloat = 300.0
     """Seconds that one run of the agent may take before it is killed; must be less than `timeout_s`."""
     on_timeout: Literal["score", "fail"] = "score"
-    """If the agent exceeds `agent_timeout_s`: `score` scores the answers so far, `fail` fails the ticket."""
+    """If the agent exceeds `agent_timeout_s`: `score` scores the answers so far, `fail` fails the sample."""
     on_error: Literal["fail", "score"] = "fail"
-    """If the agent ends with a status other than 0: `fail` fails the ticket, `score` scores the answers so
+    """If the agent ends with a status other than 0: `fail` fails the sample, `score` scores the answers so
     far. An agent that was refused a call because of `max_calls`, `max_tokens` or `max_total_tokens` is always
     scored."""
     processes: PositiveInt = 32

@@ -64,7 +64,7 @@ class AgentWorkflow:
         """Return the trajectories of all runs; those of one run have the same score.
 
         Raises:
-            AgentError: if a run failed, or got no answer of the model.
+            AgentError: if all runs failed, or got no answer of the model.
         """
         if self._shares_network:
             await self.endpoint.start()

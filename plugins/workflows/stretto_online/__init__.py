@@ -30,7 +30,7 @@ class OnlineConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_f
     ticket that takes longer fails."""
     session_timeout_s: PositiveFloat = 1800.0
     """Seconds from the start of a session until it has ended and has a reward. A session that takes longer
-    fails its ticket; other tickets continue. Must be less than `timeout_s`."""
+    fails its sample; the others continue. Must be less than `timeout_s`."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     """Port of loopback on which the rollout worker listens; null for any free one. With a port the run can
     have one rollout worker."""

@@ -113,7 +113,7 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
     """Section of the workflow `verifiers`."""
 
     episode_timeout_s: PositiveFloat = 300.0
-    """Seconds that one episode may take before its ticket fails; must be less than `timeout_s`."""
+    """Seconds that one episode may take before it fails; must be less than `timeout_s`."""
     episodes: PositiveInt = 32
     """Number of episodes that each rollout worker plays at once; others wait."""
     max_calls: PositiveInt = 64

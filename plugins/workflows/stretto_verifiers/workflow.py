@@ -51,7 +51,7 @@ class VerifiersWorkflow:
         """Return the trajectories of all episodes; those of one episode have the same score.
 
         Raises:
-            EpisodeError: if an episode failed, or made no request to the policy.
+            EpisodeError: if all episodes failed, or made no request to the policy.
         """
         if "verifiers" not in prompt.row:
             raise EpisodeError("the row has no column 'verifiers'; use the dataset `verifiers`")

@@ -101,7 +101,7 @@ class MemberLedger(msgspec.Struct):
         self.missing += samples
 
     def count(self, account: Account | Literal["trained"], group: GroupDone) -> None:
-        """Count the samples of a finished group that was trained or retired."""
+        """Count the samples of a finished group that has been trained or retired."""
         setattr(self, account, getattr(self, account) + samples_of(group))
 
 
@@ -393,7 +393,7 @@ class Scheduler:
             return
         self._commands.append(Withdraw(purpose, ticket, attempt))
         if found is not None and is_current:
-            tickets.stop(found)  # its worker may have told before that it holds it
+            tickets.stop(found)  # its worker may have said that it holds it
 
     def first_token(self, ticket: int, attempt: int, version: int) -> None:
         """The version of an attempt's oldest token is known, although its group is not finished."""

@@ -193,11 +193,11 @@ class RolloutSession:
     async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
         """Make a group of samples, apart from each other."""
 
-        async def anew(number: int) -> T:
+        async def begin_again(number: int) -> T:
             self._conversations.pop(number, None)
             return await sample(number)
 
-        return await self.group.run(anew)
+        return await self.group.run(begin_again)
 
     async def score(
         self,
