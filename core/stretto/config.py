@@ -311,6 +311,10 @@ class VerifierConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
     tool_children: PositiveInt = 4
     """Maximum number of tool processes of each worker. One starts with the worker; the others start when
     calls wait."""
+    pause_s: NonNegativeFloat = 300.0
+    """How long the calls of the reward or the environment pause, in seconds, after 10 of them in a row failed
+    because a service did not answer or a call took too long. Meanwhile one call at a time tries again. Then
+    the calls fail. 0: they never pause."""
 
 
 _Range = tuple[PositiveInt, PositiveInt]

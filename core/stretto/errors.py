@@ -19,6 +19,7 @@ The tree contains every exception of core. The module is in brackets if it is no
     │   └── ServerLost       (stretto.serving.server) an engine's server did not answer, or broke off
     ├── RequestError         a request that an inference engine cannot serve
     ├── RewardError          a reward or an environment that raised, took too long, or gave an invalid value
+    ├── PolicyError          a sample that failed by what its own answer did
     ├── MembersError         a group of which too few samples are left
     ├── WeightsError         weights that are missing, damaged or not the announced ones: `version`
     ├── LaunchError          a worker that could not be started, or ends again and again: `worker`
@@ -41,7 +42,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,6 +58,7 @@ __all__ = [
     "MessageGone",
     "NoAnswer",
     "PluginError",
+    "PolicyError",
     "Refused",
     "RequestError",
     "RewardError",
@@ -66,6 +68,7 @@ __all__ = [
     "WeightsError",
     "foreign_frames",
     "leaves",
+    "location_of",
     "nearest",
     "offer",
     "place_of",
@@ -165,13 +168,22 @@ class RewardError(StrettoError):
     """A reward or an environment raised an exception, took too long, or gave an invalid value.
 
     Args:
-        lost: whether its process was lost or did not answer in time, so that the user's code need not be at
-            fault.
+        kind: `environment`, or `infrastructure` if its process was lost or a service did not answer, so that
+            the user's code need not be at fault.
+        site: the exception that user code raised, with its file and line; empty if there was none.
     """
 
-    def __init__(self, message: str, *, lost: bool = False) -> None:
+    def __init__(
+        self, message: str, *, kind: Literal["environment", "infrastructure"] = "environment", site: str = ""
+    ) -> None:
         super().__init__(message)
-        self.lost = lost
+        self.kind: Literal["environment", "infrastructure"] = kind
+        self.site = site
+
+
+class PolicyError(StrettoError):
+    """The answer of the policy is at fault: it did what ends the sample. Rewards, environments and workflows
+    raise it. The sample is not tried again, and its reward is `workflow.failure_reward`."""
 
 
 class MembersError(StrettoError):
@@ -237,6 +249,12 @@ def place_of(error: BaseException, files: str = "") -> str:
     Args:
         files: a file or a folder that counts as the user's own code, such as that of an installed plugin.
     """
+    location = f" ({where})" if (where := location_of(error, files)) else ""
+    return printable(f"{type(error).__name__}: {error}{location}")
+
+
+def location_of(error: BaseException, files: str = "") -> str:
+    """Return `FILE:LINE` of an error, as `place_of` does; empty if all of its traceback is stretto's core."""
     libraries = tuple(sysconfig.get_paths().values())
     foreign = foreign_frames(error)
     own = [
@@ -244,8 +262,7 @@ def place_of(error: BaseException, files: str = "") -> str:
         for frame in foreign
         if (files and frame.filename.startswith(files)) or not frame.filename.startswith(libraries)
     ]
-    location = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or foreign)[-1:])
-    return printable(f"{type(error).__name__}: {error}{location}")
+    return "".join(f"{frame.filename}:{frame.lineno}" for frame in (own or foreign)[-1:])
 
 
 def printable(text: str) -> str:

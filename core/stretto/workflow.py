@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+FailureReward = float | Literal["missing"] | None
 
 # Receives the index of a sample, and its new tokens (int32).
 OnTokens = Callable[[int, "NDArray[np.int32]"], None]
@@ -63,6 +64,10 @@ class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How often a sample that fails is tried again, with the same seeds. Only what failed is done again: if
     the reward failed, the same answer is scored. What fails for all samples in the same way is not tried
     again. Samples that still fail are missing in their group (`queue.min_members`)."""
+    failure_reward: FailureReward = None
+    """Reward of a sample whose own answer is at fault: something raised `PolicyError`, or failed at each try
+    at the same place with the same answer, while other samples of the group got through. null: the lowest
+    reward of the others, and at most 0. `missing`: such a sample is missing as any other that fails."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +272,8 @@ class Session(Protocol):
         """Make one group: call `sample` with each number below `group_size`, all concurrently and apart from
         each other. A call that fails is repeated (`WorkflowConfig.member_retries`), and its conversations
         have the seeds of the first time. Return the results in the order of the numbers, without those of
-        calls that still fail: these samples are missing in the group.
+        calls that still fail: these samples are missing in the group. If the answer itself is at fault, what
+        was sampled is trained with `WorkflowConfig.failure_reward`.
 
         Raises:
             MembersError: if too few are left (`queue.min_members`).
@@ -288,7 +294,7 @@ class Session(Protocol):
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Score]:
         """Score answers (or texts) to one prompt with the run's reward. An answer whose scoring fails has a
-        score with the reward NaN.
+        score with the reward NaN, or `WorkflowConfig.failure_reward` if the answer itself is at fault.
 
         Args:
             columns: additional columns that the reward receives by name, with one value (plain data) for each
@@ -332,6 +338,7 @@ class Session(Protocol):
         Raises:
             ConfigError: if the section of the workflow is not an `EnvironmentConfig`.
             RewardError: if the environment raised, took too long, or returned an invalid value.
+            PolicyError: if the environment raised that.
         """
         ...
 

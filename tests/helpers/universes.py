@@ -18,14 +18,14 @@ _PATIENCE_S = 45.0
 def small(seed: int, faults: int | None = None) -> Tape:
     """One rollout worker, two engines, one verifier, one trainer; 40 groups."""
     rng = Random(f"small {seed}")
-    run = _run(rng, steps=10, engines=2, rollouts=1, verifiers=1)
+    run = _run(rng, steps=10, engines=2, rollouts=1, verifiers=1) | _workflow(f"small {seed}")
     return _tape(small, seed, run, draw(rng, _number(rng, faults), 7.5))
 
 
 def large(seed: int, faults: int | None = None) -> Tape:
     """Two rollout workers, three engines, two verifiers, one trainer; 200 groups."""
     rng = Random(f"large {seed}")
-    run = _run(rng, steps=25, engines=3, rollouts=2, verifiers=2)
+    run = _run(rng, steps=25, engines=3, rollouts=2, verifiers=2) | _workflow(f"large {seed}")
     run["queue"]["batch_size"] = 8
     return _tape(large, seed, run, draw(rng, _number(rng, faults), 18.0))
 
@@ -34,15 +34,24 @@ def _tape(size: Callable[..., Tape], seed: int, run: dict[str, Any], faults: tup
     tape = Tape(seed=seed, run=run, faults=faults, patience_s=_PATIENCE_S)
     if run["queue"]["max_staleness"] or not faults:
         return tape
-    return msgspec.structs.replace(tape, model=_model(size, run["inference"]["sigma"]))
+    return msgspec.structs.replace(tape, model=_model(size, run["inference"]["sigma"], "workflow" in run))
 
 
 @cache
-def _model(size: Callable[..., Tape], sigma: float) -> str:
+def _model(size: Callable[..., Tape], sigma: float, has_turns: bool) -> str:
     """Return the model with which all runs of a size end that have no staleness and such answers."""
     calm = (size(seed, 0) for seed in range(100))
-    same = (tape for tape in calm if tape.run["inference"]["sigma"] == sigma)
+    alike = (sigma, has_turns)
+    same = (tape for tape in calm if (tape.run["inference"]["sigma"], "workflow" in tape.run) == alike)
     return run_tape(next(tape for tape in same if not tape.run["queue"]["max_staleness"])).model
+
+
+def _workflow(name: str) -> dict[str, Any]:
+    """Return the workflow of a universe: for a third of them several turns, whose samples fail one by one."""
+    if Random(f"workflow {name}").random() < 2 / 3:
+        return {}
+    environment = "stretto.testing.simulation.plugin:guessing"
+    return {"workflow": {"use": "multi_turn", "environment": environment, "max_turns": 3}}
 
 
 def _number(rng: Random, faults: int | None) -> int:

@@ -33,7 +33,8 @@ from stretto.kernel.schedule.commands import (
 )
 from stretto.kernel.schedule.fold import apply
 from stretto.kernel.schedule.gate import DivergenceGate
-from stretto.kernel.schedule.scheduler import MemberLedger, Scheduler, Snapshot
+from stretto.kernel.schedule.members import MemberLedger
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 
 
 def done(ticket: Ticket, oldest: int, newest: int | None = None, reward: float = 1.0) -> GroupDone:

@@ -217,7 +217,7 @@ def test_a_hostile_answer_costs_at_most_2_s_and_256_mb(scorer: Callable[..., Sco
         rewards = [reward for reward, _ in answer.scores]
         expected = 1.0 if name in ("nested braces", "nested boxes") else 0.0
         if seconds > 2 or megabytes > 256 or rewards not in ([1, 0, 1], [1, expected, 1]):
-            dear[name] = (seconds, megabytes, rewards, answer.error)
+            dear[name] = (seconds, megabytes, rewards, answer.fault)
     assert not dear
 
 
@@ -263,9 +263,12 @@ def test_a_reward_that_raises_under_limits_is_a_failure_that_names_the_line(
     file.write_text("def score(prompt, completion):\n    return 1 / (completion != 'b')\n")
     process = scorer(use="function", function=f"{file}:score", answer_cpu_s=1)
     answer = process.score({"prompt": "p"}, "a", "b")
-    assert answer.error == f"reward raised ZeroDivisionError: float division by zero ({file}:2)" or (
-        answer.error == f"reward raised ZeroDivisionError: division by zero ({file}:2)"
+    fault = answer.fault
+    assert fault is not None
+    assert fault.error.replace("float division", "division") == (
+        f"reward raised ZeroDivisionError: division by zero ({file}:2)"
     )
+    assert (fault.kind, fault.site) == ("environment", f"ZeroDivisionError {file}:2")
     assert process.score({"prompt": "p"}, "a").scores[0][0] == 1
 
 

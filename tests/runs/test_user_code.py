@@ -104,23 +104,39 @@ def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(faulty: Any) -> 
     assert "returned no trajectory" in text
 
 
+FOR_SOME_ANSWERS = """
+    def score(prompt, completion):
+        if len(completion) % 5 == 3: raise LookupError("no score")
+        return len(completion)
+"""
+GROUPS_OF_8 = ("algorithm.group_size=8", "steps=6", "evaluation=null")
+
+
 @in_both_worlds
-def test_a_reward_that_fails_for_some_answers_costs_these_alone(start: Start, tmp_path: Path) -> None:
-    body = """
-        def score(prompt, completion):
-            if len(completion) % 5 == 3: raise LookupError("no score")
-            return len(completion)
-    """
-    run = start(*reward(tmp_path, body), "algorithm.group_size=8", "steps=6")
+def test_an_answer_that_the_reward_cannot_take_has_the_lowest_reward(start: Start, tmp_path: Path) -> None:
+    run = start(*reward(tmp_path, FOR_SOME_ANSWERS), *GROUPS_OF_8)
+    summary = run.assert_completed(6)
+    assert summary["members"]["trained"] == summary["members"]["sampled"] == 6 * 4 * 8
+    assert summary["failures"]["penalized"] == sum(summary["reasons"].values()) > 0
+    for reason in summary["reasons"]:
+        assert reason.startswith("penalized: reward raised LookupError: no score (")
+    assert sum(line.get("failed_members/policy", 0) for line in run.metrics()) == summary["failures"]["penalized"]
+
+
+@in_both_worlds
+def test_answers_that_the_reward_cannot_take_can_be_left_out(start: Start, tmp_path: Path) -> None:
+    run = start(*reward(tmp_path, FOR_SOME_ANSWERS), *GROUPS_OF_8, "workflow.failure_reward=missing")
     summary = run.assert_completed(6)
     members, missing = summary["members"], 0
     assert (summary["ledger"]["failed"], summary["given_up"]) == (0, [])
     assert members["missing"] > 0
     assert members["trained"] == members["sampled"] - members["missing"]
     for reason, count in summary["reasons"].items():
-        assert reason.startswith("missing: environment: reward raised LookupError: no score (")
+        assert reason.startswith("missing: policy: reward raised LookupError: no score (")
         missing += count
     assert missing == sum(line["failed_members"] for line in run.metrics()) == members["missing"]
+    assert summary["failures"]["missing"] == {"policy": missing}
+    assert summary["failures"]["answer_tokens"]["failed"] > 0
 
 
 @in_both_worlds

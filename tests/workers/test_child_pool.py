@@ -56,7 +56,7 @@ async def ask(pool: ChildPool, completion: str, timeout_s: float = 60) -> str:
     """The child's feedback, or its error."""
     question = Question(msgspec.msgpack.encode({"completion": completion, "state": {}}))
     reaction = await pool.ask(question, Reaction, timeout_s)
-    return reaction.error or str(reaction.feedback.messages[0])
+    return reaction.fault.error if reaction.fault else str(reaction.feedback.messages[0])
 
 
 # ------------------------------------------------------------------------------------------ frames

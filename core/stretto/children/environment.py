@@ -17,6 +17,7 @@ import msgspec
 from stretto.children.protocol import serve
 from stretto.environment import Feedback, feedback_of
 from stretto.errors import RewardError
+from stretto.faults import SampleFault
 from stretto.models.images import ImageError, files_of
 from stretto.user_code.importable import load_importable
 from stretto.user_code.scoring import accepted, required
@@ -32,10 +33,10 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reaction(msgspec.Struct, frozen=True, array_like=True):
-    """The environment's feedback, or why there is none (`error`)."""
+    """The environment's feedback, or why there is none."""
 
     feedback: Feedback = Feedback()
-    error: str = ""
+    fault: SampleFault | None = None
 
 
 def setup_frame(environment: str) -> bytes:
@@ -43,7 +44,8 @@ def setup_frame(environment: str) -> bytes:
     return msgspec.msgpack.encode(environment)
 
 
-def _react(environment: Callable[..., Any], data: bytes) -> Reaction:
+def react(environment: Callable[..., Any], data: bytes) -> Reaction:
+    """Answer a question with the environment."""
     question = msgspec.msgpack.decode(data, type=Question)
     arguments: dict[str, Any] = msgspec.msgpack.decode(question.arguments, type=dict[str, Any])
     parameters = inspect.signature(environment).parameters
@@ -80,14 +82,15 @@ async def _result(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _load(data: bytes) -> Callable[..., Any]:
+def load(data: bytes) -> Callable[..., Any]:
+    """Return the environment that the first frame names."""
     return load_importable(msgspec.msgpack.decode(data, type=str))
 
 
 def main() -> None:
     """Body of the process."""
     cannot = "the environment cannot be imported"
-    serve(_load, _react, lambda why: Reaction(error=why), cannot=cannot, name="environment")
+    serve(load, react, lambda fault: Reaction(fault=fault), cannot=cannot, name="environment")
 
 
 if __name__ == "__main__":

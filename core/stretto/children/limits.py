@@ -19,8 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.children.protocol import die_with_parent, encodable, framed, unframed
-from stretto.errors import RewardError, place_of
+from stretto.children.protocol import die_with_parent, framed, unframed
+from stretto.errors import PolicyError, RewardError
+from stretto.faults import SampleFault
 
 Value = tuple[float, dict[str, float]]
 
@@ -48,10 +49,10 @@ class AnswerLimits:
 
 
 class LimitedScore(msgspec.Struct, frozen=True, array_like=True):
-    """Reward and metrics of one answer, or why the reward failed (`error`)."""
+    """Reward and metrics of one answer, or why the reward failed."""
 
     value: Value | None = None
-    error: str = ""
+    fault: SampleFault | None = None
     over: str = ""
     """Why the answer scored 0: the limit that it exceeded, or how it ended the process. Empty if the reward
     scored it."""
@@ -62,6 +63,7 @@ def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int
 
     Raises:
         RewardError: if the reward raises for an answer; the text names the exception and the line.
+        PolicyError: if it raises that.
     """
     scores: list[LimitedScore] = []
     while len(scores) < count:
@@ -83,9 +85,9 @@ def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence
         scores = [msgspec.msgpack.decode(frame, type=LimitedScore) for frame in frames]
     _, status = os.waitpid(child, 0)
     for each in scores:
-        if each.error:
-            _printed.add(each.error)
-            raise RewardError(each.error)
+        if each.fault:
+            _printed.add(each.fault.error)
+            raise each.fault.raised()
     if len(scores) < len(indices):
         scores.append(_score_at_limit(limits, status))
     return scores
@@ -107,15 +109,14 @@ def _score_all(
                 except MemoryError:
                     status = _NO_MEMORY
                     return
-                except RewardError as error:
-                    result = LimitedScore(error=encodable(str(error)))
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; the score reports it
-                    result = LimitedScore(error=f"reward raised {encodable(place_of(error))}")
-                    if result.error not in _printed:
+                    fault = SampleFault.of(error, "reward")
+                    result = LimitedScore(fault=fault)
+                    if not isinstance(error, (RewardError, PolicyError)) and fault.error not in _printed:
                         traceback.print_exc()
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 pipe.write(framed(index, msgspec.msgpack.encode(result)))
-                if result.error:
+                if result.fault:
                     break
         status = 0
     finally:

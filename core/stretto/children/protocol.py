@@ -19,7 +19,8 @@ from typing import TypeVar
 
 import msgspec
 
-from stretto.errors import RewardError, StrettoError, place_of
+from stretto.errors import PolicyError, RewardError, StrettoError, place_of
+from stretto.faults import SampleFault
 from stretto.user_code.child_process import last_line, run_child
 from stretto.user_code.guard import end_with_parent
 
@@ -77,7 +78,7 @@ class Pipes:
 def serve(
     make: Callable[[bytes], T],
     answer: Callable[[T, bytes], msgspec.Struct],
-    failure: Callable[[str], msgspec.Struct],
+    failure: Callable[[SampleFault], msgspec.Struct],
     *,
     cannot: str,
     name: str,
@@ -87,7 +88,7 @@ def serve(
     Args:
         make: makes the user's code from the first frame.
         answer: answers one question with the user's code.
-        failure: makes the answer if `answer` raised; gets the reason.
+        failure: makes the answer if `answer` raised.
         cannot: start of the error text if `make` raises.
         name: name of the user's code in the reason if `answer` raises.
     """
@@ -109,16 +110,11 @@ def serve(
         try:
             pipes.send(answer(user_code, data))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
-            reason = reason_of(error, name)
-            if not isinstance(error, RewardError) and reason not in reasons:
-                reasons.add(reason)  # print each traceback once to the verifier's output
+            fault = SampleFault.of(error, name)
+            if not isinstance(error, (RewardError, PolicyError)) and fault.error not in reasons:
+                reasons.add(fault.error)  # print each traceback once to the verifier's output
                 traceback.print_exc()
-            pipes.send(failure(reason))
-
-
-def reason_of(error: BaseException, name: str) -> str:
-    """Return why a child's answer is none: what the user's code of this name raised."""
-    return encodable(str(error) if isinstance(error, RewardError) else f"{name} raised {place_of(error)}")
+            pipes.send(failure(fault))
 
 
 def framed(number: int, data: bytes) -> bytes:

@@ -17,6 +17,7 @@ from stretto.children.limits import LIMIT_METRICS, AnswerLimits, score_within
 from stretto.children.protocol import serve, try_to_ask
 from stretto.component import Context
 from stretto.errors import ConfigError
+from stretto.faults import SampleFault
 from stretto.user_code.scoring import score_group, scores_groups
 
 COMMAND = (sys.executable, "-m", "stretto.children.reward")
@@ -34,10 +35,10 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
-    """(reward, metrics) of each completion, or why there are none (`error`)."""
+    """(reward, metrics) of each completion, or why there are none."""
 
     scores: tuple[tuple[float, dict[str, float]], ...] = ()
-    error: str = ""
+    fault: SampleFault | None = None
     over: dict[int, str] = {}
     """Completions that scored 0 because they exceeded a limit of one answer or ended the process: index ->
     reason."""
@@ -61,7 +62,8 @@ def try_to_score(
         TimeoutError: if the child does not end within `timeout_s`.
     """
     started, answers = try_to_ask(COMMAND, setup_frame(document, context), tasks, timeout_s)
-    return started.error, [msgspec.msgpack.decode(answer, type=ScoringResult).error for answer in answers]
+    faults = [msgspec.msgpack.decode(answer, type=ScoringResult).fault for answer in answers]
+    return started.error, [fault.error if fault else "" for fault in faults]
 
 
 class Scorer:
@@ -104,7 +106,7 @@ class Scorer:
 def main() -> None:
     """Body of the process."""
     cannot = "the reward cannot be made"
-    serve(Scorer, Scorer.answer, lambda why: ScoringResult(error=why), cannot=cannot, name="reward")
+    serve(Scorer, Scorer.answer, lambda fault: ScoringResult(fault=fault), cannot=cannot, name="reward")
 
 
 if __name__ == "__main__":

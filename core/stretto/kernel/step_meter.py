@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import pstdev
 from typing import get_args
 
@@ -14,6 +14,7 @@ import msgspec
 from stretto.base.cores import CoreMeter
 from stretto.bus.messages.events import Cause, StepMeasured
 from stretto.bus.messages.tickets import GroupDone
+from stretto.faults import FaultKind
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.evaluation import accuracies
@@ -119,8 +120,8 @@ class StepMeter:
             },
             "length": _mean([member.sampled for member in members]),
             "length_max": max(member.sampled for member in members),
-            "failed_members": sum(len(group.missing) for group in start.groups),
-            "retried_members": sum(group.retried for group in start.groups),
+            **_of_failures(start.groups),
+            **{name: _figure(value) for name, value in self._scheduler.failures.figures().items()},
             "truncated": _mean([float(member.finish == "length") for member in members]),
             "staleness": _mean(staleness),
             "staleness_max": max(staleness),
@@ -182,6 +183,18 @@ class StepMeter:
         reasons = self._scheduler.reasons
         news, self._reasons = reasons - self._reasons, Counter(reasons)
         return dict(causes(news).most_common(_MOST_CAUSES))
+
+
+def _of_failures(groups: Iterable[GroupDone]) -> dict[str, float]:
+    """Return how many samples failed, and how many succeeded after a failure, by what was at fault."""
+    failed, retried = Counter[FaultKind](), Counter[FaultKind]()
+    for group in groups:
+        failed.update(each.kind for each in (*group.missing, *group.penalized))
+        retried.update(group.retried)
+    figures: dict[str, float] = {}
+    for name, counts in (("failed_members", failed), ("retried_members", retried)):
+        figures |= {name: counts.total(), **{f"{name}/{kind}": counts[kind] for kind in sorted(counts)}}
+    return figures
 
 
 def causes(reasons: Mapping[str, int]) -> Counter[str]:

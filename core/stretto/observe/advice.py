@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from stretto.kernel.schedule.health import CLEARS, HOLDS, RewardHistory, Window
+from stretto.kernel.schedule.members import OF_SAMPLES
 from stretto.kernel.step_meter import causes
 from stretto.observe.bottleneck import bottleneck, number, total, works
 
@@ -261,6 +262,27 @@ def _finding(since: int, what: str, *suggestions: str) -> _Finding:
 # ---------------------------------------------------------------------------------- rules of learning
 
 
+def _failure_bias(history: _History, knobs: _Knobs) -> _Finding | None:
+    """Find that samples which fail are longer or shorter than the others."""
+    del knobs
+    line = history.lines[-1]
+    for name, what in (("answer_bias", "answer"), ("prompt_bias", "prompt")):
+        shift, error = number(line, name), number(line, f"{name}_error")
+        length = history.window("length", 10)
+        if shift is None or error is None or length is None:
+            continue
+        if abs(shift) > max(3 * error, 0.02 * length.mean):
+            longer, shorter = ("longer", "shorter") if shift < 0 else ("shorter", "longer")
+            return _finding(
+                line["step"],
+                f"samples with a {longer} {what} fail more often, so what is trained is {abs(shift):.3g} "
+                f"tokens {shorter} than what was sampled (standard error {error:.2g}); see `failures` and "
+                "`reasons` in summary.json",
+                "correct what fails, or let it raise `PolicyError` where the answer itself is at fault",
+            )
+    return None
+
+
 def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
     start, best = history.start, history.rewards.best
     fall = history.rewards.fall(history.evaluations)
@@ -478,29 +500,32 @@ def _mostly_truncated(history: _History) -> bool:
 
 
 def _failures(history: _History, knobs: _Knobs) -> _Finding | None:
-    """Find failed tickets, by cause. Most of them are rewards that raise or take too long."""
-    failed: Counter[str] = Counter()
-    steps: list[int] = []
-    lines = list(history.lines)[-10:]
+    """Find tickets or samples that failed, by cause. Most are rewards that raise or take too long."""
+    lines, batch = list(history.lines)[-10:], knobs.number("queue.batch_size", 1)
+    failed: dict[str, Counter[str]] = {"tickets": Counter(), "samples": Counter()}
+    steps: dict[str, list[int]] = {"tickets": [], "samples": []}
     for line in lines:
-        own = {
-            reason: count
-            for reason, count in line.get("not_trained", {}).items()
-            if not reason.startswith(("filtered: ", "expired: "))
-        }
-        failed.update(own)
-        steps += [line["step"]] * bool(own)
-    count = failed.total()
-    tickets = len(lines) * knobs.number("queue.batch_size", 1) + count
-    if count < 3 or count < 0.02 * tickets:
-        return None
-    worst = causes(failed).most_common(3)
-    text = "; ".join(f"{number} x {reason.removeprefix('failed: ')}" for reason, number in worst)
-    return _finding(
-        steps[0],
-        f"{count} of {tickets:.0f} tickets failed in {len(lines)} steps: {text}",
-        *(knobs.scale(key, 2) for key in _TIME_LIMITS if any(f"{key}=" in reason for reason, _ in worst)),
-    )
+        for reason, count in line.get("not_trained", {}).items():
+            if not reason.startswith(("filtered: ", "expired: ")):
+                what = "samples" if reason.startswith(OF_SAMPLES) else "tickets"
+                failed[what][reason] += count
+                steps[what].append(line["step"])
+    begun = {
+        "tickets": len(lines) * batch + failed["tickets"].total(),
+        "samples": len(lines) * batch * knobs.number("algorithm.group_size", 1),
+    }
+    for what, reasons in failed.items():
+        count = reasons.total()
+        if count < 3 or count < 0.02 * begun[what]:
+            continue
+        worst = causes(reasons).most_common(3)
+        text = "; ".join(f"{number} x {reason.removeprefix('failed: ')}" for reason, number in worst)
+        return _finding(
+            steps[what][0],
+            f"{count} of {begun[what]:.0f} {what} failed in {len(lines)} steps: {text}",
+            *(knobs.scale(key, 2) for key in _TIME_LIMITS if any(f"{key}=" in reason for reason, _ in worst)),
+        )
+    return None
 
 
 _TIME_LIMITS = ("reward.timeout_s", "workflow.timeout_s", "workflow.environment_timeout_s")
@@ -681,6 +706,7 @@ class Rule:
 
 RULES = (
     Rule("failures", _failures, holds=1),
+    Rule("failure_bias", _failure_bias, holds=1),
     Rule("recoveries", _recoveries, holds=1),
     Rule("engine_mismatch", _mismatch, holds=1),
     Rule("reward_collapse", _reward_collapse, holds=HOLDS),

@@ -374,6 +374,7 @@ class Report:
             "best": self._best(),
             "ledger": msgspec.to_builtins(scheduler.ledger),
             "members": msgspec.to_builtins(scheduler.members),
+            "failures": scheduler.failures.document(),
             "given_up": sorted(scheduler.given_up)[:_MOST_ROWS],
             **self._variant_summary(),
             "reasons": dict(scheduler.reasons),

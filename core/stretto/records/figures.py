@@ -124,10 +124,22 @@ FIGURES: Mapping[str, Figure] = {
     "zero_variance_groups": _share(
         "no signal", "groups whose answers all have the same reward; they teach nothing"
     ),
-    "failed_members": Figure("failed samples", "Samples of the batch's groups that failed", form=".0f"),
+    "failed_members": Figure(
+        "failed samples",
+        "Samples of the batch's groups that failed, in all and by what was at fault",
+        form=".0f",
+    ),
     "retried_members": Figure(
         "retried samples", "Samples of the batch's groups that succeeded after a failure", form=".0f"
     ),
+    "answer_bias": Figure(
+        "bias of answers", "Mean length of the answers so far that did not fail, less that of all", "tokens"
+    ),
+    "answer_bias_error": Figure("error of that bias", "Standard error of the bias of answers", "tokens"),
+    "prompt_bias": Figure(
+        "bias of prompts", "Mean prompt of the samples so far that did not fail, less that of all", "tokens"
+    ),
+    "prompt_bias_error": Figure("error of that bias", "Standard error of the bias of prompts", "tokens"),
     "loss": Figure("loss", "Loss of the step"),
     "grad_norm": Figure("gradient norm", "Norm of the gradient before it is clipped"),
     "lr": Figure("learning rate", "Learning rate of the step, after the schedule and the KL target"),

@@ -89,7 +89,7 @@ class RewardConformance(ComponentConformance):
         started, frames = try_to_ask(COMMAND, setup, [task], _START_S)
         assert not started.error, f"the scoring process cannot make it: {started.error}"
         result = msgspec.msgpack.decode(frames[0], type=ScoringResult)
-        assert not result.error, f"the scoring process cannot score: {result.error}"
+        assert result.fault is None, f"the scoring process cannot score: {result.fault.error}"
         assert not result.over, f"an answer exceeds a limit: {next(iter(result.over.values()))}"
         found, expected = [reward for reward, _ in result.scores], [reward for reward, _ in scores]
         assert found == pytest.approx(expected), f"rewards {found} in a scoring process, {expected} here"

@@ -131,7 +131,8 @@ class Judge:
                 await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
         if self._config.unscored is not None:
             return {"reward": self._config.unscored, "unscored": 1.0, "cached": 0.0}
-        raise RewardError(f"the judge gave no score in {self._config.attempts} attempts; the last: {reason}")
+        message = f"the judge gave no score in {self._config.attempts} attempts; the last: {reason}"
+        raise RewardError(message, kind="infrastructure")
 
     def _request(self, prompt: Any, completion: Any, row: Mapping[str, Any]) -> dict[str, Any]:
         try:

@@ -151,6 +151,8 @@ class Heartbeat(Message, frozen=True):
     """The worker's oldest request without an answer."""
     leaving: bool = False
     """Whether the worker drains: it finishes the work that it has, takes no new work, and then leaves."""
+    paused: Annotated[str, msgspec.Meta(max_length=500)] = ""
+    """Why the calls of a verifier worker's reward or environment pause; empty if they do not."""
 
 
 class RunStatus(Message, frozen=True):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from stretto.bus.messages.base import Message, VariantName
 from stretto.environment import Feedback
+from stretto.faults import SampleFault
 from stretto.tools import ToolAnswer
 from stretto.tracing import Traceparent
 
@@ -25,18 +24,10 @@ class ScoreSamples(Message, frozen=True):
     """The variant whose reward scores; empty for the run's own reward."""
 
 
-class ScoringFault(msgspec.Struct, frozen=True):
-    """Why a completion has no score."""
-
-    error: str
-    lost: bool = False
-    """Whether the scoring process was lost or took too long."""
-
-
 class Scored(Message, frozen=True):
-    """Reward and metrics of each completion, or the error that prevented the scoring."""
+    """Reward and metrics of each completion, or why there are none."""
 
-    scores: tuple[tuple[float, dict[str, float]] | ScoringFault, ...]
+    scores: tuple[tuple[float, dict[str, float]] | SampleFault, ...]
 
 
 class AskTools(Message, frozen=True):
@@ -85,9 +76,7 @@ class EnvironmentTurn(Message, frozen=True):
 
 
 class EnvironmentAnswer(Message, frozen=True):
-    """The environment's feedback on the policy's answer, or the error that prevented it."""
+    """The environment's feedback on the policy's answer, or why there is none."""
 
     feedback: Feedback = Feedback()
-    error: str = ""
-    lost: bool = False
-    """Whether the environment's process was lost or took too long."""
+    fault: SampleFault | None = None

@@ -11,6 +11,7 @@ from stretto.array import Array
 from stretto.bus.messages.base import Message, VariantName, WorkerId
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest, Finish
+from stretto.faults import FaultKind
 from stretto.tracing import Traceparent
 
 Purpose = Literal["train", "eval"]
@@ -105,18 +106,15 @@ class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Whether the trajectory belongs to the same sample as the member before it."""
 
 
-FaultKind = Literal["environment", "infrastructure"]
-"""Why a sample has failed. `environment`: the reward, a tool, the environment or the workflow raised.
-`infrastructure`: a process was lost, a service did not answer."""
-
-
-class Missing(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A sample of a finished group that has failed. It has no trajectory and no reward."""
+class FailedSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sample of a finished group that has failed."""
 
     kind: FaultKind
     reason: str
     tries: int
     """How often it was tried."""
+    sampled: int = 0
+    """Number of tokens that the policy sampled in the last try, as far as is known."""
 
 
 class GroupDone(Message, frozen=True):
@@ -142,10 +140,16 @@ class GroupDone(Message, frozen=True):
     """SHA-256 over all that is kept of the group (see `stretto.records.kept.kept_sample`)."""
     images: tuple[int, ...] = ()
     """Sequence numbers of the images that the workflow added."""
-    missing: tuple[Missing, ...] = ()
-    """The samples that have failed."""
-    retried: int = 0
-    """Number of samples that were tried again and then succeeded."""
+    missing: tuple[FailedSample, ...] = ()
+    """The samples that have failed and are not in `members`."""
+    penalized: tuple[FailedSample, ...] = ()
+    """The samples that failed by their own answer. They are in `members`, with the reward for that."""
+    retried: dict[FaultKind, int] = msgspec.field(default_factory=dict)
+    """Number of samples that were tried again and then succeeded, by what was at fault."""
+    redrawn: int = 0
+    """Of these, samples with another answer than the one that had failed."""
+    prompt: int = 0
+    """Number of tokens of the row's prompt."""
 
 
 class GroupFailed(Message, frozen=True):
@@ -160,6 +164,8 @@ class GroupFailed(Message, frozen=True):
     """Whether the row is not fit to train on (for example, its prompt is too long). False for a failure."""
     record: int = 0
     """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
+    prompt: int = 0
+    """Number of tokens of the row's prompt; 0 if it was not encoded."""
 
 
 class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):

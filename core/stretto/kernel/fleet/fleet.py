@@ -29,7 +29,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import TicketStarted
 from stretto.component import Problem
 from stretto.engine import Load
-from stretto.errors import LaunchError, Refused
+from stretto.errors import LaunchError, Refused, printable
 from stretto.kernel.fleet.adoption import Adoption
 from stretto.kernel.supervised import Failure, supervised
 from stretto.launcher import UNKNOWN_STATUS, Handle, Job, Launcher, Role
@@ -81,6 +81,8 @@ class FleetMember:
     """Whether it worked for a former kernel."""
     held: tuple[TicketStarted, ...] = ()
     """The attempts on which it worked when it joined."""
+    paused: str = ""
+    """Why its reward or environment pauses; empty if it does not."""
     has_beaten: bool = False
     """Whether it has sent a heartbeat to this kernel."""
 
@@ -406,6 +408,9 @@ class Fleet:
         member.heard, member.has_beaten = clock.now(), True
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
         member.blocked_s, member.wait, member.tickets = message.blocked_s, message.wait, message.tickets
+        if message.paused and not member.paused:
+            log.warning("calls of user code pause", worker=member.worker, reason=printable(message.paused))
+        member.paused = message.paused
         if message.leaving and not member.leaving:
             member.leaving = True
             self.on_change(member)

@@ -12,9 +12,10 @@ from typing import get_args
 
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import FaultKind, GroupDone, GroupFailed, Member, attempt_name
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, attempt_name
 from stretto.bus.messages.training import RowRef
 from stretto.errors import printable
+from stretto.faults import FaultKind
 from stretto.reward import is_number
 
 Outcome = GroupDone | GroupFailed
@@ -56,7 +57,9 @@ def admit(outcome: Outcome, sequence: int, *, samples: bool) -> Outcome:
     else:
         return outcome
     reason = printable(reason[:_LONGEST_REASON])
-    return GroupFailed(outcome.purpose, outcome.ticket, outcome.attempt, outcome.worker, reason, filtered)
+    prompt = outcome.prompt if 0 <= outcome.prompt < _MOST else 0
+    place = (outcome.purpose, outcome.ticket, outcome.attempt, outcome.worker)
+    return GroupFailed(*place, reason, filtered, prompt=prompt)
 
 
 def refs_of(groups: Iterable[GroupDone]) -> tuple[RowRef, ...]:
@@ -88,14 +91,25 @@ def _faults(group: GroupDone, sequence: int, *, stored: bool) -> Iterator[str]:
             yield f"member {place} has index {member.index} in its bundle of at most {len(group.members)}"
         if stored:
             yield from _sample_faults(group, member, sequence)
-    for missing in group.missing:
-        is_odd = len(missing.reason) > _LONGEST_REASON or printable(missing.reason) != missing.reason
-        if is_odd or missing.kind not in get_args(FaultKind) or missing.tries < 1:
-            yield f"a missing sample is {printable(str(missing))[:200]}"
-    if len(group.missing) > _MOST_SAMPLES or not 0 <= group.retried <= _MOST_SAMPLES:
-        yield f"{len(group.missing)} samples are missing, and {group.retried} were tried again"
+    yield from _failure_faults(group)
     if len({(member.sequence, member.index) for member in group.members}) < len(group.members):
         yield "several members name the same trajectory"
+
+
+def _failure_faults(group: GroupDone) -> Iterator[str]:
+    """Yield what is wrong with the account of samples that failed."""
+    for failed in (*group.missing, *group.penalized):
+        is_odd = len(failed.reason) > _LONGEST_REASON or printable(failed.reason) != failed.reason
+        if is_odd or failed.kind not in get_args(FaultKind) or failed.tries < 1:
+            yield f"a failed sample is {printable(str(failed))[:200]}"
+        if not 0 <= failed.sampled < _MOST:
+            yield f"a failed sample has {failed.sampled} sampled tokens"
+    retried = sum(group.retried.values())
+    counts = (len(group.missing), len(group.penalized), retried, *group.retried.values())
+    if not all(0 <= count <= _MOST_SAMPLES for count in counts) or not 0 <= group.redrawn <= retried:
+        yield f"{len(group.missing)} samples are missing, {retried} were tried again, {group.redrawn} anew"
+    if not 0 <= group.prompt < _MOST:
+        yield f"the prompt has {group.prompt} tokens"
 
 
 def _sample_faults(group: GroupDone, member: Member, sequence: int) -> Iterator[str]:

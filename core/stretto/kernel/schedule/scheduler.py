@@ -50,12 +50,12 @@ from stretto.kernel.schedule.draws import Draws, DrawState, RecordedDraw
 from stretto.kernel.schedule.evaluation import EvaluationRounds, EvaluationState
 from stretto.kernel.schedule.gate import DivergenceGate
 from stretto.kernel.schedule.health import Health
+from stretto.kernel.schedule.members import Failures, MemberLedger
 from stretto.kernel.schedule.open_tickets import (
     OpenTicket,
     OpenTickets,
     TrainingTickets,
     rewards_of,
-    samples_of,
     versions_of,
 )
 from stretto.kernel.schedule.variants import VariantAccount, VariantAccounts
@@ -70,39 +70,6 @@ class Ledger(msgspec.Struct):
     expired: int = 0
     failed: int = 0
     in_flight: int = 0
-
-
-_MOST_REASONS = 1000
-
-
-class MemberLedger(msgspec.Struct):
-    """Accounts of the samples that training tickets have begun. `sampled` is the sum of the other accounts,
-    and of the samples in finished groups that wait for training."""
-
-    sampled: int = 0
-    trained: int = 0
-    filtered: int = 0
-    expired: int = 0
-    missing: int = 0
-    """Samples that failed, and all of an attempt that failed."""
-
-    def finish(self, group: GroupDone, reasons: Counter[str]) -> None:
-        """Count a finished group, and why samples of it are missing."""
-        self.lose(len(group.missing))
-        self.sampled += samples_of(group)
-        for each in group.missing:
-            reason = f"missing: {each.kind}: {each.reason}"
-            is_named = reason in reasons or len(reasons) < _MOST_REASONS  # each answer may have its own
-            reasons[reason if is_named else f"missing: {each.kind}: other reasons"] += 1
-
-    def lose(self, samples: int) -> None:
-        """Count samples that failed."""
-        self.sampled += samples
-        self.missing += samples
-
-    def count(self, account: Account | Literal["trained"], group: GroupDone) -> None:
-        """Count the samples of a finished group that has been trained or retired."""
-        setattr(self, account, getattr(self, account) + samples_of(group))
 
 
 Phase = Literal["new", "waiting", "training", "ending", "over"]
@@ -170,6 +137,7 @@ class Snapshot(msgspec.Struct):
     evaluation: EvaluationState = msgspec.field(default_factory=EvaluationState)
     variants: dict[str, VariantAccount] = {}
     members: MemberLedger = msgspec.field(default_factory=MemberLedger)
+    failures: Failures = msgspec.field(default_factory=Failures)
     given_up: dict[int, int] = {}
     draws: DrawState | None = None
     """None where the run has no curriculum."""
@@ -209,7 +177,7 @@ class Scheduler:
         self.limits: Counter[int] = Counter()
         """Number of steps, by η_eff at the end of the step. Empty without a bound on divergence."""
         self.variants = VariantAccounts(settings.seed, settings.variants)
-        self.members = MemberLedger()
+        self.members, self.failures = MemberLedger(), Failures()
         self.given_up: Counter[int] = Counter()
         """Rows whose tickets were given up, with the number of these tickets."""
         self._keep = keep
@@ -290,6 +258,7 @@ class Scheduler:
             evaluation=self.evaluation.snapshot(),
             variants=self.variants.snapshot(),
             members=msgspec.structs.replace(self.members),
+            failures=copy.deepcopy(self.failures),
             given_up=dict(self.given_up),
             draws=self.draws.snapshot(),
         )
@@ -354,6 +323,7 @@ class Scheduler:
         self.reasons.update(snapshot.reasons)
         self.limits = Counter(snapshot.limits)
         self.members = msgspec.structs.replace(snapshot.members)
+        self.failures = copy.deepcopy(snapshot.failures)
         self.given_up = Counter(snapshot.given_up)
         if snapshot.gate is not None and self.settings.max_divergence is not None:
             limit = min(snapshot.gate.limit, self.settings.max_staleness)
@@ -429,7 +399,7 @@ class Scheduler:
         self._setbacks.failed = self._setbacks.left_out = 0
         self.variants.observe(group)
         found.done = group
-        self.members.finish(group, self.reasons)
+        self.failures.finish(group, self.members, self.reasons)
         self.tickets.date(found)
         lengths = tuple(member.sampled for member in group.members)
         is_kept = self._keep(Group(tuple(member.reward for member in group.members), lengths))
@@ -461,8 +431,8 @@ class Scheduler:
             self.members.lose(self.settings.group_size)
             if self._phase != "waiting":
                 self._count("failed", found.row, failure.reason)
-                if not self._closing:
-                    self._reissue(found, failure.reason)
+                if not self._closing and not self._reissue(found, failure.reason):
+                    self.failures.give_up(failure.prompt, self.settings.group_size)
         self._proceed()
 
     def worker_gone(self, worker: str, *, drained: bool) -> None:
@@ -619,12 +589,15 @@ class Scheduler:
                 self._retire(ticket, "expired", reason)
                 self.draws.again.append((ticket.row, ticket.drops))
 
-    def _reissue(self, ticket: OpenTicket, reason: str) -> None:
-        """Issue the next attempt of a ticket, or give the ticket up after `max_attempts` begun attempts."""
+    def _reissue(self, ticket: OpenTicket, reason: str) -> bool:
+        """Issue the next attempt of a ticket, or give the ticket up after `max_attempts` begun attempts.
+        Return whether it was issued."""
         variant = self.variants.of(ticket.id)
-        if refusal := self.tickets.issue(ticket, self.version, reason, variant):
+        refusal = self.tickets.issue(ticket, self.version, reason, variant)
+        if refusal:
             self._retire(ticket, "failed", refusal)
             self.given_up[ticket.row] += 1
+        return not refusal
 
     def _retire(self, ticket: OpenTicket, account: Account, reason: str) -> None:
         self.tickets.remove(ticket.id)

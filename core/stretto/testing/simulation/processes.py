@@ -20,10 +20,10 @@ from anyio.abc import TaskGroup
 
 from stretto.bus.messages.membership import Heartbeat
 from stretto.bus.server import Bootstrap
-from stretto.children import reward
-from stretto.children.protocol import reason_of
+from stretto.children import environment, reward
 from stretto.component import Context
 from stretto.errors import leaves
+from stretto.faults import SampleFault
 from stretto.launcher import Job, LauncherConfig, Resources, Role
 from stretto.testing.simulation.loop import SimulatedProcess
 from stretto.testing.simulation.patches import World, replaced
@@ -261,7 +261,8 @@ def _end_child(parent: int, status: int) -> None:
 
 
 class InlineChildPool:
-    """Takes the place of the processes that score: the reward runs inline, and takes virtual time."""
+    """Takes the place of the processes that run rewards and environments: the user's code runs inline, and
+    takes virtual time."""
 
     def __init__(self, world: World, program: Program, count: int) -> None:
         self.world, self._program = world, program
@@ -269,13 +270,19 @@ class InlineChildPool:
         self._free = anyio.Semaphore(count)
 
     async def open(self, tasks: TaskGroup) -> bytes:
-        """Make the reward."""
+        """Make the reward or the environment."""
         await anyio.sleep(self.world.costs.uniform(*_CHILD_S))
-        self._scorer = reward.Scorer(self._program.setup)
+        self._what = "reward"
+        if environment.COMMAND[-1] in self._program.argv:
+            self._what = "environment"
+            loaded = environment.load(self._program.setup)
+            self._answer: Callable[[bytes], Any] = lambda data: environment.react(loaded, data)
+        else:
+            self._answer = reward.Scorer(self._program.setup).answer
         return b""
 
     async def ask(self, question: msgspec.Struct, answer: Any, timeout_s: float) -> Any:
-        """Score the samples.
+        """Call the reward or the environment.
 
         Raises:
             TimeoutError: if that takes longer than `timeout_s`.
@@ -285,7 +292,7 @@ class InlineChildPool:
         try:
             async with self._free:
                 with replaced([(os, "_exit", partial(_end_child, _process_id()))]):
-                    result, seconds = self.world.call(self._scorer.answer, msgspec.msgpack.encode(question))
+                    result, seconds = self.world.call(self._answer, msgspec.msgpack.encode(question))
                 seconds += self.world.costs.expovariate(1 / _SCORE_S)
                 self.busy_s += min(seconds, timeout_s)
                 with anyio.fail_after(timeout_s):
@@ -295,7 +302,7 @@ class InlineChildPool:
         finally:
             self.calls -= 1
         if isinstance(result, Exception):
-            return reward.ScoringResult(error=reason_of(result, "reward"))
+            return answer(fault=SampleFault.of(result, self._what))
         return result
 
     async def close(self) -> None:

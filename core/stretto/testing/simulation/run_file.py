@@ -33,10 +33,10 @@ def simulated(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     sections = {key: value for key, value in document.items() if key not in _NOWHERE and value is not None}
     workflow = _section(sections, "workflow")
-    if workflow.get("use") in _OUTSIDE or "tools" in workflow or "environment" in workflow:
+    if workflow.get("use") in _OUTSIDE or "tools" in workflow:
         raise ConfigError(
-            f"the workflow {workflow.get('use')!r} cannot be simulated: it needs HTTP servers, tools or an "
-            "environment; `single_turn` and workflows of your own that only sample and score can",
+            f"the workflow {workflow.get('use')!r} cannot be simulated: it needs HTTP servers or tools; "
+            "`single_turn`, `multi_turn` and workflows of your own without tools can",
             path="workflow",
         )
     models = {name: {**model, "group": "training"} for name, model in sections.get("models", {}).items()}

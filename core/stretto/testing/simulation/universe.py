@@ -29,7 +29,7 @@ from stretto.bus.messages.events import Event
 from stretto.bus.messages.operation import ScaleRun
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
-from stretto.children import reward
+from stretto.children import environment, reward
 from stretto.cli.audit.audit import audit
 from stretto.errors import RequestError, StrettoError
 from stretto.kernel.durable.changes import write_values
@@ -389,6 +389,7 @@ def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextMana
 
     places: list[tuple[Any, str, Any]] = [
         (reward.Scorer, "answer", failing(reward.Scorer.answer)),
+        (environment, "react", failing(environment.react)),
         (Intake, "accept", failing(Intake.accept)),
         (stretto.kernel.step_meter, "CoreMeter", _NoMeter),
         (life, "View", _NoView),

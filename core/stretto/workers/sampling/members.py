@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TypeVar
 
 import anyio
+import msgspec
+import numpy as np
 import structlog
 
-from stretto.bus.messages.scoring import ScoringFault
-from stretto.bus.messages.tickets import FaultKind, Missing
-from stretto.errors import (
-    BusError,
-    EngineError,
-    MembersError,
-    RewardError,
-    StrettoError,
-    foreign_frames,
-    leaves,
-    one_error,
-    place_of,
-    printable,
-)
-from stretto.workflow import Score, Trajectory, sample_numbers
+from stretto.bus.messages.tickets import FailedSample
+from stretto.errors import MembersError, one_error
+from stretto.faults import FaultKind, SampleFault
+from stretto.workflow import FailureReward, Score, Trajectory, parts_of_sample, sample_numbers
 
 log = structlog.get_logger()
 
@@ -35,30 +27,47 @@ member_number: ContextVar[int | None] = ContextVar("member_number", default=None
 """Number of the sample that the current task makes; None outside of `Members.run`."""
 _LONGEST = 500
 """Characters of a reason."""
-_INFRASTRUCTURE = (BusError, EngineError, OSError)
-_PLACE = re.compile(r"^(.*?)(?: raised (\w+))?:.*\((\S+:\d+)\)$", re.DOTALL)
-"""What `stretto.children.protocol.reason_of` writes: what raised, the exception, and its file and line."""
 
 
 class Members:
-    """The samples of one ticket that have failed.
+    """The samples of one ticket, and those of them that have failed.
+
+    A sample is *missing* if the environment or the infrastructure failed: it has no reward, and no token of
+    it is trained. It is *penalized* if its own answer is at fault: then it is trained with the failure
+    reward, because a policy that can end a bad sample at no cost learns to.
 
     Args:
         size: number of samples that the ticket is to have.
         least: number of samples that are left at least, else the ticket fails.
         retries: how often a sample is tried again.
+        failure_reward: see `stretto.workflow.WorkflowConfig.failure_reward`.
+        sampled: returns what the policy has sampled for a number in `run`, since its last try began.
     """
 
-    def __init__(self, size: int, *, least: int, retries: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        least: int,
+        retries: int,
+        failure_reward: FailureReward,
+        sampled: Callable[[int], list[Trajectory]],
+    ) -> None:
         self._size = size
         self._least = least
         self._retries = retries
-        self._lost: list[Missing] = []
-        """Samples that have failed in `run`."""
-        self._unscored: list[Missing] = []
+        self._failure_reward = failure_reward
+        self._sampled = sampled
+        self._ended: list[list[Trajectory]] = []
+        """The trajectories of each sample that its own answer ended in `run`."""
+        self._unscored: list[FailedSample] = []
         """Answers whose scoring has failed."""
-        self.retried = 0
-        """Number of samples that have succeeded after a failure."""
+        self.missing: list[FailedSample] = []
+        self.penalized: list[FailedSample] = []
+        self.retried: Counter[FaultKind] = Counter()
+        """Number of samples that have succeeded after a failure, by what was at fault."""
+        self.redrawn = 0
+        """Number of these whose answer is another one than the one that failed."""
 
     async def run(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
         """Do what `stretto.workflow.Session.members` promises."""
@@ -71,73 +80,133 @@ class Members:
                 try:
                     results[number] = await sample(number)
                 except Exception as error:  # noqa: BLE001 - user code may raise anything
-                    attempts.note(number, error)
-                    if tries > self._retries or not await attempts.may_try_again():
-                        self._lost.append(Missing(_kind_of(error), _reason_of(error)[:_LONGEST], tries))
+                    fault = attempts.note(number, error, self._sampled(number))
+                    if fault.kind == "policy" or tries > self._retries:
+                        return
+                    if not await attempts.may_try_again():
                         return
                 else:
-                    attempts.mixed.set()
-                    self.retried += tries > 1
+                    attempts.succeeded()
+                    if fault := attempts.last_fault(number):
+                        self.retried[fault.kind] += 1
+                        self.redrawn += attempts.answered_differently(number, self._sampled(number))
                     return
 
         with one_error():
             async with anyio.create_task_group() as tasks:
                 for number in range(self._size):
                     tasks.start_soon(run_one, number)
-        if not results:
+        failed = [number for number in range(self._size) if number not in results]
+        for number in failed:
+            self._count(attempts, number)
+        if len(self.missing) == self._size:
             raise attempts.errors[0]
-        self._check(len(results), self._lost)
+        self._check()
         return [results[number] for number in sorted(results)]
 
-    def may_score_again(self, faults: Sequence[ScoringFault], *, of: int, tries: int) -> bool:
-        """Return whether answers whose scoring failed are to be scored again.
+    async def score(
+        self,
+        lengths: Sequence[int],
+        score: Callable[[list[int]], Awaitable[Iterable[Score | SampleFault]]],
+    ) -> list[Score]:
+        """Score answers, and those again whose scoring fails. An answer that still has no score has the
+        reward NaN; one that is itself at fault has the failure reward.
 
         Args:
-            of: number of all answers. If all have failed in the same way, nothing is to be gained; one answer
-                alone is scored twice at most.
+            lengths: number of tokens of each answer; 0 if it is not known.
+            score: scores the answers with these indices.
 
         Raises:
-            RewardError: if all answers have failed, and are not to be scored again.
+            RewardError: if all answers have failed.
         """
-        is_over = tries > (self._retries if of > 1 else min(1, self._retries))
-        if len(faults) == of and (
-            is_over or (of > 1 and len({_site_in(each.error) for each in faults}) == 1)
-        ):
-            raise RewardError(faults[0].error, lost=faults[0].lost)
-        return not is_over
+        scores: dict[int, Score] = {}
+        faults: defaultdict[int, list[SampleFault]] = defaultdict(list)
+        open_ = list(range(len(lengths)))
+        while open_:
+            for index, result in zip(open_, await score(open_), strict=True):
+                if isinstance(result, SampleFault):
+                    faults[index].append(result)
+                else:
+                    scores[index] = result
+                    if index in faults:
+                        self.retried[faults[index][-1].kind] += 1
+            open_ = [
+                index
+                for index in open_
+                if index not in scores
+                and faults[index][-1].kind != "policy"
+                and self._may_score_again(len(faults[index]), of=len(lengths))
+            ]
+            if len(open_) == len(lengths) > 1 and len({faults[index][-1].site for index in open_}) == 1:
+                break  # all have failed in the same way
+        failure, others_scored = self._failure_score(list(scores.values())), bool(scores)
+        for index in sorted(set(range(len(lengths))) - scores.keys()):
+            last = faults[index][-1]
+            of_policy = last.kind == "policy" or (others_scored and _repeats(faults[index]))
+            failed = _failed_sample(last, len(faults[index]), lengths[index], of_policy=of_policy)
+            if of_policy and self._failure_reward != "missing":
+                self.penalized.append(failed)
+                scores[index] = failure
+            else:
+                self._unscored.append(failed)
+                scores[index] = Score(math.nan)
+        if lengths and all(math.isnan(each.reward) for each in scores.values()):
+            raise faults[0][-1].raised()
+        return [scores[index] for index in range(len(lengths))]
 
-    def score_of(self, result: Score | ScoringFault, tries: int) -> Score:
-        """Return the score of an answer, with the reward NaN if its scoring has failed."""
-        if isinstance(result, Score):
-            return result
-        kind: FaultKind = "infrastructure" if result.lost else "environment"
-        self._unscored.append(Missing(kind, printable(result.error[:_LONGEST]), tries))
-        return Score(math.nan)
-
-    def complete(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], tuple[Missing, ...]]:
-        """Return the trajectories of the samples that have a reward, and the missing samples.
+    def complete(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories of the samples that have a reward: those of the workflow, then those of the
+        samples that their own answers ended. `missing` and `penalized` are then complete too.
 
         Raises:
             MembersError: if too few samples are left.
         """
-        numbers = sample_numbers(trajectories)
-        unscored = {
-            number
-            for number, each in zip(numbers, trajectories, strict=True)
-            if math.isnan(each.score.reward)
-        }
-        unnamed = Missing("environment", "the workflow gave the reward NaN", 1)
-        faults = [*self._unscored, *[unnamed] * len(unscored)]
-        missing = [*self._lost, *faults[: len(unscored)]]
-        self._check(len({*numbers} - unscored), missing)
-        kept = [each for number, each in zip(numbers, trajectories, strict=True) if number not in unscored]
-        return kept, tuple(missing)
+        samples: defaultdict[int, list[Trajectory]] = defaultdict(list)
+        for number, each in zip(sample_numbers(trajectories), trajectories, strict=True):
+            samples[number].append(each)
+        kept: list[Trajectory] = []
+        unnamed = FailedSample("environment", "the workflow gave the reward NaN", 1)
+        faults = iter([*self._unscored, *[unnamed] * len(samples)])
+        for parts in samples.values():
+            if any(math.isnan(each.score.reward) for each in parts):
+                self.missing.append(msgspec.structs.replace(next(faults), sampled=_tokens_in(parts)))
+            else:
+                kept += parts
+        failure = self._failure_score([each.score for each in kept])
+        kept += [replace(each, score=failure) for parts in self._ended for each in parts]
+        self._check()
+        return kept
 
-    def _check(self, left: int, missing: Sequence[Missing]) -> None:
-        if missing and left < self._least:
+    # ------------------------------------------------------------------------------------ private
+
+    def _count(self, attempts: _Attempts, number: int) -> None:
+        """Count a sample of `run` that has failed."""
+        trajectories = self._sampled(number)
+        of_policy = attempts.are_of_policy(number) and bool(trajectories)
+        faults = attempts.faults[number]
+        failed = _failed_sample(faults[-1], len(faults), _tokens_in(trajectories), of_policy=of_policy)
+        if of_policy and self._failure_reward != "missing":
+            self.penalized.append(failed)
+            self._ended.append(parts_of_sample(trajectories))
+        else:
+            self.missing.append(failed)
+
+    def _may_score_again(self, tries: int, *, of: int) -> bool:
+        """Return whether an answer may be scored once more. One answer alone is scored twice at most."""
+        return tries <= (self._retries if of > 1 else min(1, self._retries))
+
+    def _failure_score(self, others: Sequence[Score]) -> Score:
+        """Return the score of an answer that is itself at fault, beside those of the others."""
+        chosen = self._failure_reward
+        lowest = chosen if isinstance(chosen, float) else min((0.0, *(each.reward for each in others)))
+        return Score(lowest, {"accuracy": 0.0} if any("accuracy" in each.metrics for each in others) else {})
+
+    def _check(self) -> None:
+        left = self._size - len(self.missing)
+        if self.missing and left < self._least:
             raise MembersError(
-                f"{len(missing)} of {self._size} samples failed, and at least {self._least} must be left "
-                f"(queue.min_members); the first: {missing[0].reason}"
+                f"{len(self.missing)} of {self._size} samples failed, and at least {self._least} must be "
+                f"left (queue.min_members); the first: {self.missing[0].reason}"
             )
 
 
@@ -146,54 +215,76 @@ class _Attempts:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._sites: dict[int, str] = {}
-        """Where each sample has failed first."""
+        self._has_succeeded = False
+        """Whether what the samples need has worked for one of them."""
+        self._answers: defaultdict[int, set[bytes]] = defaultdict(set)
+        """What the policy had sampled when a sample failed."""
+        self.faults: defaultdict[int, list[SampleFault]] = defaultdict(list)
         self.errors: list[Exception] = []
-        self.mixed = anyio.Event()
+        self._mixed = anyio.Event()
         """Set when it is known whether all samples fail in the same way."""
 
-    def note(self, number: int, error: Exception) -> None:
-        """A sample has failed."""
-        log.warning("sample failed", error=_reason_of(error), exc_info=error)
+    def note(self, number: int, error: Exception, trajectories: Sequence[Trajectory]) -> SampleFault:
+        """A sample has failed, after the policy sampled so much."""
+        fault = SampleFault.of(error)
+        log.warning("sample failed", error=fault.error, exc_info=error)
         self.errors.append(error)
-        self._sites.setdefault(number, _site_of(error))
-        if self._differ or len(self._sites) == self._size:
-            self.mixed.set()
+        self.faults[number].append(fault)
+        self._answers[number].add(_sampled_in(trajectories))
+        if fault.kind == "policy":
+            self.succeeded()
+        elif self._differ or len(self.faults) == self._size:
+            self._mixed.set()
+        return fault
+
+    def succeeded(self) -> None:
+        """What the samples need has worked for one."""
+        self._has_succeeded = True
+        self._mixed.set()
+
+    def last_fault(self, number: int) -> SampleFault | None:
+        """Return why a sample failed last; None if it never did."""
+        return self.faults[number][-1] if number in self.faults else None
 
     async def may_try_again(self) -> bool:
         """Wait until a sample has succeeded, or two have failed in different ways, or all have failed. Return
         whether a sample may be tried again: not if all have failed in the same way."""
-        await self.mixed.wait()
-        return self._differ or len(self._sites) < self._size
+        await self._mixed.wait()
+        return self._differ or self._has_succeeded
+
+    def are_of_policy(self, number: int) -> bool:
+        """Whether a sample has failed by its own answer: each time at the same place with the same answer,
+        while another sample got through."""
+        if self.faults[number][-1].kind == "policy":
+            return True
+        is_same_answer = len(self._answers[number]) == 1
+        return is_same_answer and self._has_succeeded and _repeats(self.faults[number])
+
+    def answered_differently(self, number: int, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether a sample that has succeeded does not begin with what had failed."""
+        answer = _sampled_in(trajectories)
+        return not all(answer.startswith(failed) for failed in self._answers[number])
 
     @property
     def _differ(self) -> bool:
-        return len(set(self._sites.values())) > 1
+        return len({faults[0].site for faults in self.faults.values()}) > 1
 
 
-def _kind_of(error: Exception) -> FaultKind:
-    """Return what has failed, from what was raised."""
-    first = leaves(error)[0]
-    lost = isinstance(first, _INFRASTRUCTURE) or (isinstance(first, RewardError) and first.lost)
-    return "infrastructure" if lost else "environment"
+def _repeats(faults: Sequence[SampleFault]) -> bool:
+    """Whether something failed several times in the same way, and no service is at fault."""
+    is_of_code = all(fault.kind == "environment" for fault in faults)
+    return len(faults) > 1 and is_of_code and len({fault.site for fault in faults}) == 1
 
 
-def _reason_of(error: Exception) -> str:
-    """Return what was raised, and where."""
-    first = leaves(error)[0]
-    text = f"{type(first).__name__}: {first}" if isinstance(first, StrettoError) else place_of(first)
-    return printable(text)
+def _failed_sample(fault: SampleFault, tries: int, sampled: int, *, of_policy: bool) -> FailedSample:
+    return FailedSample("policy" if of_policy else fault.kind, fault.error[:_LONGEST], tries, sampled)
 
 
-def _site_of(error: Exception) -> str:
-    """Return the type of what was raised and its file and line, without the message."""
-    first = leaves(error)[0]
-    if isinstance(first, StrettoError):
-        return f"{type(first).__name__} {_site_in(str(first))}"
-    frames = [f"{frame.filename}:{frame.lineno}" for frame in foreign_frames(first)[-1:]]
-    return f"{type(first).__name__} {''.join(frames)}"
+def _tokens_in(trajectories: Iterable[Trajectory]) -> int:
+    """Return the number of tokens that the policy sampled."""
+    return sum(int(np.count_nonzero(each.loss_mask)) for each in trajectories)
 
 
-def _site_in(reason: str) -> str:
-    """Return exception, file and line of what a child process has reported; all of it if it names none."""
-    return " ".join(map(str, found.groups())) if (found := _PLACE.match(reason)) else reason
+def _sampled_in(trajectories: Iterable[Trajectory]) -> bytes:
+    """Return the tokens that the policy sampled."""
+    return b"".join(each.tokens[each.loss_mask].tobytes() for each in trajectories)

@@ -17,17 +17,18 @@ from stretto import tracing
 from stretto.agents.conversation import Conversation, conversation_in
 from stretto.array import Array
 from stretto.base import clock
-from stretto.bus.messages.scoring import ScoringFault
 from stretto.bus.messages.tickets import Ticket
 from stretto.config import RunConfig
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback, columns_of_turn
+from stretto.faults import SampleFault
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.tokenizer import Message, Tokenizer
 from stretto.tools import ToolAnswer
 from stretto.workers.images import RolloutImages, TicketImages
 from stretto.workers.sampling.generation import Generations, VersionFloor
 from stretto.workers.sampling.members import Members, member_number
+from stretto.workers.sampling.transcript import Transcript
 from stretto.workers.sampling.verifier_client import VerifierClient
 from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory, Workflow, texts_and_columns
 
@@ -89,15 +90,25 @@ class RolloutSession:
         )
         config = services.config
         least, retries = config.queue.least_members(ticket.samples), config.workflow.member_retries
-        self.group = Members(ticket.samples, least=least, retries=retries)
+        self.group = Members(
+            ticket.samples,
+            least=least,
+            retries=retries,
+            failure_reward=config.workflow.failure_reward,
+            sampled=self._sampled_by,
+        )
         self.images: TicketImages | None = None
         """The ticket's images; None for a text model."""
         self._turns: Counter[str] = Counter()
         """Number of requests made in each conversation."""
         self._conversations: Counter[int | None] = Counter()
         """Number of conversations of each sample of `members`, and of those outside of it."""
-        self._finished: dict[tuple[str, int], tuple[NDArray[np.int32], list[Answer]]] = {}
-        """Prompt and answers of the latest request of each conversation, and of every other request."""
+        self._transcripts: dict[str, Transcript] = {}
+        """What was sampled in each conversation."""
+        self._members_of: dict[str, int | None] = {}
+        """The sample of `members` that each conversation belongs to."""
+        self._alone: list[Trajectory] = []
+        """Answers that belong to no conversation."""
 
     @property
     def group_size(self) -> int:
@@ -158,18 +169,17 @@ class RolloutSession:
             )
             for sample in samples
         ]
-        self._finished[conversation_id, 0 if conversation_id else number] = (prompt_ids, answers)
+        if conversation_id:
+            transcript = self._transcripts.setdefault(conversation_id, Transcript(images))
+            for answer in answers:
+                transcript.add(prompt_ids, answer)
+        else:
+            self._alone += [Trajectory.of(prompt_ids, answer, Score(math.nan)) for answer in answers]
         return answers
 
     def finished(self) -> list[Trajectory]:
-        """Return what was sampled so far, without a score: the latest answer of each conversation with all
-        before it, and every answer that belongs to none."""
-        unscored = Score(math.nan)
-        return [
-            Trajectory.of(prompt_ids, answer, unscored)
-            for prompt_ids, answers in self._finished.values()
-            for answer in answers
-        ]
+        """Return what was sampled so far, without a score."""
+        return [*(each for one in self._transcripts.values() for each in one.trajectories()), *self._alone]
 
     def conversation(
         self,
@@ -189,12 +199,16 @@ class RolloutSession:
     def begin(self, conversation_id: str) -> None:
         """Let the next request of a conversation have the seeds of the first one."""
         self._turns.pop(conversation_id, None)
+        self._transcripts.pop(conversation_id, None)
+        self._members_of[conversation_id] = member_number.get()
 
     async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
         """Make a group of samples, apart from each other."""
 
         async def begin_again(number: int) -> T:
             self._conversations.pop(number, None)
+            for conversation_id in [name for name, of in self._members_of.items() if of == number]:
+                self._transcripts.pop(conversation_id, None)
             return await sample(number)
 
         return await self.group.run(begin_again)
@@ -208,23 +222,18 @@ class RolloutSession:
     ) -> list[Score]:
         """Let the verifiers score answers to the prompt's row."""
         texts, more = texts_and_columns(answers, columns or {})
-        results: dict[int, Score | ScoringFault] = {}
-        open_, tries = list(range(len(texts))), 0
-        while open_:
-            tries += 1
-            some = {name: [values[index] for index in open_] for name, values in more.items()}
+        row = self._row(prompt)
+
+        async def score_some(indices: list[int]) -> list[Score | SampleFault]:
+            some = {name: [values[index] for index in indices] for name, values in more.items()}
             with self.score_clock:
                 scored = await self._services.verifiers.score(
-                    self._row(prompt), [texts[index] for index in open_], some, traceparent=self._trace
+                    row, [texts[index] for index in indices], some, traceparent=self._trace
                 )
-            for index, value in zip(open_, scored, strict=True):
-                results[index] = value if isinstance(value, ScoringFault) else Score(*value)
-            faults = {index: each for index, each in results.items() if isinstance(each, ScoringFault)}
-            self.group.retried += len(open_) - len(faults) if tries > 1 else 0
-            open_ = list(faults)
-            if not self.group.may_score_again(list(faults.values()), of=len(texts), tries=tries):
-                break
-        return [self.group.score_of(results[index], tries) for index in range(len(texts))]
+            return [each if isinstance(each, SampleFault) else Score(*each) for each in scored]
+
+        lengths = [0 if isinstance(answer, str) else len(answer.tokens) for answer in answers]
+        return await self.group.score(lengths, score_some)
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools."""
@@ -244,6 +253,15 @@ class RolloutSession:
         with self.score_clock:
             question = {**self._row(prompt), **columns_of_turn(conversation, state)}
             return await self._services.verifiers.feedback(question, traceparent=self._trace)
+
+    def _sampled_by(self, number: int) -> list[Trajectory]:
+        """Return what was sampled in the conversations of a sample of `members`."""
+        return [
+            each
+            for name, transcript in self._transcripts.items()
+            if self._members_of.get(name) == number
+            for each in transcript.trajectories()
+        ]
 
     @property
     def _seed_scope(self) -> str:

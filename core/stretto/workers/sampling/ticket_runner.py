@@ -17,7 +17,6 @@ from stretto.bus.messages.tickets import (
     GroupDone,
     GroupFailed,
     Member,
-    Missing,
     Purpose,
     StoredImage,
     Ticket,
@@ -98,8 +97,11 @@ class TicketRunner:
             record=record,
             digest=digest,
             images=tuple(images),
-            missing=attempt.missing,
-            retried=attempt.session.group.retried,
+            missing=tuple(attempt.session.group.missing),
+            penalized=tuple(attempt.session.group.penalized),
+            retried=dict(attempt.session.group.retried),
+            redrawn=attempt.session.group.redrawn,
+            prompt=attempt.prompt_tokens,
         )
 
     async def _failed(self, attempt: _RunningTicket, reason: str, *, filtered: bool = False) -> GroupFailed:
@@ -112,7 +114,9 @@ class TicketRunner:
             log.warning("samples of a failed ticket are not kept", exc_info=error)
             record = 0
         return GroupFailed(
-            ticket.purpose, ticket.id, ticket.attempt, worker, reason[:500], filtered, record=record
+            *(ticket.purpose, ticket.id, ticket.attempt, worker, reason[:500], filtered),
+            record=record,
+            prompt=attempt.prompt_tokens,
         )
 
     async def _roll_out(self, attempt: _RunningTicket) -> None:
@@ -122,7 +126,7 @@ class TicketRunner:
             attempt.trajectories = await attempt.services.workflow.run(prompt, attempt.session)
             if not attempt.trajectories:
                 raise EngineError("the workflow returned no trajectory")
-            attempt.trajectories, attempt.missing = attempt.session.group.complete(attempt.trajectories)
+            attempt.trajectories = attempt.session.group.complete(attempt.trajectories)
             if attempt.session.images is not None:
                 for trajectory in attempt.trajectories:
                     await attempt.session.images.check(trajectory)
@@ -142,6 +146,7 @@ class TicketRunner:
         if characters > self._services.tokenizer.most_characters(limit):
             raise _Unfit(f"prompt longer than {too_long}")
         ids = await self._encode(attempt, characters)
+        attempt.prompt_tokens = len(ids)
         if limit is not None and len(ids) > limit:
             raise _Unfit(f"prompt longer than {too_long}")
         if len(ids) == 0:
@@ -242,8 +247,8 @@ class _RunningTicket:
         """The row of the dataset; empty before it is read."""
         self.trajectories: Sequence[Trajectory] = ()
         """What the workflow returned; empty before."""
-        self.missing: tuple[Missing, ...] = ()
-        """The samples that have failed."""
+        self.prompt_tokens = 0
+        """Number of tokens of the row's prompt; 0 before it is encoded."""
         self._start = clock.now()
 
     def wires(self) -> list[WireTrajectory]:

@@ -17,13 +17,13 @@ from stretto.bus.messages.scoring import (
     RunTool,
     Scored,
     ScoreSamples,
-    ScoringFault,
     ToolDone,
     ToolList,
 )
 from stretto.config import RunConfig
 from stretto.environment import EnvironmentConfig, Feedback
 from stretto.errors import ConfigError, RewardError
+from stretto.faults import SampleFault
 from stretto.tools import ToolAnswer, ToolsConfig
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.routing import Router
@@ -50,7 +50,7 @@ class VerifierClient:
         columns: Mapping[str, Sequence[Any]],
         *,
         traceparent: str = "",
-    ) -> Sequence[tuple[float, dict[str, float]] | ScoringFault]:
+    ) -> Sequence[tuple[float, dict[str, float]] | SampleFault]:
         """Return the reward and the metrics of each text, or why it has none.
 
         Raises:
@@ -107,13 +107,14 @@ class VerifierClient:
         Raises:
             ConfigError: if the config of the workflow does not extend `EnvironmentConfig`.
             RewardError: if the environment raised, took too long, or returned a value that is not allowed.
+            PolicyError: if the environment raised that.
         """
         if not isinstance(self._config.workflow, EnvironmentConfig):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
         message = EnvironmentTurn(msgspec.msgpack.encode(question), traceparent, self._variant)
         answer = await self._ask("environment", message, EnvironmentAnswer)
-        if answer.error:
-            raise RewardError(answer.error, lost=answer.lost)
+        if answer.fault:
+            raise answer.fault.raised()
         return answer.feedback
 
     async def _ask(self, verb: str, message: Message, kind: type[M]) -> M:

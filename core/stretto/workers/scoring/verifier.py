@@ -22,18 +22,19 @@ from stretto.bus.messages.scoring import (
     RunTool,
     Scored,
     ScoreSamples,
-    ScoringFault,
     ToolDone,
     ToolList,
 )
 from stretto.children import environment, reward, tools
-from stretto.environment import EnvironmentConfig
+from stretto.environment import EnvironmentConfig, Feedback
 from stretto.errors import ConfigError, printable
+from stretto.faults import SampleFault
 from stretto.reward import RewardConfig
 from stretto.tools import ToolAnswer, ToolsConfig
 from stretto.user_code.guard import guarded
 from stretto.workers.context import WorkerContext
 from stretto.workers.scoring.child_pool import ChildEnded, Program
+from stretto.workers.scoring.pause import Pause
 
 log = structlog.get_logger()
 
@@ -50,6 +51,8 @@ _MOST_LOGGED = 20
 """Answers over a limit that one verifier worker logs."""
 _END = 200
 """Characters of such an answer in the log: its end, which has the result."""
+_LONGEST_REASON = 500
+"""Characters of a reason in a heartbeat."""
 _LONGEST_NAME = 100
 """Characters of a tool's name in a trace: the policy may call what does not exist."""
 
@@ -107,9 +110,10 @@ class VerifierWorker:
             )
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Add `busy_s`: seconds that children spent on calls."""
+        """Add `busy_s`: seconds that children spent on calls; and `paused`: why calls pause."""
         busy_s = sum(service.children.busy_s for service in self._services)
-        return msgspec.structs.replace(heartbeat, busy_s=busy_s)
+        paused = "; ".join(service.pause.reason for service in self._services if service.pause.reason)
+        return msgspec.structs.replace(heartbeat, busy_s=busy_s, paused=paused[:_LONGEST_REASON])
 
 
 class _Service:
@@ -117,6 +121,7 @@ class _Service:
 
     def __init__(self, context: WorkerContext, program: Program, children: int) -> None:
         self.children = context.process.children(program, children)
+        self.pause = Pause("", 0)
         self.reported = b""
         """What the first child has reported at its start."""
 
@@ -166,45 +171,49 @@ class _Rewards(_Service):
         setup = reward.setup_frame(msgspec.to_builtins(composed.config), context.component_context)
         program = Program("the scoring process", guarded(reward.COMMAND), setup)
         super().__init__(context, program, composed.config.verifier.children)
+        self.pause = Pause("the reward", composed.config.verifier.pause_s)
 
     async def score(self, message: ScoreSamples) -> Scored:
         with tracing.span("reward", message.traceparent, answers=len(message.completions)) as span:
             task = reward.Task(message.row, message.completions, message.columns)
             scored = await self._scored(task)
-            if isinstance(scored, ScoringFault):
+            if isinstance(scored, SampleFault):
                 span.fail(scored.error)
                 scored = await self._one_by_one(task, scored)
             return Scored(tuple(scored))
 
-    async def _one_by_one(self, task: reward.Task, fault: ScoringFault) -> Sequence[_Score | ScoringFault]:
+    async def _one_by_one(self, task: reward.Task, fault: SampleFault) -> Sequence[_Score | SampleFault]:
         """Score the answers of a group apart from each other, after the scoring of all has failed."""
         if len(task.completions) == 1:
             return [fault]
         columns = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
-        scores: list[_Score | ScoringFault] = [fault] * len(task.completions)
+        scores: list[_Score | SampleFault] = [fault] * len(task.completions)
 
         async def score_one(index: int) -> None:
             own = {name: values[index : index + 1] for name, values in columns.items()}
             completion = task.completions[index : index + 1]
             scored = await self._scored(reward.Task(task.row, completion, msgspec.msgpack.encode(own)))
-            [scores[index]] = [scored] if isinstance(scored, ScoringFault) else scored
+            [scores[index]] = [scored] if isinstance(scored, SampleFault) else scored
 
         async with anyio.create_task_group() as tasks:
             for index in range(len(scores)):
                 tasks.start_soon(score_one, index)
         return scores
 
-    async def _scored(self, task: reward.Task) -> Sequence[_Score] | ScoringFault:
+    async def _scored(self, task: reward.Task) -> Sequence[_Score] | SampleFault:
         """Return the scores of a task, or why there are none."""
+        return await self.pause.call(lambda: self._asked(task))
+
+    async def _asked(self, task: reward.Task) -> Sequence[_Score] | SampleFault:
         timeout_s = self._timeout_s + self._answer_s * len(task.completions)
         try:
             answer = await self.children.ask(task, reward.ScoringResult, timeout_s)
         except TimeoutError:
-            return ScoringFault(f"reward took longer than reward.timeout_s={self._timeout_s:g}", lost=True)
+            return _lost(f"reward took longer than reward.timeout_s={self._timeout_s:g}")
         except ChildEnded as error:
-            return ScoringFault(f"reward ended its process: {error}", lost=True)
-        if answer.error:
-            return ScoringFault(answer.error)
+            return _ended("reward", error)
+        if answer.fault:
+            return answer.fault
         for index, reason in answer.over.items():
             self._log_limit(task.completions[index], reason)
         return answer.scores
@@ -269,21 +278,33 @@ class _Environments(_Service):
         setup = environment.setup_frame(config.environment)
         program = Program("the environment process", guarded(environment.COMMAND), setup)
         super().__init__(context, program, composed.config.verifier.children)
+        self.pause = Pause("the environment", composed.config.verifier.pause_s)
 
     async def answer(self, message: EnvironmentTurn) -> EnvironmentAnswer:
         with tracing.span("environment", message.traceparent) as span:
-            answer = await self._answered(message)
-            if answer.error:
+            question = environment.Question(message.arguments)
+            answer = await self.pause.call(lambda: self._answered(question))
+            if isinstance(answer, SampleFault):
                 span.fail(answer.error)
-            return answer
+                return EnvironmentAnswer(fault=answer)
+            return EnvironmentAnswer(answer)
 
-    async def _answered(self, message: EnvironmentTurn) -> EnvironmentAnswer:
-        question = environment.Question(message.arguments)
+    async def _answered(self, question: environment.Question) -> Feedback | SampleFault:
         try:
             reaction = await self.children.ask(question, environment.Reaction, self._timeout_s)
         except TimeoutError:
             limit = f"workflow.environment_timeout_s={self._timeout_s:g}"
-            return EnvironmentAnswer(error=f"environment took longer than {limit}", lost=True)
+            return _lost(f"environment took longer than {limit}")
         except ChildEnded as error:
-            return EnvironmentAnswer(error=f"environment ended its process: {error}", lost=True)
-        return EnvironmentAnswer(reaction.feedback, reaction.error)
+            return _ended("environment", error)
+        return reaction.fault or reaction.feedback
+
+
+def _lost(error: str) -> SampleFault:
+    """Return the fault of a child that did not answer in time."""
+    return SampleFault(error, "infrastructure", error)
+
+
+def _ended(name: str, error: ChildEnded) -> SampleFault:
+    """Return the fault of a child that has ended: the answer may have ended it."""
+    return SampleFault(f"{name} ended its process: {error}", "environment", f"{name} ended its process")

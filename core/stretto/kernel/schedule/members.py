@@ -1,0 +1,182 @@
+"""Accounts of samples: what became of each, and how those that failed differ from the others."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from stretto.bus.messages.events import Account
+from stretto.bus.messages.tickets import FailedSample, GroupDone
+from stretto.faults import FaultKind
+from stretto.kernel.schedule.open_tickets import samples_of
+
+_MOST_REASONS = 1000
+OF_SAMPLES = ("missing: ", "penalized: ")
+"""How the reasons begin that count samples. The others count tickets."""
+
+
+class MemberLedger(msgspec.Struct):
+    """Accounts of the samples that training tickets have begun. `sampled` is the sum of the other accounts,
+    and of the samples in finished groups that wait for training."""
+
+    sampled: int = 0
+    trained: int = 0
+    filtered: int = 0
+    expired: int = 0
+    missing: int = 0
+    """Samples that failed, and all of an attempt that failed."""
+
+    def lose(self, samples: int) -> None:
+        """Count samples that failed."""
+        self.sampled += samples
+        self.missing += samples
+
+    def count(self, account: Account | Literal["trained"], group: GroupDone) -> None:
+        """Count the samples of a finished group that has been trained or retired."""
+        setattr(self, account, getattr(self, account) + samples_of(group))
+
+
+class Lengths(msgspec.Struct):
+    """Sums over lengths in tokens."""
+
+    count: int = 0
+    total: int = 0
+    squares: int = 0
+
+    def add(self, length: int, times: int = 1) -> None:
+        """Add a length that several samples have."""
+        self.count += times
+        self.total += times * length
+        self.squares += times * length**2
+
+    @property
+    def mean(self) -> float:
+        """0 without a length."""
+        return self.total / self.count if self.count else 0.0
+
+    @property
+    def variance(self) -> float:
+        """Unbiased; 0 with fewer than two lengths."""
+        spread = self.squares - self.total**2 / max(1, self.count)
+        return max(0.0, spread) / (self.count - 1) if self.count > 1 else 0.0
+
+
+class LengthBias(msgspec.Struct):
+    """How the lengths of samples that can be trained differ from those of all samples."""
+
+    done: Lengths = msgspec.field(default_factory=Lengths)
+    failed: Lengths = msgspec.field(default_factory=Lengths)
+
+    @property
+    def shift(self) -> float:
+        """Mean of the samples that can be trained, less that of all samples."""
+        return self._share * (self.done.mean - self.failed.mean)
+
+    @property
+    def error(self) -> float:
+        """Standard error of `shift`."""
+        variances = [each.variance / max(1, each.count) for each in (self.done, self.failed)]
+        return self._share * math.sqrt(sum(variances))
+
+    @property
+    def _share(self) -> float:
+        """Share of the samples that failed."""
+        every = self.done.count + self.failed.count
+        return self.failed.count / every if self.failed.count and self.done.count else 0.0
+
+    def document(self) -> dict[str, float]:
+        """Return the means, the shift and its standard error, in tokens."""
+        means = {"done": self.done.mean, "failed": self.failed.mean}
+        figures = {**means, "shift": self.shift, "error": self.error}
+        return {name: round(value, 3) for name, value in figures.items()}
+
+
+class Failures(msgspec.Struct):
+    """Samples of training tickets that failed."""
+
+    missing: dict[FaultKind, int] = {}
+    """Number of samples in finished groups that were left out, by what was at fault."""
+    penalized: int = 0
+    """Samples that failed by their own answer, and have the reward for that."""
+    retried: dict[FaultKind, int] = {}
+    """Samples that succeeded after a failure."""
+    redrawn: int = 0
+    """Of these, samples with another answer than the one that had failed."""
+    answers: LengthBias = msgspec.field(default_factory=LengthBias)
+    """Sampled tokens of each sample. Failed ones count if the policy had sampled a token."""
+    prompts: LengthBias = msgspec.field(default_factory=LengthBias)
+    """Tokens of each sample's prompt."""
+
+    def finish(self, group: GroupDone, members: MemberLedger, reasons: Counter[str]) -> None:
+        """Count a finished group, and why samples of it are missing."""
+        members.lose(len(group.missing))
+        samples = samples_of(group)
+        members.sampled += samples
+        for each in group.missing:
+            _add_reason(reasons, f"missing: {each.kind}", each.reason)
+        for each in group.penalized:
+            _add_reason(reasons, "penalized", each.reason)
+        self.missing = _sum(self.missing, Counter(each.kind for each in group.missing))
+        self.retried = _sum(self.retried, group.retried)
+        self.penalized += len(group.penalized)
+        self.redrawn += group.redrawn
+        for length in _lengths(group):
+            self.answers.done.add(length)
+        self._add_failed(group.missing)
+        self.prompts.done.add(group.prompt, samples)
+        self.prompts.failed.add(group.prompt, len(group.missing))
+
+    def give_up(self, prompt: int, samples: int) -> None:
+        """Count the samples of a ticket that is given up, whose prompt has so many tokens."""
+        self.prompts.failed.add(prompt, samples)
+
+    def document(self) -> dict[str, Any]:
+        """Return the figures for `summary.json`."""
+        return {
+            "missing": self.missing,
+            "penalized": self.penalized,
+            "retried": self.retried,
+            "redrawn": self.redrawn,
+            "answer_tokens": self.answers.document(),
+            "prompt_tokens": self.prompts.document(),
+        }
+
+    def figures(self) -> dict[str, float]:
+        """Return by how many tokens the samples that can be trained differ from all samples so far, with
+        standard errors; empty if no sample has failed."""
+        biases = {"answer_bias": self.answers, "prompt_bias": self.prompts}
+        figures: dict[str, float] = {}
+        for name, bias in biases.items():
+            if bias.failed.count:
+                figures |= {name: bias.shift, f"{name}_error": bias.error}
+        return figures
+
+    def _add_failed(self, missing: Iterable[FailedSample]) -> None:
+        for each in missing:
+            if each.sampled:
+                self.answers.failed.add(each.sampled)
+
+
+def _lengths(group: GroupDone) -> list[int]:
+    """Return the number of sampled tokens of each sample of a group."""
+    lengths: list[int] = []
+    for member in group.members:
+        if member.part and lengths:
+            lengths[-1] += member.sampled
+        else:
+            lengths.append(member.sampled)
+    return lengths
+
+
+def _sum(counts: dict[FaultKind, int], more: dict[FaultKind, int]) -> dict[FaultKind, int]:
+    return {kind: counts.get(kind, 0) + more.get(kind, 0) for kind in counts | more}
+
+
+def _add_reason(reasons: Counter[str], account: str, reason: str) -> None:
+    """Count a reason. Each answer may have its own, so the number of different ones is limited."""
+    text = f"{account}: {reason}"
+    reasons[text if text in reasons or len(reasons) < _MOST_REASONS else f"{account}: other reasons"] += 1

@@ -1,0 +1,81 @@
+"""Calls of user code pause while a service that it needs does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+import structlog
+
+from stretto.base import clock
+from stretto.faults import SampleFault
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+_FAILED_IN_A_ROW = 10
+_FIRST_S, _LONGEST_S = 1.0, 30.0
+"""Seconds between two calls of a pause. They double."""
+
+
+class Pause:
+    """Pauses the calls of a reward or an environment after 10 of them in a row failed because a process or a
+    service did not answer. One call at a time then tries whether it answers again.
+
+    Args:
+        what: what the calls go to, for the log.
+        limit_s: seconds after which a pause ends and the calls fail; 0 for no pause.
+    """
+
+    def __init__(self, what: str, limit_s: float) -> None:
+        self._what = what
+        self._limit_s = limit_s
+        self._failed = 0
+        """Number of calls that have failed in a row."""
+        self._since = 0.0
+        """Time at which the pause began."""
+        self._is_over = False
+        """Whether a pause has ended without an answer."""
+        self._turn = anyio.Lock()
+        self.reason = ""
+        """Why calls pause now; empty if they do not."""
+
+    async def call(self, ask: Callable[[], Awaitable[T | SampleFault]]) -> T | SampleFault:
+        """Call, and return the result. During a pause, wait for its end and call again."""
+        if not self.reason:
+            result = self._note(await ask())
+            if not self.reason or not _is_lost(result):
+                return result
+        async with self._turn:
+            pause_s = _FIRST_S
+            while self.reason:
+                await anyio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_S)
+                result = self._note(await ask())
+                if not self.reason:
+                    return result
+        return self._note(await ask())
+
+    def _note(self, result: T | SampleFault) -> T | SampleFault:
+        """Count a result; begin or end a pause."""
+        now = clock.now()
+        if not isinstance(result, SampleFault) or not _is_lost(result):
+            if self.reason:
+                log.info("calls go on", what=self._what, paused_s=round(now - self._since, 1))
+            self._failed, self.reason, self._is_over = 0, "", False
+            return result
+        self._failed += 1
+        if self.reason and now - self._since >= self._limit_s:
+            log.warning("calls fail after a pause", what=self._what, paused_s=round(now - self._since, 1))
+            self.reason, self._is_over = "", True
+        elif not self.reason and not self._is_over and self._failed >= _FAILED_IN_A_ROW and self._limit_s:
+            self.reason, self._since = result.error, now
+            log.warning("calls pause", what=self._what, failed=self._failed, reason=result.error)
+        return result
+
+
+def _is_lost(result: object) -> bool:
+    """Whether a call has failed because a process or a service did not answer."""
+    return isinstance(result, SampleFault) and result.kind == "infrastructure"
