@@ -35,7 +35,13 @@ class SampleFault(msgspec.Struct, frozen=True):
     """Printable text."""
     kind: FaultKind = "environment"
     site: str = ""
-    """The exception with its file and line. Faults at the same site are alike, whatever their text says."""
+    """The exception that the user's code raised, with its file and line; empty if a reward or an environment
+    said on purpose that it has no result."""
+
+    @property
+    def likeness(self) -> str:
+        """Faults with the same text here are alike."""
+        return self.site or self.error
 
     @classmethod
     def of(cls, error: BaseException, what: str = "") -> SampleFault:
@@ -52,8 +58,8 @@ class SampleFault(msgspec.Struct, frozen=True):
             text = str(error)
         else:
             text = f"{type(error).__name__}: {error}" if isinstance(error, StrettoError) else place_of(error)
-        site = error.site if isinstance(error, RewardError) else ""
-        return cls(printable(text), kind_of(error), site or site_of(error))
+        site = error.site if isinstance(error, RewardError) else _site_of(error)
+        return cls(printable(text), kind_of(error), site)
 
     def raised(self) -> StrettoError:
         """Return the fault as an exception."""
@@ -74,7 +80,7 @@ def kind_of(error: BaseException) -> FaultKind:
     return "environment"
 
 
-def site_of(error: BaseException) -> str:
+def _site_of(error: BaseException) -> str:
     """Return the type of an error and its file and line. An error that stretto raised on purpose at no line
     of the user has its text instead."""
     location = location_of(error)

@@ -65,9 +65,10 @@ class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     the reward failed, the same answer is scored. What fails for all samples in the same way is not tried
     again. Samples that still fail are missing in their group (`queue.min_members`)."""
     failure_reward: FailureReward = None
-    """Reward of a sample whose own answer is at fault: something raised `PolicyError`, or failed at each try
-    at the same place with the same answer, while other samples of the group got through. null: the lowest
-    reward of the others, and at most 0. `missing`: such a sample is missing as any other that fails."""
+    """Reward of a sample whose own answer is at fault: something raised `PolicyError`, or an exception came
+    at each try from the same place with the same answer, while other samples of the group got through. null:
+    the lowest reward of the others, and at most 0. `missing`: such a sample is missing as any other that
+    fails."""
 
 
 @dataclass(frozen=True)

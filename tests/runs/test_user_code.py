@@ -120,7 +120,10 @@ def test_an_answer_that_the_reward_cannot_take_has_the_lowest_reward(start: Star
     assert summary["failures"]["penalized"] == sum(summary["reasons"].values()) > 0
     for reason in summary["reasons"]:
         assert reason.startswith("penalized: reward raised LookupError: no score (")
-    assert sum(line.get("failed_members/policy", 0) for line in run.metrics()) == summary["failures"]["penalized"]
+    assert (
+        sum(line.get("failed_members/policy", 0) for line in run.metrics())
+        == summary["failures"]["penalized"]
+    )
 
 
 @in_both_worlds

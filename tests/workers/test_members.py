@@ -239,6 +239,14 @@ async def test_an_answer_that_the_reward_cannot_take_has_the_failure_reward() ->
     assert policy.asked[1] == 1, "it is not scored again"
 
 
+async def test_an_answer_for_which_the_reward_has_no_score_is_missing() -> None:
+    none = SampleFault("the reward returned None for completion 1")
+    members = group(3)
+    scores = await members.score([4, 7, 4], Scorer({1: 9}, lambda index: none))
+    assert math.isnan(scores[1].reward)
+    assert not members.penalized
+
+
 async def test_answers_that_all_fail_alike_are_not_scored_again() -> None:
     scorer = Scorer(dict.fromkeys(range(3), 9), raised)
     with pytest.raises(RewardError, match="KeyError: 0"):

@@ -137,7 +137,7 @@ class Members:
                 and faults[index][-1].kind != "policy"
                 and self._may_score_again(len(faults[index]), of=len(lengths))
             ]
-            if len(open_) == len(lengths) > 1 and len({faults[index][-1].site for index in open_}) == 1:
+            if len(open_) == len(lengths) > 1 and len({faults[index][-1].likeness for index in open_}) == 1:
                 break  # all have failed in the same way
         failure, others_scored = self._failure_score(list(scores.values())), bool(scores)
         for index in sorted(set(range(len(lengths))) - scores.keys()):
@@ -267,12 +267,12 @@ class _Attempts:
 
     @property
     def _differ(self) -> bool:
-        return len({faults[0].site for faults in self.faults.values()}) > 1
+        return len({faults[0].likeness for faults in self.faults.values()}) > 1
 
 
 def _repeats(faults: Sequence[SampleFault]) -> bool:
-    """Whether something failed several times in the same way, and no service is at fault."""
-    is_of_code = all(fault.kind == "environment" for fault in faults)
+    """Whether user code raised several times in the same way, and no service is at fault."""
+    is_of_code = all(fault.kind == "environment" and fault.site for fault in faults)
     return len(faults) > 1 and is_of_code and len({fault.site for fault in faults}) == 1
 
 
