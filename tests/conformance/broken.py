@@ -182,8 +182,30 @@ class Mixing:
         return [Trajectory.of(prompt.ids, *pair) for pair in zip(self.answers, scores, strict=True)]
 
 
+class Zeroing:
+    """Makes up the reward of an answer without a score, and the first sample once more for a missing one."""
+
+    def __init__(self, config: Any, context: Any) -> None: ...
+
+    async def run(self, prompt: Any, session: Any) -> list[Trajectory]:
+        async def play(number: int) -> Any:
+            conversation = session.conversation(prompt.row["prompt"])
+            await conversation.reply()
+            return conversation
+
+        made = await session.members(play)
+        scores = await session.score(prompt, [each.answers[-1] for each in made])
+        samples = [
+            each.trajectories(replace(score, reward=0.0) if score.reward != score.reward else score)
+            for each, score in zip(made, scores, strict=True)
+        ]
+        samples += samples[:1] * (session.group_size - len(samples))
+        return [part for sample in samples for part in sample]
+
+
 @hookimpl
 def stretto_workflow() -> Iterable[Component[Any]]:
+    yield Component("zeroing", Zeroing, WorkflowConfig, "", reward_columns=("completion_tokens",))
     yield Component("upper", Upper, WorkflowConfig, "")
     yield Component("mixing", Mixing, WorkflowConfig, "", reward_columns=("completion_tokens",))
 
@@ -195,6 +217,14 @@ class TestUpper(WorkflowConformance):
         "its_trajectories_are_what_the_policy_sampled": "the trained tokens from 4 on are not an answer",
         "prompts_at_the_same_time_do_not_mix": "the trained tokens from 4 on are not an answer",
         "an_error_of_the_engine_fails_the_prompt": "and it returned 0 trajectories",
+    }
+
+
+class TestZeroing(WorkflowConformance):
+    use, plugins = "zeroing", HERE
+    finds = {
+        "a_sample_that_fails_costs_no_other": "3 samples of the 2 that were made",
+        "an_answer_without_a_score_gets_none": "one answer has no score, and the samples [] have none",
     }
 
 

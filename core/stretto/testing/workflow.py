@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -21,7 +22,7 @@ from stretto.reward import is_number
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
 from stretto.tools import Tool, ToolAnswer, ToolResult, ToolsConfig, tool_of
 from stretto.user_code.importable import load_importable
-from stretto.workflow import Answer, Prompt, Score, Trajectory, texts_and_columns
+from stretto.workflow import Answer, Prompt, Score, Trajectory, sample_numbers, texts_and_columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -303,6 +304,17 @@ class _BrokenSession(FakeSession):
         raise EngineError("no engine can serve this request")
 
 
+class _IncompleteSession(FakeSession):
+    """A session in which the first sample of `members` fails again and again."""
+
+    has_members = False
+
+    async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
+        """Make all samples but the first."""
+        self.has_members = True
+        return await together(self.group_size - 1, lambda number: sample(number + 1))
+
+
 class WorkflowConformance(ComponentConformance):
     """The contract of `stretto.workflow.Workflow`: trajectories of what the policy sampled, and nothing kept
     from one prompt to the next."""
@@ -365,6 +377,43 @@ class WorkflowConformance(ComponentConformance):
         except Exception:  # noqa: BLE001 - any exception fails the ticket
             return
         raise AssertionError(f"no engine served a request, and it returned {len(made)} trajectories")
+
+    def test_a_sample_that_fails_costs_no_other(self, under_test: ComponentUnderTest) -> None:
+        """What `Session.members` leaves out is missing; the others are the group."""
+        session = _IncompleteSession(self.answers, size=self.group_size, **_user_code(under_test.config))
+        [trajectories] = self._played(under_test, session)
+        if not session.has_members:
+            pytest.skip("the workflow does not make its samples apart from each other")
+        assert_valid_trajectories(trajectories, session)
+        found = len(set(sample_numbers(trajectories)))
+        assert found == self.group_size - 1, f"{found} samples of the {self.group_size - 1} that were made"
+
+    def test_an_answer_without_a_score_gets_none(self, under_test: ComponentUnderTest) -> None:
+        """`Session.score` gives the reward NaN to an answer whose scoring failed. The sample then has it too,
+        in all of its parts, and the other samples have theirs."""
+        scored: list[str] = []
+
+        def reward(text: str) -> float:
+            scored.append(text)
+            return math.nan if len(scored) == 1 else 1.0
+
+        session = FakeSession(
+            self.answers, size=self.group_size, reward=reward, **_user_code(under_test.config)
+        )
+        [trajectories] = self._played(under_test, session)
+        if not scored:
+            pytest.skip("the workflow gives the reward itself")
+        numbers = sample_numbers(trajectories)
+        lost = {
+            number
+            for number, each in zip(numbers, trajectories, strict=True)
+            if math.isnan(each.score.reward)
+        }
+        assert len(lost) == 1, f"one answer has no score, and the samples {sorted(lost)} have none"
+        for number, each in zip(numbers, trajectories, strict=True):
+            assert math.isnan(each.score.reward) == (number in lost), (
+                f"parts of sample {number} have different rewards"
+            )
 
     def _played(self, under_test: ComponentUnderTest, *sessions: FakeSession) -> list[Sequence[Trajectory]]:
         """Run the row in each session, all at the same time and with one object."""
