@@ -5,7 +5,8 @@
 `screening`: every correction with grpo and every other algorithm at its default; one task, one seed, η 0
 and 4. `grid`: the defaults on three tasks × three learning rates × η 0, 1, 2, 4, 8 × three seeds, and seven
 more seeds where a cell's mean is suspicious. `drawn`: the same at five settings drawn at random. `gate`:
-`queue.max_divergence` at a third and at three times the rate. `speed`: time to equal accuracy on the
+`queue.max_divergence` at a third and at three times the rate. `step_scale`: the drawn settings at η 2 and 8
+with `correction.step_scale: ess` against `kl`. `speed`: time to equal accuracy on the
 long-tailed task, η 2 against 0. `collapse`: rates that are 15 and 50 times too high, and whether the advice
 says so; and the advice at the right rate and at 3 times it. Without a stage, all of them.
 
@@ -229,6 +230,11 @@ def grid(runner: Runner) -> dict[str, Any]:
 
 def drawn(runner: Runner) -> dict[str, Any]:
     """The defaults at five settings that nothing was tuned on."""
+    return compare(runner, "drawn", drawn_cells())
+
+
+def drawn_cells() -> dict[str, Cell]:
+    """Draw the five settings."""
     rng, cells = random.Random("drawn settings"), dict[str, Cell]()
     for number in range(1, 6):
         task, layers = rng.choice(["chains", "sorting"]), rng.choice([2, 4, 6])
@@ -243,7 +249,38 @@ def drawn(runner: Runner) -> dict[str, Any]:
         )
         cells[f"{number}: {task}"] = Cell(task, options, layers)
         print(f"setting {number}: {task}, {layers} layers, {', '.join(options)}")
-    return compare(runner, "drawn", cells)
+    return cells
+
+
+def step_scale(runner: Runner) -> dict[str, Any]:
+    """The two rules that shorten steps, at the drawn settings, seed by seed."""
+    ess, report = "algorithm.correction.step_scale=ess", dict[str, Any]()
+    print(f"\n{'step_scale':12} {'η':>2} {'kl':>7} {'ess':>7} {'ess - kl, each seed':>28}")
+    differences: list[float] = []
+    for name, cell in drawn_cells().items():
+        for eta in (2, 8):
+            kinds = {
+                "kl": [
+                    Run("drawn", name, cell.task, eta, seed, cell.options, cell.layers)
+                    for seed in runner.seeds
+                ],
+                "ess": [
+                    Run("step_scale", name, cell.task, eta, seed, (*cell.options, ess), cell.layers)
+                    for seed in runner.seeds
+                ],
+            }
+            found = {
+                kind: [each.final for each in runner.results(runs).values()] for kind, runs in kinds.items()
+            }
+            own = [b - a for a, b in zip(found["kl"], found["ess"], strict=True)]
+            differences += own
+            means = {kind: statistics.fmean(finals) for kind, finals in found.items()}
+            report[f"{name}/{eta}"] = {**means, "differences": own}
+            each = ", ".join(f"{value:+.3f}" for value in own)
+            print(f"{name:12} {eta:>2} {means['kl']:>7.3f} {means['ess']:>7.3f} {each:>28}")
+    mean, lower = _lower_bound(differences)
+    print(f"all: mean {mean:+.4f}, lower end of the 95 % interval {lower:+.4f}")
+    return {"cells": report, "mean": mean, "lower": lower}
 
 
 def gate(runner: Runner) -> dict[str, Any]:
@@ -362,6 +399,7 @@ STAGES = {
     "screening": screening,
     "grid": grid,
     "drawn": drawn,
+    "step_scale": step_scale,
     "gate": gate,
     "speed": speed,
     "collapse": collapse,

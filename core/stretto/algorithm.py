@@ -114,9 +114,12 @@ class Loss:
     entropy_coef: float = 0.0
     """Weight of an entropy bonus: at each trained token, the engine subtracts this weight times the entropy,
     in nats, of the policy's whole distribution. Only for a `policy` head."""
+    summarise: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
+    """Makes the step's statistics of the means of the function's statistics over the trained tokens: for what
+    is no mean over tokens itself."""
     lr_scale: LearningRateScale | None = None
-    """Returns the factor of the learning rate of an optimizer step. The engine keeps the factor from step to
-    step and in checkpoints. None leaves the learning rate unchanged."""
+    """Gets the step's statistics, and returns the factor of the learning rate of an optimizer step. The
+    engine keeps the factor from step to step and in checkpoints. None leaves the learning rate unchanged."""
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,31 @@ def test_steps_on_samples_of_a_distant_policy_are_shorter_until_the_target_holds
     assert grpo(correction=CorrectionConfig(target_kl=None)).lr_scale({"behaviour_kl": 9.0}, 1.0) == 1.0
 
 
+def test_effective_sample_sizes_by_hand() -> None:
+    # Ratios of the tokens: 2 and 1/2 in the first answer, 3 in the second, 1 in the third; prompts do not
+    # count. Tokens: Σ w = 6.5, Σ w² = 4 + 1/4 + 9 + 1 = 14.25, n = 4.
+    # Answers: 1, 3, 1: Σ = 5, Σ² = 11, n = 3.
+    batch = batch_of([1.0, 0.0, 0.0], [0, 0, 0], [2, 1, 1], prompt=1)
+    ratios = torch.tensor([9.0, 2.0, 0.5, 9.0, 3.0, 9.0, 1.0])
+    batch = batch.with_columns({"advantages": torch.ones(7)})
+    _, statistics = grpo().loss(ratios.log(), batch)
+    means = {name: float(column[batch["loss_mask"]].mean()) for name, column in statistics.items()}
+    [train] = [call for call in grpo().calls() if call.op == "train"]
+    assert train.loss is not None
+    figures = train.loss.summarise(means)
+    assert figures["ess_token"] == pytest.approx(6.5**2 / (4 * 14.25))
+    assert figures["ess"] == pytest.approx(5**2 / (3 * 11))
+    assert not any(name.startswith("moment/") for name in figures)
+    assert figures["ratio"] == means["ratio"]
+
+
+def test_steps_can_be_scaled_by_the_effective_sample_size() -> None:
+    scale = grpo(correction=CorrectionConfig(step_scale="ess")).lr_scale
+    assert scale({"behaviour_kl": 9.0, "ess": 0.25}, 1.0) == 0.5
+    assert scale({"behaviour_kl": 9.0, "ess": 1.0}, 0.5) == 1.0
+    assert scale({"behaviour_kl": 9.0, "ess": math.nan}, 0.5) == 0.5
+
+
 def test_without_correction_stale_tokens_weigh_one() -> None:
     batch = batch_of([1.0, 0.0], [0, 0], [1, 1], prompt=1).with_columns(
         {

@@ -7,7 +7,8 @@ weight of each token, which is usually a function of rho = proximal / mu.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -50,6 +51,10 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Target for the metric `behaviour_kl`, in nats per token. While the metric is above it, the learning
     rate falls: smaller steps on samples of a policy far from the current one. The rate rises again while the
     metric is below half of the target; `lr_scale` is its factor. null: the learning rate is never reduced."""
+    step_scale: Literal["kl", "ess"] = "kl"
+    """What shortens the steps. `kl`: `target_kl`. `ess`: the learning rate is multiplied by the square root
+    of the metric `ess` of the batch, its effective sample size (VCPO, arXiv 2602.17616, without its baseline
+    of least variance); `target_kl` is not read."""
     cap: PositiveFloat | None = None
     """Upper bound that `use` applies. null: 5 for `decoupled` and `icepop`, 2 for `token_tis` and
     `sequence_tis`, 1.01 for `sequence_mask`."""
@@ -62,20 +67,26 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """The policy in the denominator of the objective's ratio."""
         return "behaviour" if self.use == "behaviour" else "proximal"
 
-    def lr_scale(self, kl: float, former: float) -> float:
+    def lr_scale(self, statistics: Mapping[str, float], former: float) -> float:
         """Return the factor of the learning rate of an optimizer step, in (0, 1].
 
-        Above the target the factor is at most target_kl / kl, and at most 1 / 1.2 of the previous factor: it
-        falls until the target holds. Below half of the target it rises by a tenth. As in rsl_rl's adaptive
-        schedule (Schwarke et al. 2025, arXiv 2509.10771), each step starts from the previous factor. Without
-        that, one batch near the target would undo the reduction.
+        With `step_scale: ess` it is sqrt(ess). With `kl`, above the target the factor is at most
+        target_kl / kl, and at most 1 / 1.2 of the previous factor: it falls until the target holds. Below
+        half of the target it rises by a tenth. As in rsl_rl's adaptive schedule (Schwarke et al. 2025, arXiv
+        2509.10771), each step starts from the previous factor. Without that, one batch near the target would
+        undo the reduction.
 
         Args:
-            kl: the batch's `behaviour_kl`, in nats per token; NaN keeps the factor.
+            statistics: those of the batch: `behaviour_kl`, in nats per token, and `ess`. NaN keeps the
+                factor.
             former: the factor of the optimizer step before; 1 before the first.
         """
+        if self.step_scale == "ess":
+            ess = statistics["ess"]
+            return former if math.isnan(ess) else math.sqrt(ess)
         if self.target_kl is None:
             return 1.0
+        kl = statistics["behaviour_kl"]
         if kl > self.target_kl:
             return min(former / 1.2, self.target_kl / kl)
         return min(1.0, former * 1.1) if kl < self.target_kl / 2 else former

@@ -38,6 +38,7 @@ __all__ = [
     "loss_count",
     "loss_weights",
     "masked_whiten",
+    "moments_of_ratios",
     "overlong_penalty",
     "pairs_of",
     "preference_loss",
@@ -406,6 +407,36 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal
 def kl_to_behaviour(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
     """k3 estimate of KL(behaviour || policy) at tokens that the behaviour policy sampled. (T,) -> (T,)."""
     return kl_estimate(behaviour_logprobs, logprobs, "k3")
+
+
+def moments_of_ratios(
+    logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, index: Tensor, num_sequences: int
+) -> dict[str, Tensor]:
+    """Columns, (T,) float32 each, whose means over the trained tokens give effective sample sizes.
+
+    `token` and `token_square` are w and w² of each token, w = exp(logprobs - behaviour_logprobs). With W the
+    product of w over the trained tokens of a sequence and n their number, `sequence`, `sequence_square` and
+    `sequences` are W / n, W² / n and 1 / n, so that a sum over tokens is one over sequences. The logarithms
+    of w and W are cut off at ±20.
+
+    Args:
+        logprobs: (T,) without gradient.
+        behaviour_logprobs: (T,).
+        mask: (T,) bool, the trained tokens.
+        index: (T,) int64, the sequence of each token.
+    """
+    index = index.to(logprobs.device)
+    log_w = torch.where(mask, logprobs - behaviour_logprobs, 0.0)
+    w = log_w.clamp(-20, 20).exp()
+    count = sequence_sum(mask.to(log_w.dtype), index, num_sequences).clamp(min=1)
+    of_sequence = sequence_sum(log_w, index, num_sequences).clamp(-20, 20).exp()
+    return {
+        "moment/token": w,
+        "moment/token_square": w.square(),
+        "moment/sequence": (of_sequence / count)[index],
+        "moment/sequence_square": (of_sequence.square() / count)[index],
+        "moment/sequences": (1 / count)[index],
+    }
 
 
 def bounded_kl(logprobs: Tensor, behaviour_logprobs: Tensor, *, bound: float = 1.0) -> Tensor:

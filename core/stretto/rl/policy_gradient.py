@@ -170,6 +170,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
                 self.loss,
                 config.loss_mean,
                 entropy_coef=config.entropy_coef,
+                summarise=with_sample_sizes,
                 lr_scale=self.lr_scale,
             ),
             reads=("behaviour_logprobs", "advantages", *written, *self.objective_reads),
@@ -243,12 +244,12 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         The correction weights the objective of each token. It does not weight a KL in the loss.
 
         The statistics are those of the objective, `ratio` to the anchor, `advantage`, `importance_weight`,
-        `masked_fraction` (1 for tokens of weight 0), `behaviour_kl` (see `stretto.rl.functional.bounded_kl`)
-        and, with a reference model, `reference_kl`, the KL estimate.
+        `masked_fraction` (1 for tokens of weight 0), `behaviour_kl` (see `stretto.rl.functional.bounded_kl`),
+        with a reference model `reference_kl`, the KL estimate, and what `with_sample_sizes` needs.
         """
         import torch
 
-        from stretto.rl.functional import bounded_kl, kl_estimate
+        from stretto.rl.functional import bounded_kl, kl_estimate, moments_of_ratios
 
         correction, kl = self.config.correction, self.config.kl
         behaviour = batch["behaviour_logprobs"]
@@ -270,12 +271,32 @@ class PolicyGradient(ABC, Generic[ConfigT]):
             "importance_weight": weight,
             "masked_fraction": (weight == 0).float(),
             "behaviour_kl": bounded_kl(logprobs.detach(), behaviour),
+            **moments_of_ratios(
+                logprobs.detach(), behaviour, batch["loss_mask"], batch.sequence_index(), len(batch)
+            ),
         }
 
     def lr_scale(self, statistics: Mapping[str, float], former: float) -> float:
         """Return the factor for the learning rate of an optimizer step on a batch with these statistics; see
         `CorrectionConfig.lr_scale`."""
-        return self.config.correction.lr_scale(statistics["behaviour_kl"], former)
+        return self.config.correction.lr_scale(statistics, former)
+
+
+def with_sample_sizes(means: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's statistics with `ess` and `ess_token` in the place of the moments of the ratios (see
+    `stretto.rl.functional.moments_of_ratios`).
+
+    The effective sample size of n weights w, as a share of n, is (Σ w)² / (n Σ w²), Kish 1965: 1 if all
+    weights are equal. w is the ratio current / behaviour, before any clip or truncation: of a token for
+    `ess_token`, and of all trained tokens of a sequence together for `ess`.
+    """
+    figures = {name: value for name, value in means.items() if not name.startswith("moment/")}
+    if len(figures) == len(means):
+        return figures
+    moments = {name.removeprefix("moment/"): value for name, value in means.items()}
+    figures["ess_token"] = moments["token"] ** 2 / moments["token_square"]
+    figures["ess"] = moments["sequence"] ** 2 / (moments["sequences"] * moments["sequence_square"])
+    return figures
 
 
 class _Clip(Protocol):

@@ -358,7 +358,7 @@ class HFTraining:
             self._layout.backward(self._model, self._rows(work, max(numbers)), loss_of)
         with tracing.span("optimizer"):
             norm = self._layout.clip(self._model, self._config.clip_norm)
-            figures = statistics.together(self._layout)
+            figures = dict(loss.summarise(statistics.together(self._layout)))
             if loss.lr_scale is not None:
                 self._lr_scale = loss.lr_scale(figures, self._lr_scale)
                 figures["lr_scale"] = self._lr_scale
