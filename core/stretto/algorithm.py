@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.rl.batch import Batch
 
 __all__ = [
+    "WHOLE",
     "Algorithm",
     "AlgorithmConfig",
     "Call",
@@ -57,6 +58,9 @@ GENERATED = ("tokens", "loss_mask", "behaviour_logprobs", "versions", "truncated
 SCORED = ("rewards",)
 # The columns that `read` makes from rows of the dataset, without a rollout. `encode` sets the loss mask.
 READ = ("tokens", "loss_mask", "group")
+# The column that the engine adds for a loss with `whole_vocabulary`.
+#   whole_logprobs      (T,) float32
+WHOLE = "whole_logprobs"
 
 Reduction = Literal["token", "sequence", "sequence_sum"]
 """How a loss is averaged over the whole batch of one optimizer step:
@@ -114,6 +118,10 @@ class Loss:
     entropy_coef: float = 0.0
     """Weight of an entropy bonus: at each trained token, the engine subtracts this weight times the entropy,
     in nats, of the policy's whole distribution. Only for a `policy` head."""
+    whole_vocabulary: bool = False
+    """Whether the function reads the column `WHOLE`. The batch has it if the sampler did not draw from the
+    whole vocabulary: then the function's first argument has the logprobs of what it drew from, and `WHOLE`
+    those over the whole vocabulary, with gradient."""
     summarise: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
     """Makes the step's statistics of the means of the function's statistics over the trained tokens: for what
     is no mean over tokens itself."""

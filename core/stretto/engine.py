@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.algorithm import Loss
+    from stretto.kept import KeptTokens
     from stretto.rl.batch import Batch
     from stretto.weights import WeightUpdate
 
@@ -63,6 +64,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logit_bias: dict[int, Annotated[float, msgspec.Meta(ge=-100, le=100)]] = {}
     """Values added to the logits of these token ids, before all other options. -100 practically forbids a
     token."""
+    max_kept: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 1024
+    """In training with top_p, top_k or min_p: the largest number of tokens that one token is drawn from. The
+    engine applies it as a `top_k`, and sends these tokens with each token it draws."""
     max_tokens: PositiveInt = 256
     """Maximum length of an answer, in tokens."""
     stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
@@ -75,9 +79,20 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `max_tokens`."""
 
     @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
     def reshapes(self) -> bool:
         """Whether tokens are sampled from a distribution other than `softmax(logits / temperature)`."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or bool(self.logit_bias)
+        return self.truncates or bool(self.logit_bias)
+
+    def in_training(self) -> Sampling:
+        """Return the options with `max_kept` applied, if tokens are sampled from a part of the vocabulary."""
+        if not self.truncates:
+            return self
+        return msgspec.structs.replace(self, top_k=min(self.top_k or self.max_kept, self.max_kept))
 
 
 # ------------------------------------------------------------------------------------- inference
@@ -113,6 +128,9 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     """What to do with requests in flight at a weight swap. `keep_cache` continues with their existing KV
     cache. `recompute` computes the KV cache again with the new weights, so that every logprob is exactly that
     of its version."""
+    sends_kept_tokens: ClassVar[bool] = False
+    """Whether the engine sends `Chunk.kept`, and reports logprobs of the distribution that it really draws
+    from, also under `logit_bias`."""
     deterministic: bool = False
     """Give bitwise identical answers, whatever other requests the engine serves. This costs some speed."""
     canary: CanaryConfig | None = CanaryConfig()
@@ -147,6 +165,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     images: tuple[Digest, ...] = ()
     """SHA-256 of the file of each image, in the order of their places in the prompt. The prompt has the
     tokens that the model's processor makes of each."""
+    wants_kept: bool = False
+    """Whether each token is to come with the tokens that it was drawn from."""
 
 
 Finish = Literal["", "stop", "length", "abort", "error"]
@@ -169,6 +189,8 @@ class Chunk:
     finish: Finish = ""
     error: str = ""
     """The reason when `finish` is `error`; otherwise empty."""
+    kept: KeptTokens | None = None
+    """The tokens from which each token was drawn, if the request wants them."""
 
 
 Emit = Callable[[list[Chunk]], None]
@@ -306,6 +328,8 @@ class TrainingConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of ranks (processes) of the worker group."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
+    reads_drawn: ClassVar[bool] = False
+    """Whether the engine computes logprobs from what `Batch.drawn` says that tokens were drawn from."""
 
     @property
     def data_parallel(self) -> int:

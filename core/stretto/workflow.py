@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from stretto.component import NonNegativeInt, PositiveFloat
+from stretto.kept import KeptTokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,6 +98,8 @@ class Answer:
     """The tokens as text, without special tokens."""
     engine: str
     """Id of the inference worker that sampled the last token."""
+    kept: KeptTokens | None = None
+    """The tokens from which each token was drawn, in training with top_p, top_k or min_p; None otherwise."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ class Trajectory:
     images: Sequence[str] | None = None
     """SHA-256 of the file of each image, in the order of their places in the tokens. Each is an image of the
     row, or one that `Session.images` has. None: the images of the row."""
+    kept: KeptTokens | None = None
+    """The tokens from which each sampled token was drawn (see `Answer.kept`), and none for the others."""
 
     @classmethod
     def of(cls, prompt_ids: NDArray[np.int32], answer: Answer, score: Score) -> Trajectory:
@@ -143,6 +148,7 @@ class Trajectory:
             score=score,
             finish=answer.finish,
             engine=answer.engine,
+            kept=None if answer.kept is None else KeptTokens.concat([KeptTokens.none(blank), answer.kept]),
         )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import torch
 from safetensors.torch import save_file
@@ -22,9 +23,10 @@ from torch import Tensor
 import stretto_fsdp2
 import stretto_pipeline
 import stretto_torch
-from stretto.algorithm import Loss
+from stretto.algorithm import WHOLE, Loss
 from stretto.component import Component, Context, Head
-from stretto.rl.batch import Batch
+from stretto.kept import KeptTokens
+from stretto.rl.batch import Batch, Drawn
 
 VOCABULARY = 259  # odd, so that no number of ranks divides it
 LENGTHS = [9, 5, 1, 14, 6, 11, 8]
@@ -43,7 +45,7 @@ def config_of(options: Mapping[str, Any]) -> Any:
     return msgspec.convert({**defaults, **options}, ENGINES[options["use"]].config)
 
 
-def whole_batch(seed: int) -> Batch:
+def whole_batch(seed: int, *, drawn: bool = False) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
@@ -59,12 +61,31 @@ def whole_batch(seed: int) -> Batch:
             "targets": torch.randn(total, generator=generator),
         },
         {"group": torch.tensor([0, 0, 1, 1, 1, 2, 2])},
+        drawn=drawn_of(tokens, positions >= 3, seed) if drawn else None,
     )
 
 
+def drawn_of(tokens: Tensor, mask: Tensor, seed: int) -> Drawn:
+    """Each trained token was drawn from itself and some others, with a bias for three ids."""
+    rng = np.random.default_rng(seed)
+    kept: list[KeptTokens] = []
+    for own, trained in zip(tokens.split(LENGTHS), mask.split(LENGTHS), strict=True):
+        sets = [
+            np.union1d(rng.choice(VOCABULARY, rng.integers(0, 6)), token) if is_trained else np.empty(0)
+            for token, is_trained in zip(own.tolist(), trained.tolist(), strict=True)
+        ]
+        counts = np.array([len(each) for each in sets], np.uint16)
+        kept.append(KeptTokens(counts, np.concatenate(sets).astype(np.int32)))
+    return Drawn({3: 0.5, 7: -1.0, int(tokens[-1]): 2.0}, kept)
+
+
 def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """(said - target)^2: positive, so that rounding does not hide in a sum near 0."""
-    return (said - batch["targets"]) ** 2, {"said": said, "said_max": said}
+    """(said - target)^2: positive, so that rounding does not hide in a sum near 0. Tokens that were not drawn
+    from the whole vocabulary count with both logprobs."""
+    losses = (said - batch["targets"]) ** 2
+    if WHOLE in batch:
+        losses = losses + 0.5 * (batch[WHOLE] + batch["targets"]) ** 2
+    return losses, {"said": said, "said_max": said}
 
 
 def engine_of(
@@ -91,6 +112,7 @@ def measure(
     load: str | None = None,
     save: str | None = None,
     more: Sequence[int] = (),
+    drawn: bool = False,
 ) -> Any:
     """Load, ask, train on a batch of each seed, save, train on more; returns the engine.
 
@@ -98,17 +120,18 @@ def measure(
     """
     config = config_of(options)
     part = PARTS[config.data_parallel][rank // (config.processes // config.data_parallel)]
-    loss = Loss(squared, "sequence", unit="group")
+    coef = 0.3 if drawn else 0.0
+    loss = Loss(squared, "sequence", unit="group", whole_vocabulary=True, entropy_coef=coef)
     engine = engine_of(folder, model, options, rank=rank, head=head, trainable=trainable)
 
     def train(seed: int) -> dict[str, float]:
-        return dict(engine.train(whole_batch(seed).select(part), loss, temperature=0.7))
+        return dict(engine.train(whole_batch(seed, drawn=drawn).select(part), loss, temperature=0.7))
 
     engine.load(None)
     if load:
         engine.load(Path(load))
     before = {f"before.{key}": value.clone() for key, value in engine.weights()}
-    said = engine.forward(whole_batch(9).select(part), temperature=0.7).tolist()
+    said = engine.forward(whole_batch(9, drawn=drawn).select(part), temperature=0.7).tolist()
     steps = [train(seed) for seed in seeds]
     if save:
         Path(save).mkdir(parents=True, exist_ok=True)

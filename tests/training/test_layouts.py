@@ -146,6 +146,7 @@ def runs_of(models: Mapping[str, Path], saved: Path, loads: Mapping[str, Path]) 
     for model, folder in models.items():
         common = {"model": str(folder)}
         runs.append({**common, "name": f"{model}-sgd", "options": SGD})
+        runs.append({**common, "name": f"{model}-drawn", "options": SGD, "drawn": True})
         adam = {"seeds": [0, 1], "save": str(saved / model), "more": [2]}
         runs.append({**common, "name": f"{model}-adam", "options": ADAM, **adam})
     qwen2, llama = str(models["qwen2"]), str(models["llama"])
@@ -249,12 +250,13 @@ def test_a_layout_gives_the_numbers_of_one_process(
 ) -> None:
     found = measured[layout]
     for model in TIED:
-        sgd, adam = f"{model}-sgd", f"{model}-adam"
-        assert float((found.said(sgd) - single.said(sgd)).abs().max()) < 1e-4
-        for name, value in single.steps(sgd)[0].items():
-            if name != "micro_batches":
-                assert found.steps(sgd)[0][name] == pytest.approx(value, rel=1e-5), name
-        assert off(found.update(sgd), single.update(sgd)) < 1e-5
+        adam = f"{model}-adam"
+        for sgd in (f"{model}-sgd", f"{model}-drawn"):  # from the whole vocabulary, and from parts of it
+            assert float((found.said(sgd) - single.said(sgd)).abs().max()) < 1e-4
+            for name, value in single.steps(sgd)[0].items():
+                if name != "micro_batches":
+                    assert found.steps(sgd)[0][name] == pytest.approx(value, rel=1e-5), name
+            assert off(found.update(sgd), single.update(sgd)) < 1e-5
         assert found.steps(adam)[2]["loss"] == pytest.approx(single.steps(adam)[2]["loss"], rel=1e-3)
         assert off(found.update(adam), single.update(adam)) < 1e-2
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -15,8 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stretto.algorithm import Loss
-from stretto.rl.batch import Batch
+from stretto.algorithm import WHOLE, Loss
+from stretto.kept import KeptTokens
+from stretto.rl.batch import Batch, Drawn
 from stretto.training import token_head
 from stretto.training.config import LoraConfig
 from training_engines import loaded_engine
@@ -107,6 +110,65 @@ def test_chunks_give_the_numbers_of_the_whole_logits(
     with capture_logs() as logs:
         assert_equal_steps(model_of(architecture), entropy_coef)
     assert not [line for line in logs if "logits" in line["event"]]
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen2", "phi", "gemma2"])
+def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
+    architecture: str, chunked: bool, model_of: Callable[..., Path]
+) -> None:
+    rng, plain, temperature, entropy_coef = np.random.default_rng(1), batch(), 0.7, 0.3
+    lengths, tokens, mask = plain.lengths, plain["tokens"], plain["loss_mask"] & (plain.positions() > 0)
+    masks = torch.zeros(len(tokens), VOCABULARY, dtype=torch.bool)
+    for place in mask.nonzero()[::2, 0].tolist():  # every other token was drawn from the whole vocabulary
+        masks[place, rng.choice(VOCABULARY, rng.integers(1, 9))] = True
+        masks[place, tokens[place]] = True
+    kept = [
+        KeptTokens(part.sum(1).numpy().astype(np.uint16), part.nonzero()[:, 1].numpy().astype(np.int32))
+        for part in masks.split(lengths)
+    ]
+    bias = {5: 1.5, 40: -2.0}
+    drawn = Batch(lengths, {**plain.tokens, "loss_mask": mask}, {}, drawn=Drawn(bias, kept))
+
+    def function(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        targets = batch["targets"]
+        return (said - targets) ** 2 + 0.5 * (batch[WHOLE] + targets) ** 2, {}
+
+    folder = model_of(architecture)
+    engine = engine_of(folder, chunked_logits=chunked)
+    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    found = engine.forward(drawn, temperature=temperature)
+    loss = Loss(function, "token", entropy_coef=entropy_coef, whole_vocabulary=True)
+    engine.train(drawn, loss, temperature=temperature)
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).float()
+    model.train(False)
+    added = torch.zeros(VOCABULARY).index_put((torch.tensor([*bias]),), torch.tensor([*bias.values()]))
+    dense = masks | ~masks.any(1, keepdim=True)
+    logits = torch.cat(
+        [torch.cat([part.new_zeros(1, VOCABULARY), part[0, :-1]]) for part in _logits(model, tokens, lengths)]
+    )
+    inside = ((logits + added) / temperature).masked_fill(~dense, -torch.inf).log_softmax(-1)
+    whole = (logits / temperature).log_softmax(-1)
+    at = tokens[:, None]
+    said, said_whole = inside.gather(1, at)[:, 0], whole.gather(1, at)[:, 0]
+    targets = plain["targets"]
+    entropy = -(inside.exp() * inside.masked_fill(~dense, 0.0)).sum(-1)
+    losses = (said - targets) ** 2 + 0.5 * (said_whole + targets) ** 2 - entropy_coef * entropy
+    losses[mask].mean().backward()
+    torch.testing.assert_close(found[mask], said[mask], atol=1e-6, rtol=1e-6)
+    gradients = dict(model.named_parameters())
+    updates = {name: value - before[name] for name, value in engine.weights()}  # SGD with the rate 1
+    off = sum(
+        float((updates[name] + gradients[name].grad).norm() ** 2) for name in updates if name in gradients
+    )
+    size = sum(float(each.grad.norm() ** 2) for each in gradients.values())
+    assert math.sqrt(off / size) < 1e-6
+
+
+def _logits(model: Any, tokens: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    return [model(part[None]).logits for part in tokens.split(list(lengths))]
 
 
 @pytest.mark.usefixtures("chunks")

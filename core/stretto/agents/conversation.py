@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from stretto.errors import RequestError
+from stretto.kept import KeptTokens
 from stretto.models.tokenizer import characters_of, work_on_text
 from stretto.models.vision import images_in, place_images
 from stretto.workflow import Answer, Score, Trajectory, parts_of_sample
@@ -282,6 +283,8 @@ class _Segment:
         self.last: Answer | None = None
         """The last answer."""
         self._parts: list[_Part] = []
+        self._kept: list[KeptTokens | None] = []
+        """The kept tokens of each part; None if they are not known."""
         self._images: list[Sequence[str]] = []
         """The names of the images of each part."""
 
@@ -290,12 +293,13 @@ class _Segment:
         segment after that."""
         count = len(ids)
         unsampled = np.zeros(count, np.bool_), np.zeros(count, np.float32), np.full(count, -1, np.int32)
-        self._add((ids, *unsampled), text, images)
+        self._add((ids, *unsampled), text, images, KeptTokens.none(count))
 
     def add_answer(self, answer: Answer, text: str) -> None:
         """Add the sampled tokens of an answer, whose text is `text`."""
         sampled = np.ones(len(answer.tokens), np.bool_)
-        self._add((answer.tokens, sampled, answer.logprobs, answer.versions), self.text + text, ())
+        part = answer.tokens, sampled, answer.logprobs, answer.versions
+        self._add(part, self.text + text, (), answer.kept)
         self.last = answer
 
     def prompt(self) -> NDArray[np.int32]:
@@ -312,12 +316,16 @@ class _Segment:
         end = [number for number, part in enumerate(self._parts, 1) if part[1].any()][-1]
         tokens, loss_mask, logprobs, versions = map(np.concatenate, zip(*self._parts[:end], strict=True))
         last, images = self.last, self.images(end) if reads_images else None
+        kept = [each for each in self._kept[:end] if each is not None]
         return Trajectory(
-            tokens, loss_mask, logprobs, versions, score, last.finish, last.engine, images=images
+            *(tokens, loss_mask, logprobs, versions, score, last.finish, last.engine),
+            images=images,
+            kept=KeptTokens.concat(kept) if last.kept is not None and len(kept) == end else None,
         )
 
-    def _add(self, part: _Part, text: str, images: Sequence[str]) -> None:
+    def _add(self, part: _Part, text: str, images: Sequence[str], kept: KeptTokens | None) -> None:
         self._parts.append(part)
+        self._kept.append(kept)
         self._images.append(images)
         self.length += len(part[0])
         self.text = text

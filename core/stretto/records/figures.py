@@ -146,11 +146,15 @@ FIGURES: Mapping[str, Figure] = {
     "lr_scale": Figure("learning rate factor", "Factor by which the KL target scales the learning rate"),
     "entropy": Figure("entropy", "Entropy of the policy", "nats per token", ".4f"),
     "behaviour_kl": _nats("off-policy KL", "Distance of the policy from the one that sampled the batch"),
-    "ess": _share(
+    "ess": Figure(
         "effective samples",
-        "effective sample size of the batch's sequences, by their ratios to the policy that sampled",
+        "Effective sample size of the batch's sequences, by their ratios to the policy that sampled",
+        "share",
+        ".1%",
     ),
-    "ess_token": _share("effective tokens", "effective sample size of the batch's tokens, by their ratios"),
+    "ess_token": Figure(
+        "effective tokens", "Effective sample size of the batch's tokens, by their ratios", "share", ".1%"
+    ),
     "reference_kl": _nats("reference KL", "Distance of the policy from the reference"),
     "ratio": Figure("ratio", "Mean ratio of the policy's probability to the anchor's"),
     "clipped": _share(

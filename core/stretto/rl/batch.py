@@ -7,14 +7,42 @@ that a vision-language model reads for its images. They stay with the sequence w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Batch"]
+from stretto.kept import KeptTokens
+
+__all__ = ["Batch", "Drawn"]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """From what the tokens of a batch were drawn, where that is not softmax(logits / temperature)."""
+
+    logit_bias: Mapping[int, float]
+    """Values that the sampler added to the logits of these ids, before it divided by the temperature."""
+    kept: Sequence[KeptTokens] | None
+    """For each sequence, the ids from which its tokens were drawn; None for the whole vocabulary."""
+
+    def select(self, indices: Iterable[int]) -> Drawn:
+        """Return that of the sequences at `indices`, in that order."""
+        return Drawn(self.logit_bias, self.kept and [self.kept[i] for i in indices])
+
+    @classmethod
+    def concat(cls, parts: Sequence[Drawn]) -> Drawn:
+        """Return that of the sequences of all parts, which have the same bias."""
+        kept = [each for part in parts for each in part.kept or ()]
+        return cls(parts[0].logit_bias, None if parts[0].kept is None else kept)
+
+    def kept_at(self, places: Tensor) -> KeptTokens | None:
+        """Return the ids from which the tokens at these places of the batch were drawn, which ascend; None
+        for the whole vocabulary."""
+        return None if self.kept is None else KeptTokens.concat(self.kept).at(places.numpy())
 
 
 class Batch:
@@ -27,9 +55,12 @@ class Batch:
         media: for each sequence, arguments of the model by name, of any shape and dtype. The arrays of
             several sequences are joined along the first dimension. The mapping of a sequence without images
             is empty. None means that no sequence has media.
+        drawn: from what the tokens were drawn; None for softmax(logits / temperature), or if that does not
+            matter.
 
     Raises:
-        ValueError: if the size of a column, or the number of media entries, does not fit the lengths.
+        ValueError: if the size of a column, the number of media entries, or the kept tokens do not fit the
+            lengths.
     """
 
     def __init__(
@@ -38,11 +69,15 @@ class Batch:
         tokens: Mapping[str, Tensor],
         sequences: Mapping[str, Tensor],
         media: Sequence[Mapping[str, Tensor]] | None = None,
+        drawn: Drawn | None = None,
     ) -> None:
         self.lengths = list(lengths)
         self.media: list[Mapping[str, Tensor]] = [{} for _ in self.lengths] if media is None else list(media)
         if len(self.media) != len(self.lengths):
             raise ValueError(f"media of {len(self.media)} sequences for {len(self.lengths)} sequences")
+        self.drawn = drawn
+        if drawn is not None and drawn.kept is not None and [*map(len, drawn.kept)] != self.lengths:
+            raise ValueError("the kept tokens do not fit the lengths of the sequences")
         self.tokens = dict(tokens)
         self.sequences = dict(sequences)
         total = sum(self.lengths)
@@ -89,7 +124,7 @@ class Batch:
                 tokens[name] = column
             else:
                 sequences[name] = column
-        return Batch(self.lengths, tokens, sequences, self.media)
+        return Batch(self.lengths, tokens, sequences, self.media, self.drawn)
 
     def select(self, indices: Sequence[int]) -> Batch:
         """Return the sequences at `indices`, in that order."""
@@ -102,6 +137,7 @@ class Batch:
             {name: column[flat.to(column.device)] for name, column in self.tokens.items()},
             {name: column[rows.to(column.device)] for name, column in self.sequences.items()},
             [self.media[i] for i in indices],
+            self.drawn and self.drawn.select(indices),
         )
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
@@ -126,6 +162,7 @@ class Batch:
                     {name: column[start:end] for name, column in self.tokens.items()},
                     {name: column[first : first + size] for name, column in self.sequences.items()},
                     self.media[first : first + size],
+                    self.drawn and self.drawn.select(range(first, first + size)),
                 )
             )
             first, start = first + size, end
@@ -140,6 +177,7 @@ class Batch:
             {name: torch.cat([batch.tokens[name] for batch in batches]) for name in first.tokens},
             {name: torch.cat([batch.sequences[name] for batch in batches]) for name in first.sequences},
             [media for batch in batches for media in batch.media],
+            first.drawn and Drawn.concat([batch.drawn for batch in batches if batch.drawn is not None]),
         )
 
     def micro_batches(self, max_tokens: int, *, whole_groups: bool = False) -> list[Batch]:
@@ -173,6 +211,7 @@ class Batch:
             {name: column.to(device) for name, column in self.tokens.items()},
             {name: column.to(device) for name, column in self.sequences.items()},
             [{name: array.to(device) for name, array in media.items()} for media in self.media],
+            self.drawn,
         )
 
     def join_media(self) -> dict[str, Tensor]:

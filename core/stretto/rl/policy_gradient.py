@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Generic, Literal, Protocol, TypeVar
 import msgspec
 
 from stretto.algorithm import (
+    WHOLE,
     AlgorithmConfig,
     Call,
     Group,
@@ -170,6 +171,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
                 self.loss,
                 config.loss_mean,
                 entropy_coef=config.entropy_coef,
+                whole_vocabulary=self._has_reference and config.kl.where == "loss",
                 summarise=with_sample_sizes,
                 lr_scale=self.lr_scale,
             ),
@@ -260,6 +262,8 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         loss, statistics = loss * weight, dict(statistics)
         if self._has_reference:
             penalised = logprobs if kl.where == "loss" else behaviour
+            if kl.where == "loss" and WHOLE in batch:
+                penalised = batch[WHOLE]
             estimate = kl_estimate(penalised, batch["reference_logprobs"], kl.estimator)
             statistics["reference_kl"] = estimate.detach()
             if kl.where == "loss":
@@ -354,6 +358,12 @@ class GroupRelative(PolicyGradient[GroupRelativeT], Generic[GroupRelativeT]):
 def check_objective(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:
     """Yield problems of the loss of any policy-gradient algorithm; call it from `Component.check`."""
     yield from check_correction(config.correction, run)
+    if config.kl.coef and config.kl.where == "reward" and run.sampling.reshapes:
+        yield Problem(
+            "algorithm.kl.where",
+            "is 'reward', which needs the sampler's logprobs over the whole vocabulary, but with top_p, "
+            "top_k, min_p or logit_bias engines report those of what they drew from; use where: loss",
+        )
     if config.kl.coef and config.kl.where == "loss" and config.kl.estimator == "k1":
         yield Problem(
             "algorithm.kl.estimator",

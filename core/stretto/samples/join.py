@@ -217,7 +217,8 @@ class _Rows:
         }
         self._samples.append((kept, facts))
         texts = (kept.prompt_text, kept.text, kept.messages, kept.dataset_row)
-        self.size += 13 * len(kept.tokens) + sum(map(len, texts)) + 500
+        drawn_from = 0 if kept.kept_ids is None else 4 * len(kept.kept_ids)
+        self.size += 13 * len(kept.tokens) + drawn_from + sum(map(len, texts)) + 500
 
     def add_trained(self, row: TrainedRow, message: TrainedRows, sequence: int) -> None:
         """Add what a trainer computed for one trajectory.

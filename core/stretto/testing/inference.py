@@ -254,6 +254,33 @@ class InferenceConformance(SwapTests, ComponentConformance):
         np.testing.assert_allclose(reported, np.log(exact[drawn]), atol=self.engine.tolerance)
         _assert_drawn_from(exact, drawn)
 
+    @pytest.mark.parametrize(
+        "sampling",
+        [{"top_k": 20}, {"top_p": 0.8, "top_k": 40}, {"min_p": 0.1, "top_k": 40, "temperature": 0.7}],
+        ids=str,
+    )
+    def test_each_token_comes_with_those_it_was_drawn_from(
+        self,
+        under_test: ComponentUnderTest,
+        served: ServedEngine,
+        models: tuple[TinyModel, TinyModel],
+        sampling: dict[str, Any],
+    ) -> None:
+        """If the request wants them; and only those of new tokens, where an answer goes on."""
+        if not under_test.config.sends_kept_tokens:
+            pytest.skip("its section does not say `sends_kept_tokens`")
+        query = request(n=2, max_tokens=12, wants_kept=True, **sampling)
+        later = request(max_tokens=12, begun=([3] * 7,), have=(7,), wants_kept=True, **sampling)
+        unasked = request(max_tokens=12, **sampling)
+        (*samples, part), plain = [*served.answers(query)[0], served.answer(later)], served.answer(unasked)
+        assert plain.kept == [], "it sends kept tokens that nobody wants"
+        for asked, sample, begun in [*((query, each, []) for each in samples), (later, part, [3] * 7)]:
+            text = [*asked.prompt_ids.numpy().tolist(), *begun, *sample.tokens]
+            logits = models[0].reference.logits(text)[-len(sample.tokens) - 1 : -1]
+            assert len(sample.kept) == len(sample.tokens), "some tokens have no kept ones"
+            for own, ids in zip(logits, sample.kept, strict=True):
+                assert ids == np.flatnonzero(_distribution(own, asked.sampling)).tolist()
+
     def test_logprobs_of_given_text_are_those_of_the_weights_served(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:

@@ -81,6 +81,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    kept: list[list[int]] = field(default_factory=list[list[int]])
+    """The ids from which each token was drawn, if the engine sent them."""
     finish: Finish = ""
     error: str = ""
     arrivals: list[float] = field(default_factory=list[float])
@@ -107,6 +109,10 @@ class Sample:
         self.tokens += chunk.tokens.tolist()
         self.logprobs += chunk.logprobs.tolist()
         self.versions += chunk.versions.tolist()
+        if chunk.kept is not None:
+            assert len(chunk.kept) == len(chunk.tokens), f"kept tokens of other tokens: {chunk}"
+            ends = np.cumsum(chunk.kept.counts, dtype=np.int64)[:-1]
+            self.kept += [ids.tolist() for ids in np.split(chunk.kept.ids, ends)] if len(chunk.kept) else []
         self.finish, self.error = chunk.finish, chunk.error
 
     def copy(self) -> Sample:
@@ -318,6 +324,7 @@ def request(
     deadline_s: float = 600.0,
     max_tokens: int = 20,
     ignore_eos: bool = True,
+    wants_kept: bool = False,
     **sampling: Any,
 ) -> GenerateRequest:
     """Make a request with the given prompt, or with a random prompt of the given length."""
@@ -333,6 +340,7 @@ def request(
         begun=tuple(Array.of(tokens, np.int32) for tokens in begun),
         have=have,
         deadline_s=deadline_s,
+        wants_kept=wants_kept,
     )
 
 

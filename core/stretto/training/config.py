@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -61,6 +61,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of an engine that trains a Hugging Face model."""
+
+    reads_drawn: ClassVar[bool] = True
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimizer. `sgd` has no momentum and keeps no state; it is meant for comparisons."""

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from stretto import tracing
+from stretto.algorithm import WHOLE
 from stretto.errors import EngineError
 from stretto.models.files import folder_of_model, tensors_of_model
 from stretto.models.lora_files import matrix_of
@@ -61,7 +62,7 @@ from stretto.training.model import (
     vision_tower,
 )
 from stretto.training.packing import trial_inputs
-from stretto.training.token_head import Wanted, return_figures
+from stretto.training.token_head import Support, Wanted, return_figures
 
 if TYPE_CHECKING:
     from stretto.algorithm import Loss
@@ -337,7 +338,7 @@ class HFTraining:
                 whole_groups=loss.unit == "group",
             )
             work = [
-                self._work(micro, micro["loss_mask"], temperature, entropy_gradient=loss.entropy_coef > 0)
+                self._work(micro, micro["loss_mask"], temperature, loss)
                 for micro in micro_batches
                 if micro["loss_mask"].any()
             ]
@@ -384,11 +385,13 @@ class HFTraining:
         """One micro-batch's part of the loss, a scalar with gradient.
 
         Args:
-            output: (N, 2) or (N, 1), the figures of the selected tokens.
+            output: the figures of the selected tokens (see `stretto.training.token_head`).
             count: the denominator of the loss, for the whole batch.
         """
         head_figures = _spread(output[:, 0], work)
         batch = work.batch
+        if work.rows.wanted.whole:
+            batch = batch.with_columns({WHOLE: _spread(output[:, -1], work)})
         mask = batch["loss_mask"]
         losses, figures = loss.function(head_figures, batch)
         if losses.shape != head_figures.shape:
@@ -412,14 +415,20 @@ class HFTraining:
             return torch.ones(batch.num_tokens, dtype=torch.bool)
         return batch.positions() > 0
 
-    def _work(
-        self, micro: Batch, mask: Tensor, temperature: float = 1.0, *, entropy_gradient: bool = False
-    ) -> _Work:
-        """Prepare a micro-batch; `mask` selects the tokens whose figures are wanted, (T,) bool."""
+    def _work(self, micro: Batch, mask: Tensor, temperature: float = 1.0, loss: Loss | None = None) -> _Work:
+        """Prepare a micro-batch; `mask` selects the tokens whose figures are wanted, (T,) bool. `loss` is to
+        be computed from them."""
         places = mask.nonzero().squeeze(1)
         # The output at the token before gives a token's logprob, and the value of the state it was chosen in.
         at = places if self._head == "reward" else places - 1
-        wanted = Wanted(at, micro["tokens"][places], temperature, entropy_gradient)
+        wanted = Wanted(
+            at,
+            micro["tokens"][places],
+            temperature,
+            entropy_gradient=loss is not None and loss.entropy_coef > 0,
+            whole=loss is not None and loss.whole_vocabulary and micro.drawn is not None,
+            support=None if micro.drawn is None else Support.of(micro.drawn, places),
+        )
         device = self._layout.device
         rows = self._packing.inputs(self._with_blank_image(micro), wanted, device)
         return _Work(micro.to(device), places.to(device), rows)

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from stretto.component import Head
+    from stretto.rl.batch import Drawn
     from stretto.training.packing import ModelInputs
 
-__all__ = ["Wanted", "return_figures"]
+__all__ = ["Support", "Wanted", "return_figures"]
 
 log = structlog.get_logger()
 
@@ -37,6 +38,65 @@ _CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
 most of the time."""
 _KEPT_BYTES = 1 << 25
 """Logits up to this size are kept for the backward pass. With a small vocabulary, this is the whole batch."""
+
+
+_OUT = -1e9
+"""Logit of a token outside of the kept ones. Its probability is exactly 0, and 0 times it is 0."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """From what the wanted tokens were drawn, where that is not softmax(logits / temperature)."""
+
+    bias_ids: Tensor
+    """(B,) int64, the ids with a bias."""
+    bias: Tensor
+    """(B,) float32, what is added to their logits."""
+    kept: Tensor | None
+    """(E,) int64, the ids from which each token was drawn, one token after the other; None for the whole
+    vocabulary."""
+    ends: Tensor
+    """(N + 1,) int64, on the CPU: the kept ids of token n are those from `ends[n]` to `ends[n + 1]`. A token
+    without any was drawn from the whole vocabulary."""
+
+    @classmethod
+    def of(cls, drawn: Drawn, places: Tensor) -> Support:
+        """Make that of the tokens at these places of a batch, which ascend."""
+        kept = drawn.kept_at(places)
+        counts = torch.zeros(0) if kept is None else torch.from_numpy(kept.counts.astype("int64"))
+        return cls(
+            torch.tensor([*drawn.logit_bias], dtype=torch.long),
+            torch.tensor([*drawn.logit_bias.values()], dtype=torch.float32),
+            None if kept is None else torch.from_numpy(kept.ids.astype("int64")),
+            F.pad(counts.long().cumsum(0), (1, 0)),
+        )
+
+    def to(self, device: torch.device) -> Support:
+        """Return it on a device."""
+        kept = None if self.kept is None else self.kept.to(device)
+        return Support(self.bias_ids.to(device), self.bias.to(device), kept, self.ends)
+
+    def part(self, part: slice) -> Support:
+        """Return that of some consecutive tokens."""
+        if self.kept is None:
+            return self
+        ends = self.ends[part.start : part.stop + 1]
+        return replace(self, kept=self.kept[ends[0] : ends[-1]], ends=ends - ends[0])
+
+    def restrict(self, scaled: Tensor, temperature: float) -> Tensor:
+        """Return logits, divided by the temperature, with the bias, and with `_OUT` for the tokens that were
+        not kept: (N, V) float32."""
+        if len(self.bias_ids):
+            bias = (self.bias / temperature).expand(len(scaled), -1)
+            scaled = scaled.index_add(-1, self.bias_ids, bias)
+        if self.kept is None:
+            return scaled
+        counts = self.ends.diff()
+        places = torch.arange(len(counts)).repeat_interleave(counts).to(scaled.device), self.kept
+        restricted = torch.full_like(scaled, _OUT).index_put(places, scaled[places])
+        if bool((counts > 0).all()):
+            return restricted
+        return torch.where((counts == 0).to(scaled.device)[:, None], scaled, restricted)
 
 
 @dataclass(frozen=True)
@@ -50,16 +110,26 @@ class Wanted:
     temperature: float = 1.0
     entropy_gradient: bool = False
     """Whether the loss needs the entropy's gradient."""
+    whole: bool = False
+    """Whether the logprob over the whole vocabulary is wanted too."""
+    support: Support | None = None
+    """From what the tokens were drawn; None for softmax(logits / temperature). Logprob and entropy are those
+    of this distribution."""
 
     def moved(self, at: Tensor, device: torch.device) -> Wanted:
         """Return the same tokens on a device, with other indices `at`."""
-        return replace(self, at=at.to(device), targets=self.targets.to(device))
+        support = self.support and self.support.to(device)
+        return replace(self, at=at.to(device), targets=self.targets.to(device), support=support)
+
+    def part(self, part: slice) -> Wanted:
+        """Return some consecutive tokens, without their indices."""
+        return replace(self, targets=self.targets[part], support=self.support and self.support.part(part))
 
 
 def return_figures(model: PreTrainedModel, head: Head, trial: ModelInputs | None) -> None:
     """Replace the model's `forward`, in place. It then takes one more argument, `wanted`, and returns the
-    figures of the wanted tokens in float32: a policy's logprob and entropy, (N, 2), or a value or reward,
-    (N, 1).
+    figures of the wanted tokens in float32: a policy's logprob and entropy, (N, 2), with `Wanted.whole` also
+    the logprob over the whole vocabulary, (N, 3); or a value or reward, (N, 1).
 
     Args:
         trial: inputs on which a policy's logits in chunks are compared with the model's own. If they differ,
@@ -124,32 +194,41 @@ class _ChunkedLogits:
         head = self._model.get_output_embeddings()
         size = self._chunk_size(hidden.device.type)
         if type(head) is nn.Linear and not isinstance(head.weight, DTensor):
-            form = _Form(self._scale, self._cap, wanted.temperature, wanted.entropy_gradient, size)
-            return _LinearFigures.apply(hidden, head.weight, head.bias, wanted.targets, form)
+            form = _Form(
+                *(self._scale, self._cap, wanted.temperature, size), wanted.entropy_gradient, wanted.whole
+            )
+            return _LinearFigures.apply(hidden, head.weight, head.bias, wanted.targets, form, wanted.support)
         if len(hidden) <= size:
-            return self._by_module(head, hidden, wanted.targets, wanted)
-        parts = zip(hidden.split(size), wanted.targets.split(size), strict=True)
+            return self._by_module(head, hidden, wanted)
         return torch.cat(
-            [checkpoint(self._by_module, head, *part, wanted, use_reentrant=False) for part in parts]
+            [
+                checkpoint(self._by_module, head, hidden[part], wanted.part(part), use_reentrant=False)
+                for part in _chunks(len(hidden), size)
+            ]
         )
 
     def _chunk_size(self, device: str) -> int:
         budget = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cpu"])
         return self._chunk or max(1, budget // (4 * self._vocabulary))
 
-    def _by_module(self, head: nn.Module, hidden: Tensor, targets: Tensor, wanted: Wanted) -> Tensor:
+    def _by_module(self, head: nn.Module, hidden: Tensor, wanted: Wanted) -> Tensor:
         logits = head(hidden).float() * self._scale
         if self._cap is not None:
             logits = torch.tanh(logits / self._cap) * self._cap
-        return _figures(logits, replace(wanted, targets=targets))
+        return _figures(logits, wanted)
 
 
 def _figures(logits: Tensor, wanted: Wanted) -> Tensor:
-    """Return logprob and entropy from logits: (N, V) -> (N, 2) float32."""
-    logprobs = logprobs_of(logits, wanted.targets, wanted.temperature)
+    """Return logprob and entropy from logits, (N, V) -> (N, 2) float32, and the logprob over the whole
+    vocabulary as a third column if it is wanted."""
+    whole = [logprobs_of(logits, wanted.targets, wanted.temperature)] if wanted.whole else []
+    temperature = wanted.temperature
+    if wanted.support is not None:
+        logits, temperature = wanted.support.restrict(logits.float() / temperature, temperature), 1.0
+    logprobs = logprobs_of(logits, wanted.targets, temperature)
     with torch.set_grad_enabled(torch.is_grad_enabled() and wanted.entropy_gradient):
-        entropy = entropy_of(logits, wanted.temperature)
-    return torch.stack([logprobs, entropy], -1)
+        entropy = entropy_of(logits, temperature)
+    return torch.stack([logprobs, entropy, *whole], -1)
 
 
 @dataclass(frozen=True)
@@ -160,36 +239,48 @@ class _Form:
     scale: float
     cap: float | None
     temperature: float
-    entropy_gradient: bool
     chunk: int
     """Number of tokens of a chunk, C."""
+    entropy_gradient: bool
+    whole: bool
 
 
 class _LinearFigures(torch.autograd.Function):
-    """Logprob and entropy, (N, 2) float32, of a linear head; `_Form` has the formula of the logits.
+    """What `_figures` returns, of a linear head; `_Form` has the formula of the logits.
 
-    With s the scaled logits, p their softmax, H the entropy and y the target:
-    d logprob / ds_j = [j = y] - p_j and dH / ds_j = -p_j (log p_j + H).
+    With s the scaled logits, p the softmax over the kept ones, H its entropy and y the target:
+    d logprob / ds_j = [j = y] - p_j and dH / ds_j = -p_j (log p_j + H), where p_j is 0 outside.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: _Form
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        form: _Form,
+        support: Support | None,
     ) -> Tensor:
         device = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        ctx.form, ctx.device = form, device
+        ctx.form, ctx.device, ctx.support = form, device, support
         ctx.kept = []
         needs_gradient = any(ctx.needs_input_grad)
-        keep = needs_gradient and 4 * len(hidden) * len(weight) <= _KEPT_BYTES
-        figures = torch.empty(len(hidden), 2, device=hidden.device)
-        normalisers = torch.empty(len(hidden), device=hidden.device)
+        keep = needs_gradient and not form.whole and 4 * len(hidden) * len(weight) <= _KEPT_BYTES
+        figures = torch.empty(len(hidden), 2 + form.whole, device=hidden.device)
+        normalisers = torch.empty(len(hidden), 2, device=hidden.device)
         with torch.autocast(device, enabled=False):
             matrix = weight.to(ctx.dtype)
             for part in _chunks(len(hidden), form.chunk):
                 scaled, slope = _scaled_logits(hidden[part].to(ctx.dtype), matrix, bias, form)
-                normalisers[part] = scaled.logsumexp(-1)
-                logprobs = scaled.sub_(normalisers[part, None])  # (C, V)
+                if form.whole:
+                    normalisers[part, 1] = scaled.logsumexp(-1)
+                    figures[part, 2] = scaled.gather(-1, targets[part, None])[:, 0] - normalisers[part, 1]
+                if support is not None:
+                    scaled = support.part(part).restrict(scaled, form.temperature)
+                normalisers[part, 0] = scaled.logsumexp(-1)
+                logprobs = scaled.sub_(normalisers[part, :1])  # (C, V)
                 figures[part, 0] = logprobs.gather(-1, targets[part, None]).squeeze(-1)
                 figures[part, 1] = -torch.linalg.vecdot(logprobs.exp(), logprobs)
                 if keep:
@@ -210,15 +301,24 @@ class _LinearFigures(torch.autograd.Function):
             matrix = weight.to(ctx.dtype)
             for number, part in enumerate(_chunks(len(hidden), form.chunk)):
                 states = hidden[part].to(ctx.dtype)
+                whole_gradient = None
                 if ctx.kept:
                     logprobs, slope = ctx.kept[number]
                     ctx.kept[number] = None  # the memory of the chunk is reused below
                 else:
                     scaled, slope = _scaled_logits(states, matrix, bias, form)
-                    logprobs = scaled.sub_(normalisers[part, None])
+                    if form.whole:
+                        shares = (scaled - normalisers[part, 1:]).exp_()
+                        whole_gradient = shares.mul_(-gradient[part, 2:])
+                        whole_gradient.scatter_add_(-1, targets[part, None], gradient[part, 2:])
+                    if ctx.support is not None:
+                        scaled = ctx.support.part(part).restrict(scaled, form.temperature)
+                    logprobs = scaled.sub_(normalisers[part, :1])
                 of_logits = _gradient_of_logits(
                     logprobs, targets[part], gradient[part, 0], gradient[part, 1], entropy[part], form
                 )
+                if whole_gradient is not None:
+                    of_logits.add_(whole_gradient)
                 if slope is not None:
                     of_logits.mul_(slope)
                 if bias_gradient is not None:
@@ -232,7 +332,7 @@ class _LinearFigures(torch.autograd.Function):
             weight_gradient = weight_gradient.to(weight.dtype)
         if bias_gradient is not None:
             bias_gradient = bias_gradient.to(bias.dtype)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 def _chunks(count: int, size: int) -> list[slice]:

@@ -17,7 +17,7 @@ rollout workers learn of the change from the kernel's routes.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -54,6 +54,7 @@ from stretto.engine import (
     VisionEngine,
 )
 from stretto.errors import BusError, EngineError, WeightsError
+from stretto.kept import KeptTokens
 from stretto.models.digest import differing_names, digest_of
 from stretto.models.files import folder_of_model
 from stretto.models.lora_files import is_adapter, merge_adapter_files
@@ -522,6 +523,7 @@ def _from(chunk: Chunk, have: int) -> Chunk | None:
         chunk.versions[skip:],
         chunk.finish,
         chunk.error,
+        None if chunk.kept is None else chunk.kept.part(skip),
     )
 
 
@@ -543,7 +545,16 @@ def _batch(worker: str, chunks: list[Chunk]) -> ChunkBatch:
         Array.of(np.concatenate([chunk.tokens for chunk in ordered])),
         Array.of(np.concatenate([chunk.logprobs for chunk in ordered])),
         Array.of(np.concatenate([chunk.versions for chunk in ordered])),
+        *_kept_of(ordered),
     )
+
+
+def _kept_of(chunks: Sequence[Chunk]) -> tuple[Array, Array] | tuple[()]:
+    """Return counts and ids of the kept tokens of all chunks; nothing if no chunk has any."""
+    if all(chunk.kept is None for chunk in chunks):
+        return ()
+    kept = KeptTokens.concat([chunk.kept or KeptTokens.none(len(chunk.tokens)) for chunk in chunks])
+    return Array.of(kept.counts), Array.of(kept.ids)
 
 
 def _head(run: list[Chunk]) -> ChunkHead:

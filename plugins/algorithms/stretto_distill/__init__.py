@@ -94,6 +94,13 @@ def check(config: DistillConfig, run: RunConfig) -> Iterator[Problem]:
             "model that teaches",
             "warning",
         )
+    if run.sampling.reshapes:
+        yield Problem(
+            "sampling",
+            "the algorithm 'distill' compares the sampler's logprobs with the teacher's over the whole "
+            "vocabulary, and with top_p, top_k, min_p or logit_bias engines report those of what they drew "
+            "from; leave these options at their defaults",
+        )
     if config.reward_weight and config.group_size == 1:
         yield Problem(
             "algorithm.group_size",

@@ -6,7 +6,7 @@ Importing this module imports neither torch nor transformers; the factory does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from stretto.component import Component, PositiveFloat, PositiveInt, Problem
 from stretto.engine import InferenceConfig
@@ -31,6 +31,8 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     onednn` as well, or models from about 1 M parameters on lose another third. The bits then depend on the
     kind of processor, the number of threads, and the versions of torch and its libraries.
     """
+
+    sends_kept_tokens: ClassVar[bool] = True
 
     slots: PositiveInt = 32
     """Number of samples decoded at once. A larger number raises the total tokens per second and lowers

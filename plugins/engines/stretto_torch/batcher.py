@@ -266,4 +266,5 @@ def _chunk(sample: SlotSample, answer: SlotOutput, finish: Finish = "", error: s
         versions=answer.versions,
         finish=finish,
         error=error,
+        kept=answer.kept,
     )

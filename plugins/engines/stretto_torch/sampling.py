@@ -29,6 +29,8 @@ class SamplingSettings:
     top_p: NDArray[np.float32]
     min_p: NDArray[np.float32]
     bias: Bias | None = None
+    wants_kept: NDArray[np.bool_] | None = None
+    """Rows whose kept tokens are wanted, (R,); None for no row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def uniforms(seed: int, count: int) -> NDArray[np.float32]:
 
 def draw(
     logits: Tensor, uniform: NDArray[np.float32], settings: SamplingSettings | None
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, NDArray[np.int32]]]:
     """Draw one token a row by inverting the cumulative distribution.
 
     Args:
@@ -61,11 +63,14 @@ def draw(
         settings: None if every row has temperature 1 and keeps every token.
 
     Returns:
-        Tokens (R,) and the logprobs (R,) of the distribution they were drawn from. A row whose logits
-        are not finite has a logprob that is not finite either.
+        Tokens (R,), the logprobs (R,) of the distribution they were drawn from, and the ids that each row
+        was drawn from, by row, where they are wanted. A row whose logits are not finite has a logprob that is
+        not finite either.
     """
+    kept: dict[int, NDArray[np.int32]] = {}
     if settings is not None:
         logits = _shape(logits, settings)
+        kept = _kept(logits, settings.wants_kept)
     logprobs = logits.log_softmax(-1)
     # A GPU sums in parallel; in float32, rounding could give an impossible token a tiny probability.
     cumulative = logprobs.exp().cumsum(-1, dtype=None if logits.device.type == "cpu" else torch.float64)
@@ -76,7 +81,17 @@ def draw(
         greedy = torch.from_numpy(settings.temperature == 0).to(logits.device)
         tokens[greedy] = logits[greedy].argmax(-1, keepdim=True)
     token_logprobs = logprobs.gather(1, tokens)
-    return _host(tokens), _host(token_logprobs)
+    return _host(tokens), _host(token_logprobs), kept
+
+
+def _kept(logits: Tensor, wanted: NDArray[np.bool_] | None) -> dict[int, NDArray[np.int32]]:
+    """Return, for each wanted row, the ids of the tokens that its sampling settings have left."""
+    if wanted is None:
+        return {}
+    rows = wanted.nonzero()[0]
+    places = (logits[torch.from_numpy(rows).to(logits.device)] > -inf).nonzero().cpu().numpy()
+    ids = np.split(places[:, 1].astype(np.int32), np.searchsorted(places[:, 0], np.arange(1, len(rows))))
+    return dict(zip(rows.tolist(), ids, strict=True))
 
 
 def _host(column: Tensor) -> NDArray[Any]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engine import Finish
+from stretto.kept import KeptTokens
 from stretto_torch.decoder import Decoder
 from stretto_torch.kv import Block, Move
 from stretto_torch.prefixes import Prefixes
@@ -41,6 +42,7 @@ class SlotOutput:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    kept: KeptTokens | None = None
 
 
 NO_TOKENS = SlotOutput(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
@@ -120,6 +122,8 @@ class Slots:
         self._top_p = np.ones(lanes, np.float32)
         self._min_p = np.zeros(lanes, np.float32)
         self._bias: dict[int, dict[int, float]] = {}
+        self._wants_kept = np.zeros(lanes, np.bool_)
+        self._kept: dict[int, list[NDArray[np.int32]]] = {}  # of each token that was drawn in the lane
 
     @property
     def free(self) -> int:
@@ -192,8 +196,15 @@ class Slots:
         """Return a running sample's answer from its token `start` on."""
         lane, prompt_length = self._lane[sample.row], len(sample.prompt)
         part = slice(prompt_length + start, self._position[sample.row] + 1)
+        kept = None
+        if self._wants_kept[lane] and start >= len(sample.begun):
+            begun = len(sample.begun)
+            kept = _joined(self._kept[int(lane)][start - begun : self.length(sample) - begun])
         return SlotOutput(
-            self._ids[lane, part].copy(), self._logprobs[lane, part].copy(), self._versions[lane, part].copy()
+            self._ids[lane, part].copy(),
+            self._logprobs[lane, part].copy(),
+            self._versions[lane, part].copy(),
+            kept,
         )
 
     def remove(self, samples: Iterable[SlotSample]) -> None:
@@ -259,6 +270,8 @@ class Slots:
         if sampling.logit_bias:
             self._bias[lane] = sampling.logit_bias
         self._plain[lane] = sampling.temperature == 1 and not sampling.reshapes
+        self._wants_kept[lane] = sample.request.wants_kept and sampling.truncates
+        self._kept[lane] = []
 
     def _samples_to_compute(self, samples: Sequence[SlotSample]) -> list[SlotSample]:
         """Return the new samples that do not copy their prompt from another sample. A request's prompt is
@@ -377,7 +390,9 @@ class Slots:
     def _append(self, rows: NDArray[np.int64], logits: Tensor, version: int) -> list[SampleEnding]:
         """Draw a token for each of these rows from their logits (rows, V); return the samples that end."""
         lane, position = self._lane[rows], self._position[rows]
-        tokens, logprobs = draw(logits, self._uniforms[lane, position], self._settings(lane))
+        tokens, logprobs, kept = draw(logits, self._uniforms[lane, position], self._settings(lane))
+        for index, ids in kept.items():
+            self._kept[int(lane[index])].append(ids)
         self._token[rows] = tokens
         self._ids[lane, position] = tokens
         self._logprobs[lane, position] = logprobs
@@ -399,6 +414,7 @@ class Slots:
             self._top_p[lane],
             self._min_p[lane],
             self._biases(lane),
+            self._wants_kept[lane] if self._wants_kept[lane].any() else None,
         )
 
     def _biases(self, lane: NDArray[np.int64]) -> Bias | None:
@@ -482,6 +498,11 @@ class Slots:
             sample.row = row
         self._blocks = [*plan.blocks[:live]]
         self._class_rows = plan.size_classes
+
+
+def _joined(ids: Sequence[NDArray[np.int32]]) -> KeptTokens:
+    counts = np.array([len(each) for each in ids], np.uint16)
+    return KeptTokens(counts, np.concatenate([np.empty(0, np.int32), *ids]))
 
 
 def _limit(sample: SlotSample) -> int:

@@ -65,6 +65,11 @@ class ChunkBatch(Message, frozen=True):
     """(sum of counts,) int32, in the order of `heads`."""
     logprobs: Array
     versions: Array
+    kept_counts: Array | None = None
+    """(sum of counts,) uint16, the number of tokens that each token was drawn from; None if no request wants
+    them."""
+    kept_ids: Array | None = None
+    """Their ids, int32, in the same order."""
 
 
 class Confirm(Message, frozen=True):

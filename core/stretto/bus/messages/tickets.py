@@ -12,6 +12,7 @@ from stretto.bus.messages.base import Message, VariantName, WorkerId
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest, Finish
 from stretto.faults import FaultKind
+from stretto.kept import KeptTokens
 from stretto.tracing import Traceparent
 
 Purpose = Literal["train", "eval"]
@@ -189,11 +190,23 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     images: tuple[Digest | NonNegativeInt, ...] | None = None
     """The images, in the order of their places in the tokens: the index of an image of the row, or the
     SHA-256 of a `StoredImage` that follows in the log. None: all images of the row."""
+    kept_counts: Array | None = None
+    """(L,) uint16, the number of tokens that each token was drawn from; None: the whole vocabulary."""
+    kept_ids: Array | None = None
+    """Their ids, int32, in the order of the tokens."""
 
     @property
     def size(self) -> int:
         """Estimated number of bytes in a message."""
-        return 13 * len(self.tokens) + 200
+        kept = 0 if self.kept_ids is None else 2 * len(self.tokens) + 4 * len(self.kept_ids)
+        return 13 * len(self.tokens) + kept + 200
+
+    @property
+    def kept(self) -> KeptTokens | None:
+        """The tokens from which each token was drawn."""
+        if self.kept_counts is None or self.kept_ids is None:
+            return None
+        return KeptTokens(self.kept_counts.numpy(), self.kept_ids.numpy())
 
     @property
     def added_images(self) -> list[str]:

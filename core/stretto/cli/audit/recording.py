@@ -266,11 +266,17 @@ def _group_of(attempt: Attempt, rows: Sequence[Mapping[str, Any]]) -> RecordedGr
                 engine=row["engine"],
                 sample=row["sample"],
                 images=_images_of(row["images"]),
+                kept_counts=_array_of(row["kept_counts"], np.uint16),
+                kept_ids=_array_of(row["kept_ids"], np.int32),
             )
             for row in rows
         ),
         images={},
     )
+
+
+def _array_of(values: Sequence[int] | None, dtype: type[np.generic]) -> Array | None:
+    return None if values is None else Array.of(values, dtype)
 
 
 def _images_of(text: str | None) -> tuple[str | int, ...] | None:

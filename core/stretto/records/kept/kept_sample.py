@@ -51,12 +51,18 @@ class KeptSample:
     loss_mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    kept_counts: NDArray[np.uint16] | None = None
+    """As in `WireTrajectory`."""
+    kept_ids: NDArray[np.int32] | None = None
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> KeptSample:
         """Return the sample in a row of `samples` segments."""
+        dtypes = _ARRAYS | _KEPT
         values: dict[str, Any] = {
-            name: np.asarray(row[name], _ARRAYS[name]) if name in _ARRAYS else row[name]
+            name: row[name]
+            if name not in dtypes or row[name] is None
+            else np.asarray(row[name], dtypes[name])
             for name in cls.__dataclass_fields__
         }
         return cls(**values)
@@ -68,8 +74,9 @@ _ARRAYS: dict[str, Any] = {
     "logprobs": np.float32,
     "versions": np.int32,
 }
-_FACTS = [name for name in KeptSample.__dataclass_fields__ if name not in (*_ARRAYS, "images")]
-"""What the digest of every sample has. Older runs have no images."""
+_KEPT: dict[str, Any] = {"kept_counts": np.uint16, "kept_ids": np.int32}
+_FACTS = [name for name in KeptSample.__dataclass_fields__ if name not in (*_ARRAYS, *_KEPT, "images")]
+"""What the digest of every sample has. Older runs have no images, and most no kept tokens."""
 
 
 def kept_samples(record: TicketRecord, trajectories: Sequence[WireTrajectory]) -> list[KeptSample]:
@@ -92,7 +99,8 @@ def digest_of(samples: Iterable[KeptSample]) -> str:
         facts = [getattr(sample, name) for name in _FACTS]
         if sample.images is not None:
             facts.append(sample.images)
-        arrays = (np.ascontiguousarray(getattr(sample, name), _ARRAYS[name]).tobytes() for name in _ARRAYS)
+        dtypes = _ARRAYS if sample.kept_ids is None else _ARRAYS | _KEPT
+        arrays = (np.ascontiguousarray(getattr(sample, name), dtypes[name]).tobytes() for name in dtypes)
         for piece in (_encode(facts), *arrays):
             hashed.update(len(piece).to_bytes(8, "little"))
             hashed.update(piece)
@@ -119,7 +127,16 @@ def _kept(record: TicketRecord, index: int | None, trajectory: WireTrajectory | 
         if trajectory is None or trajectory.images is None
         else _encode(trajectory.images).decode(),
         **arrays,
+        **_kept_arrays_of(trajectory),
     )
+
+
+def _kept_arrays_of(trajectory: WireTrajectory | None) -> dict[str, NDArray[Any]]:
+    if trajectory is None or trajectory.kept is None:
+        return {}
+    if len(trajectory.kept) != len(trajectory.tokens):
+        raise ValueError(f"{trajectory.id}: kept tokens of {len(trajectory.kept)} tokens")
+    return {"kept_counts": trajectory.kept.counts, "kept_ids": trajectory.kept.ids}
 
 
 def _arrays_of(trajectory: WireTrajectory | None) -> dict[str, NDArray[Any]]:

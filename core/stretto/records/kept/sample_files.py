@@ -105,6 +105,8 @@ def schema_of(kind: SegmentKind) -> Schema:
             "loss_mask": pa.list_(pa.bool_()),
             "logprobs": pa.list_(pa.float32()),
             "versions": pa.list_(pa.int32()),
+            "kept_counts": pa.list_(pa.uint16()),
+            "kept_ids": pa.list_(pa.int32()),
         },
         "trained": {
             "id": text,

@@ -55,7 +55,10 @@ CHEAP_COLUMNS = (
 """Fields that every row has."""
 TEXT_COLUMNS = ("prompt_text", "text", "messages", "dataset_row")
 """Fields that rows have with `texts=True`."""
-TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs", "versions", "advantages", "importance_weights")
+TOKEN_COLUMNS = (
+    *("tokens", "loss_mask", "logprobs", "versions", "kept_counts", "kept_ids"),
+    *("advantages", "importance_weights"),
+)
 """Fields that rows have with `tokens=True`."""
 ORDERS = ("sequence", "reward", "length", "staleness", "step", "ticket", "seconds")
 """Columns by which rows can be ordered."""
@@ -230,7 +233,7 @@ class SampleStore:
     ) -> list[dict[str, Any]]:
         names = [name for name in CHEAP_COLUMNS if name not in ("step", "staleness")]
         names += TEXT_COLUMNS if texts else ()
-        names += TOKEN_COLUMNS[:4] if tokens else ()
+        names += TOKEN_COLUMNS[:6] if tokens else ()
         rows = self._kinds["samples"].take(index.parts[found], index.offsets[found], names)
         trained_at = index.trained_at[found]
         computed = self._computed(index, trained_at) if tokens else {}
@@ -249,7 +252,7 @@ class SampleStore:
         """Return what trainers computed, by the row of the index of `trained` segments."""
         places = np.unique(trained_at[trained_at >= 0])
         parts, offsets = index.trained_parts[places], index.trained_offsets[places]
-        rows = self._kinds["trained"].take(parts, offsets, TOKEN_COLUMNS[4:])
+        rows = self._kinds["trained"].take(parts, offsets, TOKEN_COLUMNS[6:])
         return dict(zip(places.tolist(), rows, strict=True))
 
 

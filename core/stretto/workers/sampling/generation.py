@@ -23,6 +23,7 @@ from stretto.bus.messages.inference import Abort, ChunkBatch, ChunkHead, Confirm
 from stretto.bus.messages.membership import Beacon, Peer, WorkerProcess
 from stretto.engine import Finish, GenerateRequest
 from stretto.errors import EngineError
+from stretto.kept import KeptTokens
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.routing import Router
 from stretto.workflow import OnTokens
@@ -78,6 +79,8 @@ class GeneratedSample:
 
     records: bytearray = field(default_factory=bytearray)
     """The tokens, one `_TOKEN` record after the other."""
+    kept_parts: list[KeptTokens] = field(default_factory=list[KeptTokens])
+    """The kept tokens of all tokens so far, in parts; empty if the request does not want them."""
     finish: Finish = ""
     engine: str = ""
     """The engine that finished the sample; empty before."""
@@ -100,6 +103,11 @@ class GeneratedSample:
     def versions(self) -> NDArray[np.int32]:
         """Return (A,) int32, the policy version of each token."""
         return self._column("version")
+
+    def kept(self) -> KeptTokens | None:
+        """Return the kept tokens of each token; None if the engine has not sent those of all tokens."""
+        kept = KeptTokens.concat(self.kept_parts) if self.kept_parts else KeptTokens.none(0)
+        return kept if len(kept) == self.length else None
 
     def _column(self, name: str) -> NDArray[Any]:
         return np.frombuffer(self.records, _TOKEN)[name].copy()
@@ -164,7 +172,7 @@ class _Generation:
             self.silent_periods += 1
             self.wake.set()
 
-    def add(self, head: ChunkHead, records: memoryview) -> bool:
+    def add(self, head: ChunkHead, records: memoryview, kept: KeptTokens | None) -> bool:
         """Add a chunk. Return False if tokens before it are missing."""
         sample = self.samples[head.sample]
         self.alive = True
@@ -174,6 +182,8 @@ class _Generation:
         overlap = len(sample.records) - head.position * _TOKEN.itemsize
         if overlap < 0:
             return False
+        if kept is not None and overlap < len(records):
+            sample.kept_parts.append(kept.part(overlap // _TOKEN.itemsize))
         sample.records += records[overlap:]
         if begins and records:
             self._report_start()
@@ -188,7 +198,7 @@ class _Generation:
         seeds, perhaps with other weights than the engine before, so parts of both cannot be joined."""
         for sample in self.samples:
             if not sample.finish:
-                sample.records = bytearray()
+                sample.records, sample.kept_parts = bytearray(), []
 
     def _end(self, sample: GeneratedSample, head: ChunkHead) -> None:
         if head.finish == "abort":  # the engine gave up: the worker does not listen after its own abort
@@ -359,7 +369,7 @@ class Generations:
 
     async def _take(self, batch: ChunkBatch) -> None:
         """Pass the chunks of a message to the requests that they belong to."""
-        records = _records(batch)
+        records, kept = _records(batch), _kept_in(batch)
         offset = 0
         name, generation = "", None
         behind: dict[str, None] = {}  # in the order of their chunks
@@ -371,7 +381,8 @@ class Generations:
             if generation is None or head.sample >= len(generation.samples):
                 continue
             unfinished = generation.unfinished
-            if not generation.add(head, records[start:offset]):
+            own = kept and kept.part(start // _TOKEN.itemsize, offset // _TOKEN.itemsize)
+            if not generation.add(head, records[start:offset], own):
                 behind[name] = None
             if generation.unfinished < unfinished:
                 self._engines.finish_sample(generation.engine)
@@ -388,3 +399,10 @@ def _records(batch: ChunkBatch) -> memoryview:
     records["logprob"] = batch.logprobs.numpy()
     records["version"] = batch.versions.numpy()
     return records.view(np.uint8).data
+
+
+def _kept_in(batch: ChunkBatch) -> KeptTokens | None:
+    """Return the kept tokens of the tokens of a message; None if it has none."""
+    if batch.kept_counts is None or batch.kept_ids is None:
+        return None
+    return KeptTokens(batch.kept_counts.numpy(), batch.kept_ids.numpy())

@@ -21,6 +21,7 @@ from stretto.bus.messages.tickets import Ticket
 from stretto.config import RunConfig
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback, columns_of_turn
+from stretto.errors import EngineError
 from stretto.faults import SampleFault
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.tokenizer import Message, Tokenizer
@@ -140,14 +141,17 @@ class RolloutSession:
         self._turns[conversation_id] += 1
         number = self._turns[conversation_id]
         turn = f"{conversation_id}.{number}" if conversation_id else str(number)
+        sampling = sampling or self.sampling
+        wants_kept = ticket.purpose == "train" and sampling.truncates
         request = GenerateRequest(
             id=f"{ticket.name}/{turn}",
             prompt_ids=Array.of(prompt_ids, np.int32),
             seeds=tuple(sample_seed(self._seed_scope, turn, sample) for sample in range(n)),
-            sampling=sampling or self.sampling,
+            sampling=sampling.in_training() if wants_kept else sampling,
             min_version=self._floor.version,
             deadline_s=services.config.workflow.timeout_s,
             images=self._images_of_row_in(prompt_ids) if images is None else tuple(images),
+            wants_kept=wants_kept,
         )
         with self.generate_clock:
             samples = await services.generations.run(
@@ -166,9 +170,12 @@ class RolloutSession:
                 finish=sample.finish,
                 text=self.tokenizer.decode(sample.tokens()),
                 engine=sample.engine,
+                kept=sample.kept() if wants_kept else None,
             )
             for sample in samples
         ]
+        if wants_kept and any(answer.kept is None for answer in answers):
+            raise EngineError(f"{answers[0].engine} has not sent the tokens from which it drew an answer")
         if conversation_id:
             transcript = self._transcripts.setdefault(conversation_id, Transcript(images))
             for answer in answers:

@@ -32,7 +32,7 @@ from stretto.records.kept.kept_sample import digest_of, kept_samples
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.session import RolloutSession, VariantServices
 from stretto.workers.sampling.ticket_record import record_of
-from stretto.workers.sampling.trajectory_log import member_of, wire_trajectories
+from stretto.workers.sampling.trajectory_log import expect_kept_tokens, member_of, wire_trajectories
 from stretto.workflow import Prompt, Trajectory
 
 log = structlog.get_logger()
@@ -173,6 +173,8 @@ class TicketRunner:
         if ticket.purpose == "eval":
             pairs = enumerate(zip(trajectories, wires, strict=True))
             return [member_of(each, wire.id, 0, index) for index, (each, wire) in pairs], []
+        if attempt.services.config.sampling.truncates:
+            expect_kept_tokens(trajectories)
         members: list[Member] = []
         for sequence, bundle in await self._append(ticket, wires, self._context.names.trajectories):
             for index, wire in enumerate(bundle):

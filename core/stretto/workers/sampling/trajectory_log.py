@@ -42,7 +42,25 @@ def _wire(
         images=None
         if images is None or list(images) == of_row
         else tuple(of_row.index(name) if name in of_row else name for name in images),
+        kept_counts=None if trajectory.kept is None else Array.of(trajectory.kept.counts, np.uint16),
+        kept_ids=None if trajectory.kept is None else Array.of(trajectory.kept.ids, np.int32),
     )
+
+
+def expect_kept_tokens(trajectories: Sequence[Trajectory]) -> None:
+    """Check that each trajectory says from which tokens the sampled ones were drawn.
+
+    Raises:
+        EngineError: if one does not.
+    """
+    for number, each in enumerate(trajectories):
+        if each.kept is None:
+            raise EngineError(
+                f"trajectory {number} has no kept tokens, and the run samples with top_p, top_k or min_p: "
+                "make it with `Trajectory.of` or a conversation's `trajectories`, or give it `Answer.kept`"
+            )
+        if fault := each.kept.fault(each.tokens, each.loss_mask):
+            raise EngineError(f"the kept tokens of trajectory {number} do not fit it: {fault}")
 
 
 def member_of(trajectory: Trajectory, id: str, sequence: int, index: int) -> Member:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.kept import KeptTokens
 from stretto.workflow import Answer, Score, Trajectory
 
 
@@ -52,12 +53,16 @@ class _Stretch:
         loss_mask = np.zeros(len(self._tokens), np.bool_)
         logprobs = np.zeros(len(self._tokens), np.float32)
         versions = np.full(len(self._tokens), -1, np.int32)
+        kept: list[KeptTokens] = []
         for start, answer in self._answers:
             place = slice(start, start + len(answer.tokens))
             loss_mask[place], logprobs[place], versions[place] = True, answer.logprobs, answer.versions
+            if answer.kept is not None:
+                kept += [KeptTokens.none(start - sum(map(len, kept))), answer.kept]
         last = self._answers[-1][1]
         return Trajectory(
             *(self._tokens, loss_mask, logprobs, versions),
             *(Score(math.nan), last.finish, last.engine),
             images=images,
+            kept=KeptTokens.concat(kept) if last.kept is not None else None,
         )

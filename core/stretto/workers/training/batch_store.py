@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from stretto.rl.batch import Batch
+    from stretto.rl.batch import Batch, Drawn
 
 _READS_AT_ONCE = 32
 _ANSWER_S = 600.0
@@ -174,16 +174,19 @@ class BatchStore:
 
     # ------------------------------------------------------------------------------------ columns
 
-    async def batch(self, rows: Sequence[int], keys: Sequence[str], *, media: bool) -> Batch:
+    async def batch(
+        self, rows: Sequence[int], keys: Sequence[str], *, media: bool, drawn: bool = False
+    ) -> Batch:
         """Return these rows, in this order, with all columns of the source and the calls' columns in `keys`.
 
         Args:
             media: also add the model's inputs for the rows' images.
+            drawn: also add from what the tokens were drawn: for the model that samples.
         """
         with tracing.span("read rows"):
-            return await self._batch(rows, keys, media=media)
+            return await self._batch(rows, keys, media=media, drawn=drawn)
 
-    async def _batch(self, rows: Sequence[int], keys: Sequence[str], *, media: bool) -> Batch:
+    async def _batch(self, rows: Sequence[int], keys: Sequence[str], *, media: bool, drawn: bool) -> Batch:
         from stretto.rl.batch import Batch
 
         await self._read_rows(rows)
@@ -197,7 +200,27 @@ class BatchStore:
             images = await anyio.to_thread.run_sync(self._media_of, self._vision, rows, added)
         source = self._join_source(rows)
         tokens, sequences = _join({key: [self._call_columns[key][row] for row in rows] for key in call_keys})
-        return Batch(source.lengths, source.tokens | tokens, source.sequences | sequences, images)
+        return Batch(
+            source.lengths,
+            source.tokens | tokens,
+            source.sequences | sequences,
+            images,
+            self._drawn(rows) if drawn else None,
+        )
+
+    def _drawn(self, rows: Sequence[int]) -> Drawn | None:
+        """Return from what the tokens of these rows were drawn; None for softmax(logits / temperature)."""
+        from stretto.rl.batch import Drawn
+
+        sampling = self._context.composed.config.sampling
+        if not sampling.reshapes or not self._placement.graph.samples:
+            return None
+        refs = [self._refs[row] for row in rows]
+        kept = [self._bundles[ref.sequence].trajectories[ref.index].kept for ref in refs]
+        known = [each for each in kept if each is not None]
+        if sampling.truncates and len(known) < len(kept):
+            raise ConfigError("a trajectory of the batch does not say from which tokens it was drawn")
+        return Drawn(sampling.logit_bias, known if sampling.truncates else None)
 
     def put(self, key: str, rows: Sequence[int], column: Tensor) -> None:
         """Store a column that a call wrote for these rows, concatenated: one value for each token, or one for

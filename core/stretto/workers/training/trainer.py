@@ -477,7 +477,8 @@ class TrainerWorker:
         if call.op == "forward":
             parts = split_groups(self._rows.lengths, self._group.section.data_parallel, self._rows.groups)
             rows = self._own(parts, call)
-            batch = await self._rows.batch(rows, call.reads, media=True)
+            drawn = call.model == self._graph.lead
+            batch = await self._rows.batch(rows, call.reads, media=True, drawn=drawn)
             column = await self._thread.run(engine.forward, batch, temperature=temperature)
             self._rows.put(call.writes[0], rows, column)
             return {}
@@ -497,7 +498,7 @@ class TrainerWorker:
         ]
         starts: list[Mapping[str, Tensor]] = []
         for rows in islice(self._steps(call), call.minibatches):
-            batch = await self._rows.batch(rows, call.reads, media=True)
+            batch = await self._rows.batch(rows, call.reads, media=True, drawn=True)
             if forward_keys:
                 starts.append({_START: batch[forward_keys[0]]})
             else:
@@ -548,7 +549,8 @@ class TrainerWorker:
         )
         kept = StepFigures() if audited and self._context.composed.config.samples.keep != "none" else None
         for number, rows in enumerate(self._steps(call)):
-            batch = await self._rows.batch(rows, call.reads, media=True)
+            drawn = call.model == self._graph.lead
+            batch = await self._rows.batch(rows, call.reads, media=True, drawn=drawn)
             loss = audit.loss if audited and not steps else call.loss
             if number < len(starts):
                 loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
