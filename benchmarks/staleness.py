@@ -6,7 +6,8 @@
 and 4. `grid`: the defaults on three tasks × three learning rates × η 0, 1, 2, 4, 8 × three seeds, and seven
 more seeds where a cell's mean is suspicious. `drawn`: the same at five settings drawn at random. `gate`:
 `queue.max_divergence` at a third and at three times the rate. `step_scale`: the drawn settings at η 2 and 8
-with `correction.step_scale: ess` against `kl`. `speed`: time to equal accuracy on the
+with `correction.step_scale: ess` against `kl`. `top_p`: sampling with top_p 0.95 against 1, η 2, on a task
+that was used for tuning and on one that was not. `speed`: time to equal accuracy on the
 long-tailed task, η 2 against 0. `collapse`: rates that are 15 and 50 times too high, and whether the advice
 says so; and the advice at the right rate and at 3 times it. Without a stage, all of them.
 
@@ -283,6 +284,29 @@ def step_scale(runner: Runner) -> dict[str, Any]:
     return {"cells": report, "mean": mean, "lower": lower}
 
 
+def top_p(runner: Runner) -> dict[str, Any]:
+    """Sampling from a part of the vocabulary, against sampling from all of it."""
+    report: dict[str, Any] = {}
+    print(f"\n{'top_p, η = 2':14} {'1':>7} {'0.95':>7} {'difference':>11} {'each seed':>24}")
+    for name in ("sums", "largest"):
+        finals = {
+            value: [
+                each.final
+                for each in runner.results(
+                    Run("top_p", f"{name} {value}", name, 2, seed, (f"sampling.top_p={value}",))
+                    for seed in runner.seeds
+                ).values()
+            ]
+            for value in (1.0, 0.95)
+        }
+        own = [b - a for a, b in zip(*finals.values(), strict=True)]
+        means = [statistics.fmean(each) for each in finals.values()]
+        each = ", ".join(f"{value:+.3f}" for value in own)
+        print(f"{name:14} {means[0]:>7.3f} {means[1]:>7.3f} {means[1] - means[0]:>+11.4f} {each:>24}")
+        report[name] = {"whole": means[0], "top_p": means[1], "differences": own}
+    return report
+
+
 def gate(runner: Runner) -> dict[str, Any]:
     """The gate on divergence, at three times the rate and at a third of it; without it, the grid's runs."""
     bound = "queue.max_divergence=0.01"
@@ -400,6 +424,7 @@ STAGES = {
     "grid": grid,
     "drawn": drawn,
     "step_scale": step_scale,
+    "top_p": top_p,
     "gate": gate,
     "speed": speed,
     "collapse": collapse,

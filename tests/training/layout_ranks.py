@@ -113,6 +113,7 @@ def measure(
     save: str | None = None,
     more: Sequence[int] = (),
     drawn: bool = False,
+    whole: bool = True,
 ) -> Any:
     """Load, ask, train on a batch of each seed, save, train on more; returns the engine.
 
@@ -121,7 +122,7 @@ def measure(
     config = config_of(options)
     part = PARTS[config.data_parallel][rank // (config.processes // config.data_parallel)]
     coef = 0.3 if drawn else 0.0
-    loss = Loss(squared, "sequence", unit="group", whole_vocabulary=True, entropy_coef=coef)
+    loss = Loss(squared, "sequence", unit="group", whole_vocabulary=whole, entropy_coef=coef)
     engine = engine_of(folder, model, options, rank=rank, head=head, trainable=trainable)
 
     def train(seed: int) -> dict[str, float]:

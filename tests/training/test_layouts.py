@@ -147,6 +147,7 @@ def runs_of(models: Mapping[str, Path], saved: Path, loads: Mapping[str, Path]) 
         common = {"model": str(folder)}
         runs.append({**common, "name": f"{model}-sgd", "options": SGD})
         runs.append({**common, "name": f"{model}-drawn", "options": SGD, "drawn": True})
+        runs.append({**common, "name": f"{model}-kept", "options": SGD, "drawn": True, "whole": False})
         adam = {"seeds": [0, 1], "save": str(saved / model), "more": [2]}
         runs.append({**common, "name": f"{model}-adam", "options": ADAM, **adam})
     qwen2, llama = str(models["qwen2"]), str(models["llama"])
@@ -251,7 +252,8 @@ def test_a_layout_gives_the_numbers_of_one_process(
     found = measured[layout]
     for model in TIED:
         adam = f"{model}-adam"
-        for sgd in (f"{model}-sgd", f"{model}-drawn"):  # from the whole vocabulary, and from parts of it
+        # From the whole vocabulary, and from parts of it with and without a loss over the whole one.
+        for sgd in (f"{model}-sgd", f"{model}-drawn", f"{model}-kept"):
             assert float((found.said(sgd) - single.said(sgd)).abs().max()) < 1e-4
             for name, value in single.steps(sgd)[0].items():
                 if name != "micro_batches":

@@ -113,15 +113,17 @@ def test_chunks_give_the_numbers_of_the_whole_logits(
 
 
 @pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("architecture", ["qwen2", "phi", "gemma2"])
 def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
-    architecture: str, chunked: bool, model_of: Callable[..., Path]
+    architecture: str, chunked: bool, whole: bool, model_of: Callable[..., Path]
 ) -> None:
+    # With `whole`, some tokens were drawn from the whole vocabulary, and the loss reads those logprobs too.
     rng, plain, temperature, entropy_coef = np.random.default_rng(1), batch(), 0.7, 0.3
     lengths, tokens, mask = plain.lengths, plain["tokens"], plain["loss_mask"] & (plain.positions() > 0)
     masks = torch.zeros(len(tokens), VOCABULARY, dtype=torch.bool)
-    for place in mask.nonzero()[::2, 0].tolist():  # every other token was drawn from the whole vocabulary
+    for place in mask.nonzero()[:: 2 if whole else 1, 0].tolist():
         masks[place, rng.choice(VOCABULARY, rng.integers(1, 9))] = True
         masks[place, tokens[place]] = True
     kept = [
@@ -133,13 +135,14 @@ def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
 
     def function(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         targets = batch["targets"]
-        return (said - targets) ** 2 + 0.5 * (batch[WHOLE] + targets) ** 2, {}
+        more = 0.5 * (batch[WHOLE] + targets) ** 2 if whole else 0.0
+        return (said - targets) ** 2 + more, {}
 
     folder = model_of(architecture)
     engine = engine_of(folder, chunked_logits=chunked)
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     found = engine.forward(drawn, temperature=temperature)
-    loss = Loss(function, "token", entropy_coef=entropy_coef, whole_vocabulary=True)
+    loss = Loss(function, "token", entropy_coef=entropy_coef, whole_vocabulary=whole)
     engine.train(drawn, loss, temperature=temperature)
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder).float()
@@ -150,12 +153,12 @@ def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
         [torch.cat([part.new_zeros(1, VOCABULARY), part[0, :-1]]) for part in _logits(model, tokens, lengths)]
     )
     inside = ((logits + added) / temperature).masked_fill(~dense, -torch.inf).log_softmax(-1)
-    whole = (logits / temperature).log_softmax(-1)
     at = tokens[:, None]
-    said, said_whole = inside.gather(1, at)[:, 0], whole.gather(1, at)[:, 0]
+    said = inside.gather(1, at)[:, 0]
+    said_whole = (logits / temperature).log_softmax(-1).gather(1, at)[:, 0]
     targets = plain["targets"]
     entropy = -(inside.exp() * inside.masked_fill(~dense, 0.0)).sum(-1)
-    losses = (said - targets) ** 2 + 0.5 * (said_whole + targets) ** 2 - entropy_coef * entropy
+    losses = (said - targets) ** 2 + 0.5 * whole * (said_whole + targets) ** 2 - entropy_coef * entropy
     losses[mask].mean().backward()
     torch.testing.assert_close(found[mask], said[mask], atol=1e-6, rtol=1e-6)
     gradients = dict(model.named_parameters())

@@ -13,7 +13,7 @@ import msgspec
 
 from stretto.base.cores import CoreMeter
 from stretto.bus.messages.events import Cause, StepMeasured
-from stretto.bus.messages.tickets import GroupDone
+from stretto.bus.messages.tickets import GroupDone, Member
 from stretto.faults import FaultKind
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.schedule.commands import StartBatch
@@ -120,6 +120,7 @@ class StepMeter:
             },
             "length": _mean([member.sampled for member in members]),
             "length_max": max(member.sampled for member in members),
+            **_of_kept(members),
             **_of_failures(start.groups),
             **{name: _figure(value) for name, value in self._scheduler.failures.figures().items()},
             "truncated": _mean([float(member.finish == "length") for member in members]),
@@ -183,6 +184,16 @@ class StepMeter:
         reasons = self._scheduler.reasons
         news, self._reasons = reasons - self._reasons, Counter(reasons)
         return dict(causes(news).most_common(_MOST_CAUSES))
+
+
+def _of_kept(members: Sequence[Member]) -> dict[str, float]:
+    """Return from how many ids a token was drawn, and how many bytes of the log these take; empty if tokens
+    were drawn from the whole vocabulary."""
+    kept, sampled = sum(member.kept for member in members), sum(member.sampled for member in members)
+    tokens = sum(member.length for member in members)
+    if not kept:
+        return {}
+    return {"kept_tokens": _figure(kept / sampled), "kept_bytes": _figure((4 * kept + 2 * tokens) / sampled)}
 
 
 def _of_failures(groups: Iterable[GroupDone]) -> dict[str, float]:

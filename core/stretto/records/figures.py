@@ -124,6 +124,10 @@ FIGURES: Mapping[str, Figure] = {
     "zero_variance_groups": _share(
         "no signal", "groups whose answers all have the same reward; they teach nothing"
     ),
+    "kept_tokens": Figure(
+        "kept tokens", "Mean number of ids from which a token was drawn, under top_p, top_k or min_p"
+    ),
+    "kept_bytes": Figure("bytes of kept tokens", "Bytes in the log of these ids, for each sampled token"),
     "failed_members": Figure(
         "failed samples",
         "Samples of the batch's groups that failed, in all and by what was at fault",

@@ -83,6 +83,21 @@ class Support:
         ends = self.ends[part.start : part.stop + 1]
         return replace(self, kept=self.kept[ends[0] : ends[-1]], ends=ends - ends[0])
 
+    @property
+    def counts(self) -> Tensor:
+        """(N,) int64, on the CPU: the number of kept ids of each token."""
+        return self.ends.diff()
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether each token was drawn from a part of the vocabulary."""
+        return self.kept is not None and bool((self.counts > 0).all())
+
+    def bias_of(self, ids: Tensor) -> Tensor:
+        """Return what is added to the logits of some ids."""
+        known = torch.zeros(int(max(ids.max(), *self.bias_ids.tolist(), 0)) + 1, device=ids.device)
+        return known.index_put((self.bias_ids,), self.bias)[ids]
+
     def restrict(self, scaled: Tensor, temperature: float) -> Tensor:
         """Return logits, divided by the temperature, with the bias, and with `_OUT` for the tokens that were
         not kept: (N, V) float32."""
@@ -91,10 +106,10 @@ class Support:
             scaled = scaled.index_add(-1, self.bias_ids, bias)
         if self.kept is None:
             return scaled
-        counts = self.ends.diff()
+        counts = self.counts
         places = torch.arange(len(counts)).repeat_interleave(counts).to(scaled.device), self.kept
-        restricted = torch.full_like(scaled, _OUT).index_put(places, scaled[places])
-        if bool((counts > 0).all()):
+        restricted = torch.full_like(scaled, _OUT).index_put_(places, scaled[places])
+        if self.is_sparse:
             return restricted
         return torch.where((counts == 0).to(scaled.device)[:, None], scaled, restricted)
 
@@ -193,7 +208,10 @@ class _ChunkedLogits:
         hidden = states.flatten(0, 1).index_select(0, wanted.at)  # (N, H)
         head = self._model.get_output_embeddings()
         size = self._chunk_size(hidden.device.type)
-        if type(head) is nn.Linear and not isinstance(head.weight, DTensor):
+        is_plain = type(head) is nn.Linear and not isinstance(head.weight, DTensor)
+        if is_plain and wanted.support is not None and wanted.support.is_sparse and not wanted.whole:
+            return self._of_kept_ids(head, hidden, wanted)
+        if is_plain:
             form = _Form(
                 *(self._scale, self._cap, wanted.temperature, size), wanted.entropy_gradient, wanted.whole
             )
@@ -211,11 +229,48 @@ class _ChunkedLogits:
         budget = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cpu"])
         return self._chunk or max(1, budget // (4 * self._vocabulary))
 
+    def _of_kept_ids(self, head: nn.Linear, hidden: Tensor, wanted: Wanted) -> Tensor:
+        """Compute only the logits of the kept ids, which are far fewer than the vocabulary."""
+        assert wanted.support is not None
+        mean = max(1, int(wanted.support.ends[-1]) // len(hidden))
+        budget = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cpu"])
+        size = self._chunk or max(1, budget // (4 * hidden.shape[-1] * mean))
+        return torch.cat(
+            [
+                checkpoint(self._kept_figures, head, hidden[part], wanted.part(part), use_reentrant=False)
+                for part in _chunks(len(hidden), size)
+            ]
+        )
+
+    def _kept_figures(self, head: nn.Linear, hidden: Tensor, wanted: Wanted) -> Tensor:
+        support = wanted.support
+        assert support is not None
+        assert support.kept is not None
+        ids, counts = support.kept, support.counts.to(hidden.device)
+        rows = torch.arange(len(hidden), device=hidden.device).repeat_interleave(counts)
+        with torch.autocast(hidden.device.type, enabled=False):
+            states, vectors = F.embedding(rows, hidden).float(), F.embedding(ids, head.weight).float()
+            logits = torch.linalg.vecdot(states, vectors)  # (E,)
+            if head.bias is not None:
+                logits = logits + head.bias[ids].float()
+            logits = self._formed(logits)
+            logits = (logits + support.bias_of(ids)) / wanted.temperature
+            largest = torch.segment_reduce(logits.detach(), "max", lengths=counts)
+            shifted = logits - largest[rows]
+            logprobs = shifted - torch.segment_reduce(shifted.exp(), "sum", lengths=counts).log()[rows]
+            of_target = torch.where(ids == wanted.targets[rows], logprobs, 0.0)
+            said = torch.segment_reduce(of_target, "sum", lengths=counts)
+            inside = logprobs if wanted.entropy_gradient else logprobs.detach()
+            entropy = -torch.segment_reduce(inside.exp() * inside, "sum", lengths=counts)
+            return torch.stack([said, entropy], -1)
+
+    def _formed(self, logits: Tensor) -> Tensor:
+        """Return the head's output with the model's scale and cap."""
+        logits = logits * self._scale
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+
     def _by_module(self, head: nn.Module, hidden: Tensor, wanted: Wanted) -> Tensor:
-        logits = head(hidden).float() * self._scale
-        if self._cap is not None:
-            logits = torch.tanh(logits / self._cap) * self._cap
-        return _figures(logits, wanted)
+        return _figures(self._formed(head(hidden).float()), wanted)
 
 
 def _figures(logits: Tensor, wanted: Wanted) -> Tensor:

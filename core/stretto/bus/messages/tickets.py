@@ -105,6 +105,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: Finish
     part: bool = False
     """Whether the trajectory belongs to the same sample as the member before it."""
+    kept: int = 0
+    """Number of ids from which the sampled tokens were drawn, all together; 0 for the whole vocabulary."""
 
 
 class FailedSample(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -121,6 +121,8 @@ def _sample_faults(group: GroupDone, member: Member, sequence: int) -> Iterator[
         yield f"{member.id} has {member.length} tokens, {member.sampled} of them sampled"
     if not 0 <= member.oldest <= member.newest < _MOST:
         yield f"{member.id} has tokens of versions {member.oldest} to {member.newest}"
+    if not 0 <= member.kept < _MOST:
+        yield f"{member.id} has tokens drawn from {member.kept} ids"
     if not is_number(member.reward):
         yield f"the reward of {member.id} is {member.reward}"
     if len(member.metrics) > _MOST_METRICS:

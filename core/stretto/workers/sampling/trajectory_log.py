@@ -87,4 +87,5 @@ def member_of(trajectory: Trajectory, id: str, sequence: int, index: int) -> Mem
         metrics=dict(trajectory.score.metrics),
         finish=trajectory.finish,
         part=trajectory.part,
+        kept=0 if trajectory.kept is None else len(trajectory.kept.ids),
     )
