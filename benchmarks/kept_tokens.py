@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.algorithm import Loss
+from stretto.array import KeptTokens
 from stretto.component import Context
-from stretto.kept import KeptTokens
 from stretto.rl.batch import Batch, Drawn
 from stretto_torch import stretto_training
 from stretto_torch.sampling import SamplingSettings, draw

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.algorithm import Loss
-    from stretto.kept import KeptTokens
+    from stretto.array import KeptTokens
     from stretto.rl.batch import Batch
     from stretto.weights import WeightUpdate
 

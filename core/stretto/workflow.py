@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from stretto.array import KeptTokens
 from stretto.component import NonNegativeInt, PositiveFloat
-from stretto.kept import KeptTokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -200,14 +200,14 @@ def test_uniforms_are_uniform() -> None:
 def test_the_ends_of_the_unit_interval_give_tokens_that_have_a_probability() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]] * 2)
     largest = np.float32(1 - 2**-23)
-    tokens, logprobs = draw(logits, np.array([0, largest], np.float32), None)
+    tokens, logprobs, _ = draw(logits, np.array([0, largest], np.float32), None)
     assert tokens.tolist() == [1, 2]
     np.testing.assert_allclose(logprobs, np.log([1 / (1 + np.e), np.e / (1 + np.e)]), rtol=1e-6)
 
 
 def test_a_row_that_is_not_finite_is_said_so_and_spoils_no_other() -> None:
     logits = torch.tensor([[torch.nan, 0.0, 0.0], [0.0, 0.0, 0.0], [torch.inf, 0.0, 0.0]])
-    tokens, logprobs = draw(logits, np.array([0.5, 0.5, 0.5], np.float32), None)
+    tokens, logprobs, _ = draw(logits, np.array([0.5, 0.5, 0.5], np.float32), None)
     assert tokens[1] == 1
     assert np.isfinite(logprobs).tolist() == [False, True, False]
 
@@ -223,7 +223,7 @@ def test_a_flat_distribution_keeps_more_tokens_than_are_looked_at_first() -> Non
         np.full(400, 0.5, np.float32),
         np.zeros(400, np.float32),
     )
-    tokens, logprobs = draw(logits, uniform, settings)
+    tokens, logprobs, _ = draw(logits, uniform, settings)
 
     np.testing.assert_allclose(logprobs[1::2], np.log(1 / 500), atol=1e-5)
     assert len(set(tokens[1::2].tolist())) > 180
@@ -246,7 +246,7 @@ def test_bias_comes_first_then_temperature_then_min_p_then_top_p() -> None:
     )
     seen: list[set[int]] = [set(), set(), set()]
     for uniform in np.linspace(0, 0.999, 50, dtype=np.float32):
-        tokens, logprobs = draw(logits.clone(), np.full(3, uniform), settings)
+        tokens, logprobs, _ = draw(logits.clone(), np.full(3, uniform), settings)
         for row, token in enumerate(tokens.tolist()):
             seen[row].add(token)
         weights = np.exp([2.0, 4.0])

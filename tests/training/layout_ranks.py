@@ -24,8 +24,8 @@ import stretto_fsdp2
 import stretto_pipeline
 import stretto_torch
 from stretto.algorithm import WHOLE, Loss
+from stretto.array import KeptTokens
 from stretto.component import Component, Context, Head
-from stretto.kept import KeptTokens
 from stretto.rl.batch import Batch, Drawn
 
 VOCABULARY = 259  # odd, so that no number of ranks divides it

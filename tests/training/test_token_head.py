@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.algorithm import WHOLE, Loss
-from stretto.kept import KeptTokens
+from stretto.array import KeptTokens
 from stretto.rl.batch import Batch, Drawn
 from stretto.training import token_head
 from stretto.training.config import LoraConfig

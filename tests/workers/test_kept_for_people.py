@@ -16,6 +16,7 @@ from stretto.algorithm import Loss
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, Ticket, TicketRecord
 from stretto.config import QueueConfig, SamplesConfig
+from stretto.engine import Sampling
 from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
 from stretto.rl.batch import Batch
 from stretto.workers.sampling.session import VariantServices
@@ -87,6 +88,7 @@ async def test_a_long_sample_is_kept() -> None:
         queue=QueueConfig(),
         dataset=SimpleNamespace(max_prompt_tokens=None),
         samples=SamplesConfig(keep="all"),
+        sampling=Sampling(),
     )
     context: Any = SimpleNamespace(
         names=Subjects("r"),

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.array import Array
+from stretto.array import Array, KeptTokens
 from stretto.bus.messages.inference import ChunkBatch, ChunkHead
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import EngineError
-from stretto.kept import KeptTokens
 from stretto.rl.batch import Batch, Drawn
 from stretto.workers.inference import _batch, _from  # pyright: ignore[reportPrivateUsage]
 from stretto.workers.sampling.generation import (

@@ -13,7 +13,7 @@ import pytest
 from stretto.bus.messages.tickets import FailedSample
 from stretto.config import QueueConfig
 from stretto.errors import EngineError, MembersError, PolicyError, RewardError, StrettoError
-from stretto.faults import SampleFault
+from stretto.user_code.faults import SampleFault
 from stretto.workers.sampling.members import Members
 from stretto.workflow import FailureReward, Score, Trajectory, parts_of_sample
 

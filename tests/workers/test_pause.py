@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from stretto.base import clock
-from stretto.faults import SampleFault
+from stretto.user_code.faults import SampleFault
 from stretto.workers.scoring import pause
 from stretto.workers.scoring.pause import Pause
 

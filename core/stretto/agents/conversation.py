@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 
+from stretto.array import KeptTokens
 from stretto.errors import RequestError
-from stretto.kept import KeptTokens
 from stretto.models.tokenizer import characters_of, work_on_text
 from stretto.models.vision import images_in, place_images
 from stretto.workflow import Answer, Score, Trajectory, parts_of_sample

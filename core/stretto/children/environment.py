@@ -17,8 +17,8 @@ import msgspec
 from stretto.children.protocol import serve
 from stretto.environment import Feedback, feedback_of
 from stretto.errors import RewardError
-from stretto.faults import SampleFault
 from stretto.models.images import ImageError, files_of
+from stretto.user_code.faults import SampleFault
 from stretto.user_code.importable import load_importable
 from stretto.user_code.scoring import accepted, required
 

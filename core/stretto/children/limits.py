@@ -21,7 +21,7 @@ import msgspec
 
 from stretto.children.protocol import die_with_parent, framed, unframed
 from stretto.errors import PolicyError, RewardError
-from stretto.faults import SampleFault
+from stretto.user_code.faults import SampleFault
 
 Value = tuple[float, dict[str, float]]
 

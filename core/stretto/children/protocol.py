@@ -20,8 +20,8 @@ from typing import TypeVar
 import msgspec
 
 from stretto.errors import PolicyError, RewardError, StrettoError, place_of
-from stretto.faults import SampleFault
 from stretto.user_code.child_process import last_line, run_child
+from stretto.user_code.faults import SampleFault
 from stretto.user_code.guard import end_with_parent
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from stretto.children.limits import LIMIT_METRICS, AnswerLimits, score_within
 from stretto.children.protocol import serve, try_to_ask
 from stretto.component import Context
 from stretto.errors import ConfigError
-from stretto.faults import SampleFault
+from stretto.user_code.faults import SampleFault
 from stretto.user_code.scoring import score_group, scores_groups
 
 COMMAND = (sys.executable, "-m", "stretto.children.reward")

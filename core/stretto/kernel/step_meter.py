@@ -14,12 +14,12 @@ import msgspec
 from stretto.base.cores import CoreMeter
 from stretto.bus.messages.events import Cause, StepMeasured
 from stretto.bus.messages.tickets import GroupDone, Member
-from stretto.faults import FaultKind
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.evaluation import accuracies
 from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of
 from stretto.kernel.setup import RunSetup
+from stretto.user_code.faults import FaultKind
 
 _MOST_METRICS = 1000
 """A step has figures of this many of the reward's metrics, the first in alphabetical order."""

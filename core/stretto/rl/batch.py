@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.kept import KeptTokens
+from stretto.array import KeptTokens
 
 __all__ = ["Batch", "Drawn"]
 

@@ -272,6 +272,11 @@ def _table(kind: SegmentKind, rows: Sequence[Mapping[str, Any]]) -> Table:
 def _column(type: Any, values: list[Any]) -> Any:
     if not pa.types.is_list(type):
         return pa.array(values, type)
-    offsets = np.concatenate([[0], np.cumsum([len(each) for each in values], dtype=np.int32)])
-    joined = np.concatenate(values) if values else np.empty(0)
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(joined, type.value_type))
+    known = [np.empty(0) if each is None else each for each in values]
+    offsets = np.concatenate([[0], np.cumsum([len(each) for each in known], dtype=np.int32)])
+    joined = np.concatenate(known) if known else np.empty(0)
+    return pa.ListArray.from_arrays(
+        pa.array(offsets, pa.int32()),
+        pa.array(joined.astype(type.value_type.to_pandas_dtype(), copy=False)),
+        mask=pa.array([each is None for each in values], pa.bool_()),
+    )

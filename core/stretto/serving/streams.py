@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.array import KeptTokens
 from stretto.base import clock
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError, RequestError
@@ -78,6 +79,8 @@ class StreamChunk:
     versions: Sequence[str] = ()
     """Only in the last chunk, and only if the server reports it: the versions whose weights sampled the
     stream's tokens."""
+    kept: Sequence[Sequence[int]] | None = None
+    """The ids from which each token was drawn, if the server reports them."""
 
 
 class VersionSpan(msgspec.Struct, gc=False):
@@ -99,6 +102,8 @@ class _ServerSample(OpenSample):
     logprobs: deque[float] = field(default_factory=deque[float])
     """Logprobs of the tokens that have not been emitted; `versions` are for the same tokens."""
     versions: deque[int] = field(default_factory=deque[int])
+    kept: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
+    """For the same tokens, if the request wants them: the ids from which each was drawn, ascending."""
     finish: Finish = ""
     error: str = ""
     aborts: int = 0
@@ -394,12 +399,17 @@ class StreamQueue:
                     f" {sample.version}; does another program swap its weights?"
                 )
         sampling = sample.request.sampling
-        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
+        wants_kept = sample.request.wants_kept
+        if wants_kept and len(piece.kept or ()) != len(piece.tokens):
+            raise EngineError("the server does not say from which tokens it drew")
+        for index, (token, logprob) in enumerate(zip(piece.tokens, piece.logprobs, strict=True)):
             sample.answer.append(token)
             self.generated += 1
             if len(sample.answer) > sample.sent:
                 sample.logprobs.append(logprob)
                 sample.versions.append(sample.version)
+                if wants_kept and piece.kept is not None:
+                    sample.kept.append(np.sort(np.array(piece.kept[index], np.int32)))
             # When a request ignores the model's own end tokens, SGLang, it ignores stop tokens too.
             if token in sampling.stop_token_ids or (stops is not None and stops.end(sample.answer)):
                 self._end_and_cancel(sample, "stop")
@@ -477,7 +487,9 @@ def _chunk(sample: _ServerSample) -> Chunk:
         versions=np.array(sample.versions, np.int32),
         finish=sample.finish,
         error=sample.error,
+        kept=KeptTokens.of(sample.kept) if sample.request.wants_kept else None,
     )
+    sample.kept.clear()
     sample.sent += number
     sample.logprobs.clear()
     sample.versions.clear()

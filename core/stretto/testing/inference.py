@@ -256,7 +256,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
 
     @pytest.mark.parametrize(
         "sampling",
-        [{"top_k": 20}, {"top_p": 0.8, "top_k": 40}, {"min_p": 0.1, "top_k": 40, "temperature": 0.7}],
+        [{"top_k": 20}, {"top_p": 0.8, "top_k": 1024}, {"min_p": 0.1, "top_k": 40, "temperature": 0.7}],
         ids=str,
     )
     def test_each_token_comes_with_those_it_was_drawn_from(
@@ -277,6 +277,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         for asked, sample, begun in [*((query, each, []) for each in samples), (later, part, [3] * 7)]:
             text = [*asked.prompt_ids.numpy().tolist(), *begun, *sample.tokens]
             logits = models[0].reference.logits(text)[-len(sample.tokens) - 1 : -1]
+            assert sample.finish == "length", f"it ended with {sample.finish!r}: {sample.error}"
             assert len(sample.kept) == len(sample.tokens), "some tokens have no kept ones"
             for own, ids in zip(logits, sample.kept, strict=True):
                 assert ids == np.flatnonzero(_distribution(own, asked.sampling)).tolist()

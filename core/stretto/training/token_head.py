@@ -251,8 +251,9 @@ class _ChunkedLogits:
         with torch.autocast(hidden.device.type, enabled=False):
             states, vectors = F.embedding(rows, hidden).float(), F.embedding(ids, head.weight).float()
             logits = torch.linalg.vecdot(states, vectors)  # (E,)
-            if head.bias is not None:
-                logits = logits + head.bias[ids].float()
+            bias: Any = head.bias
+            if bias is not None:
+                logits = logits + bias[ids].float()
             logits = self._formed(logits)
             logits = (logits + support.bias_of(ids)) / wanted.temperature
             largest = torch.segment_reduce(logits.detach(), "max", lengths=counts)

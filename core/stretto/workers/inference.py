@@ -28,7 +28,7 @@ import numpy as np
 import structlog
 
 from stretto import tracing
-from stretto.array import Array
+from stretto.array import Array, KeptTokens
 from stretto.assembly.contracts import expect_contract
 from stretto.base import clock
 from stretto.bus.messages.inference import (
@@ -54,7 +54,6 @@ from stretto.engine import (
     VisionEngine,
 )
 from stretto.errors import BusError, EngineError, WeightsError
-from stretto.kept import KeptTokens
 from stretto.models.digest import differing_names, digest_of
 from stretto.models.files import folder_of_model
 from stretto.models.lora_files import is_adapter, merge_adapter_files

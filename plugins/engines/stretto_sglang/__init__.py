@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from stretto import Component, Problem, hookimpl
 from stretto.models.files import known_config
@@ -40,6 +40,8 @@ _RESERVED = {
 class SglangConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An SGLang server. Without `gpus` it runs on the CPU, with PyTorch's own attention; its cache then holds
     `slots` times `context_length` tokens. SGLang ignores the seeds of samples."""
+
+    sends_kept_tokens: ClassVar[bool] = True
 
 
 def _check(config: SglangConfig, run: RunConfig) -> Iterator[Problem]:

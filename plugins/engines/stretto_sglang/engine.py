@@ -46,6 +46,7 @@ class _Reason(msgspec.Struct, gc=False):
 class _Meta(msgspec.Struct, gc=False):
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     output_token_sampling_logprobs: list[float | None] | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
     finish_reason: _Reason | None = None
     weight_versions: list[VersionSpan] = []
 
@@ -114,7 +115,8 @@ class SglangEngine(ServerEngine):
 
     def unfit(self, sampling: Sampling) -> str:
         """See `ServerEngine`."""
-        if sampling.top_k > 0 and sampling.top_p < 1 and sampling.temperature > 0:
+        # A top_k of `_LIKELIEST` applies in any case: it is how many ids the server returns at most.
+        if 0 < sampling.top_k < _LIKELIEST and sampling.top_p < 1 and sampling.temperature > 0:
             return (
                 f"top_k {sampling.top_k} with top_p {sampling.top_p:g}: SGLang applies top_p to the"
                 " probability of all tokens, not to that of the top_k tokens; set only one of the two, or use"
@@ -279,10 +281,12 @@ def _piece(tokens: list[int], meta: _Meta) -> StreamChunk:
         return StreamChunk((), (), "error", "the server's logits are not finite")
     versions = [span.version for span in meta.weight_versions]
     reason = meta.finish_reason
+    kept = meta.output_token_sampling_mask
     if reason is None:
-        return StreamChunk(tokens, known)
+        return StreamChunk(tokens, known, kept=kept)
     finish = FINISH_REASONS.get(reason.type, "error")
     if finish == "abort":
         # SGLang does not check whether these tokens end the answer, so they are drawn again later.
         return StreamChunk((), (), finish, "", versions)
-    return StreamChunk(tokens, known, finish, reason.message if finish == "error" else "", versions)
+    error = reason.message if finish == "error" else ""
+    return StreamChunk(tokens, known, finish, error, versions, kept)

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.array import KeptTokens
 from stretto.engine import Finish
-from stretto.kept import KeptTokens
 from stretto_torch.decoder import Decoder
 from stretto_torch.kv import Block, Move
 from stretto_torch.prefixes import Prefixes
@@ -199,7 +199,7 @@ class Slots:
         kept = None
         if self._wants_kept[lane] and start >= len(sample.begun):
             begun = len(sample.begun)
-            kept = _joined(self._kept[int(lane)][start - begun : self.length(sample) - begun])
+            kept = KeptTokens.of(self._kept[int(lane)][start - begun : self.length(sample) - begun])
         return SlotOutput(
             self._ids[lane, part].copy(),
             self._logprobs[lane, part].copy(),
@@ -498,11 +498,6 @@ class Slots:
             sample.row = row
         self._blocks = [*plan.blocks[:live]]
         self._class_rows = plan.size_classes
-
-
-def _joined(ids: Sequence[NDArray[np.int32]]) -> KeptTokens:
-    counts = np.array([len(each) for each in ids], np.uint16)
-    return KeptTokens(counts, np.concatenate([np.empty(0, np.int32), *ids]))
 
 
 def _limit(sample: SlotSample) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from stretto.bus.messages.base import Message, VariantName
 from stretto.environment import Feedback
-from stretto.faults import SampleFault
 from stretto.tools import ToolAnswer
 from stretto.tracing import Traceparent
+from stretto.user_code.faults import SampleFault
 
 
 class ScoreSamples(Message, frozen=True):

@@ -7,13 +7,12 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from stretto.array import Array
+from stretto.array import Array, KeptTokens
 from stretto.bus.messages.base import Message, VariantName, WorkerId
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest, Finish
-from stretto.faults import FaultKind
-from stretto.kept import KeptTokens
 from stretto.tracing import Traceparent
+from stretto.user_code.faults import FaultKind
 
 Purpose = Literal["train", "eval"]
 

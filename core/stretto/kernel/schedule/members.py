@@ -11,8 +11,8 @@ import msgspec
 
 from stretto.bus.messages.events import Account
 from stretto.bus.messages.tickets import FailedSample, GroupDone
-from stretto.faults import FaultKind
 from stretto.kernel.schedule.open_tickets import samples_of
+from stretto.user_code.faults import FaultKind
 
 _MOST_REASONS = 1000
 OF_SAMPLES = ("missing: ", "penalized: ")

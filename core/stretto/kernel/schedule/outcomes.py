@@ -15,8 +15,8 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, attempt_name
 from stretto.bus.messages.training import RowRef
 from stretto.errors import printable
-from stretto.faults import FaultKind
 from stretto.reward import is_number
+from stretto.user_code.faults import FaultKind
 
 Outcome = GroupDone | GroupFailed
 

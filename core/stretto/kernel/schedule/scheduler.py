@@ -414,9 +414,7 @@ class Scheduler:
     def group_failed(self, failure: GroupFailed) -> None:
         """The current attempt of a ticket produces no group. Failures of previous attempts do not count."""
         found = self._tickets_of[failure.purpose].find(failure.ticket)
-        if found is None or found.done is not None:
-            return
-        if failure.attempt != found.attempt:
+        if found is None or found.done is not None or failure.attempt != found.attempt:
             return
         self._tickets_of[failure.purpose].failed(found, failure.worker)
         if failure.purpose == "eval":
@@ -592,9 +590,7 @@ class Scheduler:
     def _reissue(self, ticket: OpenTicket, reason: str) -> bool:
         """Issue the next attempt of a ticket, or give the ticket up after `max_attempts` begun attempts.
         Return whether it was issued."""
-        variant = self.variants.of(ticket.id)
-        refusal = self.tickets.issue(ticket, self.version, reason, variant)
-        if refusal:
+        if refusal := self.tickets.issue(ticket, self.version, reason, self.variants.of(ticket.id)):
             self._retire(ticket, "failed", refusal)
             self.given_up[ticket.row] += 1
         return not refusal

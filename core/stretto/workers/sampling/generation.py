@@ -17,13 +17,12 @@ import structlog
 from numpy.typing import NDArray
 
 from stretto import tracing
-from stretto.array import Array
+from stretto.array import Array, KeptTokens
 from stretto.base import clock
 from stretto.bus.messages.inference import Abort, ChunkBatch, ChunkHead, Confirm, Generate
 from stretto.bus.messages.membership import Beacon, Peer, WorkerProcess
 from stretto.engine import Finish, GenerateRequest
 from stretto.errors import EngineError
-from stretto.kept import KeptTokens
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.routing import Router
 from stretto.workflow import OnTokens

@@ -16,7 +16,7 @@ import structlog
 
 from stretto.bus.messages.tickets import FailedSample
 from stretto.errors import MembersError, one_error
-from stretto.faults import FaultKind, SampleFault
+from stretto.user_code.faults import FaultKind, SampleFault
 from stretto.workflow import FailureReward, Score, Trajectory, parts_of_sample, sample_numbers
 
 log = structlog.get_logger()

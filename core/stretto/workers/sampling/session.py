@@ -22,10 +22,10 @@ from stretto.config import RunConfig
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback, columns_of_turn
 from stretto.errors import EngineError
-from stretto.faults import SampleFault
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.tokenizer import Message, Tokenizer
 from stretto.tools import ToolAnswer
+from stretto.user_code.faults import SampleFault
 from stretto.workers.images import RolloutImages, TicketImages
 from stretto.workers.sampling.generation import Generations, VersionFloor
 from stretto.workers.sampling.members import Members, member_number

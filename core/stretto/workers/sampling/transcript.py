@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.kept import KeptTokens
+from stretto.array import KeptTokens
 from stretto.workflow import Answer, Score, Trajectory
 
 

@@ -23,8 +23,8 @@ from stretto.bus.messages.scoring import (
 from stretto.config import RunConfig
 from stretto.environment import EnvironmentConfig, Feedback
 from stretto.errors import ConfigError, RewardError
-from stretto.faults import SampleFault
 from stretto.tools import ToolAnswer, ToolsConfig
+from stretto.user_code.faults import SampleFault
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.routing import Router
 

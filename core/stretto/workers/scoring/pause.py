@@ -9,7 +9,7 @@ import anyio
 import structlog
 
 from stretto.base import clock
-from stretto.faults import SampleFault
+from stretto.user_code.faults import SampleFault
 
 log = structlog.get_logger()
 

@@ -28,9 +28,9 @@ from stretto.bus.messages.scoring import (
 from stretto.children import environment, reward, tools
 from stretto.environment import EnvironmentConfig, Feedback
 from stretto.errors import ConfigError, printable
-from stretto.faults import SampleFault
 from stretto.reward import RewardConfig
 from stretto.tools import ToolAnswer, ToolsConfig
+from stretto.user_code.faults import SampleFault
 from stretto.user_code.guard import guarded
 from stretto.workers.context import WorkerContext
 from stretto.workers.scoring.child_pool import ChildEnded, Program
