@@ -103,22 +103,19 @@ def draws(vocabulary: int, repeats: int) -> dict[str, float]:
     uniform = np.random.default_rng(0).random(rows, np.float32)
 
     def settings(*, kept: bool) -> SamplingSettings:
-        columns = [np.full(rows, value, dtype) for value, dtype in _OPTIONS]
-        return SamplingSettings(*columns, wants_kept=np.ones(rows, np.bool_) if kept else None)
+        return SamplingSettings(
+            temperature=np.full(rows, 1.0, np.float32),
+            top_k=np.full(rows, 20, np.int64),
+            top_p=np.full(rows, 0.8, np.float32),
+            min_p=np.full(rows, 0.1, np.float32),
+            wants_kept=np.ones(rows, np.bool_) if kept else None,
+        )
 
     sides = {name: settings(kept=name == "kept") for name in ("whole", "kept")}
     return medians(
         {name: lambda own=own: draw(logits.clone(), uniform, own) for name, own in sides.items()},
         10 * repeats,
     )
-
-
-_OPTIONS: tuple[tuple[float, Any], ...] = (
-    (1.0, np.float32),
-    (20, np.int64),
-    (0.8, np.float32),
-    (0.1, np.float32),
-)
 
 
 def main() -> None:
