@@ -139,11 +139,11 @@ FIGURES: Mapping[str, Figure] = {
     "answer_bias": Figure(
         "bias of answers", "Mean length of the answers so far that did not fail, less that of all", "tokens"
     ),
-    "answer_bias_error": Figure("error of that bias", "Standard error of the bias of answers", "tokens"),
+    "answer_bias_error": Figure("error, answers", "Standard error of the bias of answers", "tokens"),
     "prompt_bias": Figure(
         "bias of prompts", "Mean prompt of the samples so far that did not fail, less that of all", "tokens"
     ),
-    "prompt_bias_error": Figure("error of that bias", "Standard error of the bias of prompts", "tokens"),
+    "prompt_bias_error": Figure("error, prompts", "Standard error of the bias of prompts", "tokens"),
     "loss": Figure("loss", "Loss of the step"),
     "grad_norm": Figure("gradient norm", "Norm of the gradient before it is clipped"),
     "lr": Figure("learning rate", "Learning rate of the step, after the schedule and the KL target"),
