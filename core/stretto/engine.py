@@ -88,6 +88,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Whether tokens are sampled from a distribution other than `softmax(logits / temperature)`."""
         return self.truncates or bool(self.logit_bias)
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """The options that say from what tokens are drawn, besides the temperature."""
+        return self.top_p, self.top_k, self.min_p, self.logit_bias, self.max_kept
+
     def in_training(self) -> Sampling:
         """Return the options with `max_kept` applied, if tokens are sampled from a part of the vocabulary."""
         if not self.truncates:

@@ -100,7 +100,11 @@ def test_a_value_of_the_environment_is_not_written_where_a_variant_takes_it_over
             "variants.short.sampling.temperature",
             "one temperature, that of `sampling` \\(0.9\\)",
         ),
-        ("variants.base.sampling={top_k: 5}", "variants.base.sampling", "training does not allow top_p"),
+        (
+            "variants.base.sampling={top_k: 5, temperature: 0.9}",
+            "variants.base.sampling",
+            "top_p",
+        ),
         ("algorithm.group_size=1", "variants.math.reward", "expected algorithm.group_size of at least 2"),
         ("algorithm=sft", "variants", "this algorithm samples none"),
         (

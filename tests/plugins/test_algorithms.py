@@ -25,6 +25,7 @@ from stretto.algorithm import Algorithm, Call, Encoded, Group
 from stretto.assembly.dataflow import graph_of
 from stretto.assembly.plugins import Plugins
 from stretto.config import RunConfig
+from stretto.engine import Sampling
 from stretto.errors import ConfigError
 from stretto.models.tokenizer import ByteTokenizer
 from stretto.rl.batch import Batch
@@ -59,7 +60,7 @@ def problems(name: str, temperature: float = 1.0, **options: Any) -> list[str]:
     config = msgspec.convert({"use": name, **options}, component.config)
     run = SimpleNamespace(
         queue=SimpleNamespace(max_staleness=2),
-        sampling=SimpleNamespace(temperature=temperature),
+        sampling=Sampling(temperature=temperature),
         algorithm=config,
         model=None,
         models={},

@@ -405,14 +405,17 @@ def _rows(table: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a table, with lists as arrays."""
     import pyarrow as pa
 
-    columns: dict[str, Sequence[Any]] = {}
+    columns: dict[str, list[Any]] = {}
     for name in table.column_names:
         column = table[name].combine_chunks()
         if pa.types.is_list(column.type):
             column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
             values = column.values.to_numpy(zero_copy_only=False)
-            offsets = column.offsets.to_numpy().tolist()
-            columns[name] = [values[a:b] for a, b in zip(offsets, offsets[1:])]  # noqa: B905, RUF007
+            offsets, known = column.offsets.to_numpy().tolist(), column.is_valid().to_pylist()
+            columns[name] = [
+                values[start:stop] if is_known else None
+                for start, stop, is_known in zip(offsets[:-1], offsets[1:], known, strict=True)
+            ]
         else:
             columns[name] = column.to_pylist()
     for values in zip(*columns.values(), strict=True):

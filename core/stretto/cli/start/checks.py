@@ -529,6 +529,13 @@ def _variant_problems(assembly: Assembly, read: Mapping[str, ReadRows]) -> Itera
                 f"temperature, that of `sampling` ({temperature:g}); compare temperatures in runs of their "
                 "own: stretto sweep FILE sampling.temperature=…",
             )
+        elif variant.sampling is not None and variant.sampling.shape != config.sampling.shape:
+            yield Problem(
+                f"variants.{name}.sampling",
+                "top_p, top_k, min_p, logit_bias or max_kept differ from those of `sampling`, and a train "
+                "step computes all its logprobs as one of them says; compare them in runs of their own: "
+                "stretto sweep FILE sampling.top_p=…",
+            )
         if variant.reward is not None and assembly.graph.source.samples == 1:
             yield Problem(
                 f"variants.{name}.reward",

@@ -21,7 +21,7 @@ from stretto.bus.messages.tickets import Ticket
 from stretto.config import RunConfig
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback, columns_of_turn
-from stretto.errors import EngineError
+from stretto.errors import ConfigError, EngineError
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.tokenizer import Message, Tokenizer
 from stretto.tools import ToolAnswer
@@ -142,6 +142,11 @@ class RolloutSession:
         number = self._turns[conversation_id]
         turn = f"{conversation_id}.{number}" if conversation_id else str(number)
         sampling = sampling or self.sampling
+        if ticket.purpose == "train" and sampling.shape != services.config.sampling.shape:
+            raise ConfigError(
+                "the workflow samples with other top_p, top_k, min_p, logit_bias or max_kept than "
+                "`sampling`, and a train step computes all its logprobs as that says"
+            )
         wants_kept = ticket.purpose == "train" and sampling.truncates
         request = GenerateRequest(
             id=f"{ticket.name}/{turn}",
