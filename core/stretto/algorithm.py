@@ -117,7 +117,7 @@ class Loss:
     group over several calls; with `group` it keeps them together."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus: at each trained token, the engine subtracts this weight times the entropy,
-    in nats, of the policy's whole distribution. Only for a `policy` head."""
+    in nats, of the distribution that the token was drawn from. Only for a `policy` head."""
     whole_vocabulary: bool = False
     """Whether the function reads the column `WHOLE`. The batch has it if the sampler did not draw from the
     whole vocabulary: then the function's first argument has the logprobs of what it drew from, and `WHOLE`

@@ -94,6 +94,11 @@ class KeptTokens:
         return cls(counts, np.concatenate([np.empty(0, np.int32), *ids]))
 
     @classmethod
+    def read(cls, counts: Array | None, ids: Array | None) -> KeptTokens | None:
+        """Return what a message has in these two fields; None if it has none."""
+        return None if counts is None or ids is None else cls(counts.numpy(), ids.numpy())
+
+    @classmethod
     def none(cls, length: int) -> KeptTokens:
         """Return what `length` tokens have that were not sampled."""
         return cls(np.zeros(length, np.uint16), np.empty(0, np.int32))

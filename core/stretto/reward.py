@@ -13,7 +13,8 @@ answers of the policy adds the column `completion_tokens`, the length of an answ
 parameters of the first form may have other names for prompt and completion, such as `question, response`,
 and then come by position; names that could be those of columns are refused. A dict must
 contain `reward`; stretto averages and reports its other numbers. None, NaN or an exception is a failure: the
-answer is scored again, and then left out of its group.
+answer is scored again, and then left out of its group, or penalized if it is itself at fault (see
+`WorkflowConfig.failure_reward`).
 """
 
 from __future__ import annotations

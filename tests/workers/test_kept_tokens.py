@@ -17,7 +17,6 @@ from stretto.workers.inference import _batch, _from  # pyright: ignore[reportPri
 from stretto.workers.sampling.generation import (
     VersionFloor,
     _Generation,  # pyright: ignore[reportPrivateUsage]
-    _kept_in,  # pyright: ignore[reportPrivateUsage]
     _records,  # pyright: ignore[reportPrivateUsage]
 )
 from stretto.workers.sampling.trajectory_log import expect_kept_tokens
@@ -80,7 +79,7 @@ def test_chunks_that_come_twice_or_split_join_to_the_answer(
         sent = _from(chunk(0, sets[:stop], stop), have)
         assert sent is not None
         batch = _batch("inference-0", [other, sent])
-        kept, records = _kept_in(batch), _records(batch)
+        kept, records = KeptTokens.read(batch.kept_counts, batch.kept_ids), _records(batch)
         assert kept is not None
         head = batch.heads[1]
         assert generation.add(head, records[12:], kept.part(1))
@@ -98,7 +97,7 @@ def test_an_answer_of_which_a_part_came_without_kept_tokens_has_none() -> None:
     for each in (chunk(0, [[1], [2]], 2), chunk(2, None, 1)):
         batch: ChunkBatch = _batch("inference-0", [each])
         head: ChunkHead = batch.heads[0]
-        generation.add(head, _records(batch), _kept_in(batch))
+        generation.add(head, _records(batch), KeptTokens.read(batch.kept_counts, batch.kept_ids))
     assert generation.samples[0].kept() is None
 
 

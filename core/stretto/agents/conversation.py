@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stretto.models.tokenizer import Message, Tokenizer
     from stretto.workflow import Images, OnTokens, Session
 
-__all__ = ["Conversation", "Generate", "conversation_in"]
+__all__ = ["Conversation", "Generate", "Segment", "conversation_in"]
 
 # The ids of a prompt, how to sample, the names of the prompt's images (None if the policy reads none) -> one
 # answer.
@@ -72,7 +72,7 @@ class Conversation:
         self._images = images
         self._text_images: list[str] = []
         """The images of a plain text, in order. Those of a chat are parts of its messages."""
-        self._segments: list[_Segment] = []
+        self._segments: list[Segment] = []
         self.history: str | list[Message] = prompt if isinstance(prompt, str) else list(prompt)
         """All messages or text so far. Each answer is an assistant's message with the sampled text."""
         self.answers: list[Answer] = []
@@ -163,7 +163,7 @@ class Conversation:
 
     # ------------------------------------------------------------------------------------ private
 
-    async def _current_segment(self) -> _Segment | None:
+    async def _current_segment(self) -> Segment | None:
         """Return a segment with the whole history: the newest one, extended; after a split, a new one. Return
         None if the limit leaves no room for the text.
 
@@ -172,9 +172,9 @@ class Conversation:
         """
         history = self.history
         text, names = await self._rendered(history)
-        segment = self._segments[-1] if self._segments else _Segment()
+        segment = self._segments[-1] if self._segments else Segment()
         if not text.startswith(segment.text):
-            segment = _Segment()
+            segment = Segment()
         new, new_names = text[len(segment.text) :], names[len(segment.images()) :]
         if not self._has_room_for(new, segment):
             return None
@@ -205,7 +205,7 @@ class Conversation:
         encode = self._tokenizer.encode_prompt if plain else self._tokenizer.encode_text
         return await work_on_text(lambda: encode(text), len(text))
 
-    def _has_room_for(self, text: str, segment: _Segment) -> bool:
+    def _has_room_for(self, text: str, segment: Segment) -> bool:
         """Whether the limit may leave room for a text after a segment. Only its tokens say it for sure.
 
         Raises:
@@ -272,7 +272,7 @@ def conversation_in(
     return conversation
 
 
-class _Segment:
+class Segment:
     """A sequence of ids; the prompt of each of its turns is a prefix of it."""
 
     def __init__(self) -> None:

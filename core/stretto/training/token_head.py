@@ -8,6 +8,7 @@ then depends on the size of a chunk and not on the number of tokens.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,7 @@ class Support:
 
     def bias_of(self, ids: Tensor) -> Tensor:
         """Return what is added to the logits of some ids."""
-        known = torch.zeros(int(max(ids.max(), *self.bias_ids.tolist(), 0)) + 1, device=ids.device)
-        return known.index_put((self.bias_ids,), self.bias)[ids]
+        return (ids[:, None] == self.bias_ids).float() @ self.bias
 
     def restrict(self, scaled: Tensor, temperature: float) -> Tensor:
         """Return logits, divided by the temperature, with the bias, and with `_OUT` for the tokens that were
@@ -207,7 +207,7 @@ class _ChunkedLogits:
         states: Tensor = self._model.base_model(**arguments).last_hidden_state
         hidden = states.flatten(0, 1).index_select(0, wanted.at)  # (N, H)
         head = self._model.get_output_embeddings()
-        size = self._chunk_size(hidden.device.type)
+        size = self._chunk_size(hidden.device.type, self._vocabulary)
         is_plain = type(head) is nn.Linear and not isinstance(head.weight, DTensor)
         if is_plain and wanted.support is not None and wanted.support.is_sparse and not wanted.whole:
             return self._of_kept_ids(head, hidden, wanted)
@@ -218,29 +218,19 @@ class _ChunkedLogits:
             return _LinearFigures.apply(hidden, head.weight, head.bias, wanted.targets, form, wanted.support)
         if len(hidden) <= size:
             return self._by_module(head, hidden, wanted)
-        return torch.cat(
-            [
-                checkpoint(self._by_module, head, hidden[part], wanted.part(part), use_reentrant=False)
-                for part in _chunks(len(hidden), size)
-            ]
-        )
+        return _in_chunks(self._by_module, head, hidden, wanted, size)
 
-    def _chunk_size(self, device: str) -> int:
+    def _chunk_size(self, device: str, floats: int) -> int:
+        """Return the number of tokens of a chunk, if each takes so many float32."""
         budget = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cpu"])
-        return self._chunk or max(1, budget // (4 * self._vocabulary))
+        return self._chunk or max(1, budget // (4 * floats))
 
     def _of_kept_ids(self, head: nn.Linear, hidden: Tensor, wanted: Wanted) -> Tensor:
         """Compute only the logits of the kept ids, which are far fewer than the vocabulary."""
         assert wanted.support is not None
         mean = max(1, int(wanted.support.ends[-1]) // len(hidden))
-        budget = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cpu"])
-        size = self._chunk or max(1, budget // (4 * hidden.shape[-1] * mean))
-        return torch.cat(
-            [
-                checkpoint(self._kept_figures, head, hidden[part], wanted.part(part), use_reentrant=False)
-                for part in _chunks(len(hidden), size)
-            ]
-        )
+        size = self._chunk_size(hidden.device.type, mean * hidden.shape[-1])
+        return _in_chunks(self._kept_figures, head, hidden, wanted, size)
 
     def _kept_figures(self, head: nn.Linear, hidden: Tensor, wanted: Wanted) -> Tensor:
         support = wanted.support
@@ -272,6 +262,18 @@ class _ChunkedLogits:
 
     def _by_module(self, head: nn.Module, hidden: Tensor, wanted: Wanted) -> Tensor:
         return _figures(self._formed(head(hidden).float()), wanted)
+
+
+def _in_chunks(
+    compute: Callable[..., Tensor], head: nn.Module, hidden: Tensor, wanted: Wanted, size: int
+) -> Tensor:
+    """Compute the figures in chunks of `size` tokens, each again in the backward pass."""
+    return torch.cat(
+        [
+            checkpoint(compute, head, hidden[part], wanted.part(part), use_reentrant=False)
+            for part in _chunks(len(hidden), size)
+        ]
+    )
 
 
 def _figures(logits: Tensor, wanted: Wanted) -> Tensor:

@@ -205,9 +205,7 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def kept(self) -> KeptTokens | None:
         """The tokens from which each token was drawn."""
-        if self.kept_counts is None or self.kept_ids is None:
-            return None
-        return KeptTokens(self.kept_counts.numpy(), self.kept_ids.numpy())
+        return KeptTokens.read(self.kept_counts, self.kept_ids)
 
     @property
     def added_images(self) -> list[str]:

@@ -476,15 +476,16 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
             "0 is greedy: all answers of a group are equal, so nothing can be learned; expected above 0 in "
             "training",
         )
-    for path, fits, what in (
-        ("inference", config.inference.sends_kept_tokens, "does not send the tokens that it drew from"),
-        ("training", config.training.reads_drawn, "does not compute logprobs from these tokens"),
+    sampler, trainer = config.inference, config.training
+    for path, use, fits, what in (
+        ("inference", sampler.use, sampler.sends_kept_tokens, "does not send the tokens that it drew from"),
+        ("training", trainer.use, trainer.reads_drawn, "does not compute logprobs from these tokens"),
     ):
         if sampling.reshapes and not fits:
             yield Problem(
                 "sampling",
                 f"top_p < 1, top_k > 0, min_p > 0 and logit_bias need engines that agree on what tokens are "
-                f"drawn from, and the engine {getattr(config, path).use!r} of `{path}` {what}; use these "
+                f"drawn from, and the engine {use!r} of `{path}` {what}; use these "
                 "options in `evaluation.sampling`, or another engine",
             )
     if sampling.temperature > _HIGH_TEMPERATURE:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from stretto.bus.messages.events import Account
-from stretto.bus.messages.tickets import FailedSample, GroupDone
+from stretto.bus.messages.tickets import GroupDone
 from stretto.kernel.schedule.open_tickets import samples_of
+from stretto.records.intervals import Moments
 from stretto.user_code.faults import FaultKind
 
 _MOST_REASONS = 1000
@@ -40,36 +40,11 @@ class MemberLedger(msgspec.Struct):
         setattr(self, account, getattr(self, account) + samples_of(group))
 
 
-class Lengths(msgspec.Struct):
-    """Sums over lengths in tokens."""
-
-    count: int = 0
-    total: int = 0
-    squares: int = 0
-
-    def add(self, length: int, times: int = 1) -> None:
-        """Add a length that several samples have."""
-        self.count += times
-        self.total += times * length
-        self.squares += times * length**2
-
-    @property
-    def mean(self) -> float:
-        """0 without a length."""
-        return self.total / self.count if self.count else 0.0
-
-    @property
-    def variance(self) -> float:
-        """Unbiased; 0 with fewer than two lengths."""
-        spread = self.squares - self.total**2 / max(1, self.count)
-        return max(0.0, spread) / (self.count - 1) if self.count > 1 else 0.0
-
-
 class LengthBias(msgspec.Struct):
     """How the lengths of samples that can be trained differ from those of all samples."""
 
-    done: Lengths = msgspec.field(default_factory=Lengths)
-    failed: Lengths = msgspec.field(default_factory=Lengths)
+    done: Moments = msgspec.field(default_factory=Moments)
+    failed: Moments = msgspec.field(default_factory=Moments)
 
     @property
     def shift(self) -> float:
@@ -78,9 +53,9 @@ class LengthBias(msgspec.Struct):
 
     @property
     def error(self) -> float:
-        """Standard error of `shift`."""
-        variances = [each.variance / max(1, each.count) for each in (self.done, self.failed)]
-        return self._share * math.sqrt(sum(variances))
+        """Standard error of `shift`. A single length has no spread."""
+        known = [each for each in (self.done, self.failed) if each.count > 1]
+        return self._share * math.sqrt(sum(each.variance_of_mean for each in known))
 
     @property
     def _share(self) -> float:
@@ -126,13 +101,17 @@ class Failures(msgspec.Struct):
         self.redrawn += group.redrawn
         for length in _lengths(group):
             self.answers.done.add(length)
-        self._add_failed(group.missing)
-        self.prompts.done.add(group.prompt, samples)
-        self.prompts.failed.add(group.prompt, len(group.missing))
+        for each in group.missing:
+            if each.sampled:
+                self.answers.failed.add(each.sampled)
+        for _ in range(samples):
+            self.prompts.done.add(group.prompt)
+        self.give_up(group.prompt, len(group.missing))
 
     def give_up(self, prompt: int, samples: int) -> None:
-        """Count the samples of a ticket that is given up, whose prompt has so many tokens."""
-        self.prompts.failed.add(prompt, samples)
+        """Count samples that are not trained, whose prompt has so many tokens."""
+        for _ in range(samples):
+            self.prompts.failed.add(prompt)
 
     def document(self) -> dict[str, Any]:
         """Return the figures for `summary.json`."""
@@ -154,11 +133,6 @@ class Failures(msgspec.Struct):
             if bias.failed.count:
                 figures |= {name: bias.shift, f"{name}_error": bias.error}
         return figures
-
-    def _add_failed(self, missing: Iterable[FailedSample]) -> None:
-        for each in missing:
-            if each.sampled:
-                self.answers.failed.add(each.sampled)
 
 
 def _lengths(group: GroupDone) -> list[int]:

@@ -368,7 +368,7 @@ class Generations:
 
     async def _take(self, batch: ChunkBatch) -> None:
         """Pass the chunks of a message to the requests that they belong to."""
-        records, kept = _records(batch), _kept_in(batch)
+        records, kept = _records(batch), KeptTokens.read(batch.kept_counts, batch.kept_ids)
         offset = 0
         name, generation = "", None
         behind: dict[str, None] = {}  # in the order of their chunks
@@ -398,10 +398,3 @@ def _records(batch: ChunkBatch) -> memoryview:
     records["logprob"] = batch.logprobs.numpy()
     records["version"] = batch.versions.numpy()
     return records.view(np.uint8).data
-
-
-def _kept_in(batch: ChunkBatch) -> KeptTokens | None:
-    """Return the kept tokens of the tokens of a message; None if it has none."""
-    if batch.kept_counts is None or batch.kept_ids is None:
-        return None
-    return KeptTokens(batch.kept_counts.numpy(), batch.kept_ids.numpy())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -182,16 +182,16 @@ class RolloutSession:
         if wants_kept and any(answer.kept is None for answer in answers):
             raise EngineError(f"{answers[0].engine} has not sent the tokens from which it drew an answer")
         if conversation_id:
-            transcript = self._transcripts.setdefault(conversation_id, Transcript(images))
+            transcript = self._transcripts.setdefault(conversation_id, Transcript())
             for answer in answers:
-                transcript.add(prompt_ids, answer)
+                transcript.add(prompt_ids, answer, request.images)
         else:
             self._alone += [Trajectory.of(prompt_ids, answer, Score(math.nan)) for answer in answers]
         return answers
 
     def finished(self) -> list[Trajectory]:
         """Return what was sampled so far, without a score."""
-        return [*(each for one in self._transcripts.values() for each in one.trajectories()), *self._alone]
+        return [*self._sampled_in(self._transcripts), *self._alone]
 
     def conversation(
         self,
@@ -268,11 +268,15 @@ class RolloutSession:
 
     def _sampled_by(self, number: int) -> list[Trajectory]:
         """Return what was sampled in the conversations of a sample of `members`."""
+        return self._sampled_in(name for name in self._transcripts if self._members_of.get(name) == number)
+
+    def _sampled_in(self, conversations: Iterable[str]) -> list[Trajectory]:
+        """Return what was sampled in some conversations, without a score."""
+        reads_images = self.images is not None
         return [
             each
-            for name, transcript in self._transcripts.items()
-            if self._members_of.get(name) == number
-            for each in transcript.trajectories()
+            for name in conversations
+            for each in self._transcripts[name].trajectories(reads_images=reads_images)
         ]
 
     @property
