@@ -41,6 +41,7 @@ from stretto.bus.messages.tickets import (
     Member,
     Progress,
     Ticket,
+    TicketsStarted,
     TicketStarted,
     TrajectoryBundle,
     WireTrajectory,
@@ -366,7 +367,7 @@ class RolloutWorker(Worker):
     async def _work(self, ticket: Ticket, ack: str) -> None:
         names, began = self.names, time.monotonic()
         started = TicketStarted(self.id, ticket.purpose, ticket.id, ticket.attempt)
-        self.wire.publish(names.ticket_started, encode(started))
+        self.wire.publish(names.tickets_started, encode(TicketsStarted((started,))))
         left = random.uniform(0.3, 1.7) * self.orders.ticket_s
         await asyncio.sleep(min(1.0, left))
         oldest = max(ticket.min_version, 0)

@@ -4,6 +4,7 @@ the ids from which a sampler drew each token, as two arrays."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -58,9 +59,11 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
             TypeError: for a dtype that is not boolean, integer or floating point.
         """
         array = np.asarray(values, dtype=dtype)
-        if array.dtype.kind not in _KINDS:
-            raise TypeError(f"cannot send an array of dtype {array.dtype}; expected numbers or booleans")
-        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        own = array.dtype
+        if own.kind not in _KINDS:
+            raise TypeError(f"cannot send an array of dtype {own}; expected numbers or booleans")
+        if not own.isnative or sys.byteorder != "little":
+            array = array.astype(own.newbyteorder("<"), copy=False)
         return cls(array.dtype.str, array.shape, memoryview(array.tobytes()))
 
     def numpy(self) -> NDArray[Any]:

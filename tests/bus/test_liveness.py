@@ -19,7 +19,7 @@ import psutil
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from bus_testing import server_pid, until, welcome
+from bus_testing import one_at_a_time, server_pid, until, welcome
 from fixture_types import OpenBus
 from stretto.assembly.assembly import Worker
 from stretto.bus import connection, store
@@ -173,7 +173,9 @@ async def test_a_waiting_worker_gets_what_comes_after_the_server_has_started_aga
         await kernel.store.make_queue(names.tickets_stream, [subject], redeliver_s=60)
 
         async def take() -> None:
-            async for delivery in kernel.store.take(names.tickets_stream, subject, Refusal, until=gone):
+            async for delivery in kernel.store.take(
+                names.tickets_stream, subject, Refusal, room=one_at_a_time, until=gone
+            ):
                 taken.append(delivery.message)
                 await delivery.acknowledge()
 

@@ -22,6 +22,11 @@ T = TypeVar("T")
 NO_LOCK = KernelLock("", "", "")
 
 
+async def one_at_a_time() -> int:
+    """The room of a process that takes one message at a time."""
+    return 1
+
+
 async def until(condition: Callable[[], T], deadline_s: float = 30) -> T:
     """Wait until a condition holds, and return its value."""
     with anyio.fail_after(deadline_s):

@@ -132,9 +132,9 @@ MUTATIONS: list[Mutation] = [
     # off the queue, and nobody has it (workers scaled down, or SIGINT at a rollout worker).
     Mutation(
         "a rollout worker that drains acknowledges a ticket that it does not run",
-        "stretto.workers.sampling.rollout",
-        old="""                await delivery.give_back()\n""",
-        new="""                await delivery.acknowledge()\n""",
+        "stretto.bus.store",
+        old="""                    await msg.nak()\n""",
+        new="""                    await msg.ack()\n""",
     ),
     # Outcome log. Breaks "no group is lost" and "never stands still": after an interruption the next message
     # of the log is skipped; it may be an outcome (outage, or broken connection of the kernel to the store).

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from nats.aio.client import Client
 
-from bus_testing import NO_LOCK, bundle, until
+from bus_testing import NO_LOCK, bundle, one_at_a_time, until
 from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
@@ -41,7 +41,7 @@ from stretto.bus.messages.tickets import (
     TrajectoryBundle,
 )
 from stretto.bus.store import StreamEnd
-from stretto.errors import BusError, Malformed, NoAnswer, Refused, Superseded
+from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Refused, Superseded
 from stretto.kernel.durable.journal import newest_epoch, own_journal
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -257,18 +257,114 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
             await kernel.store.append(names.ticket("train"), ticket, id=ticket.name)
         with anyio.fail_after(10):
             at_one = await anext(
-                one.store.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+                one.store.take(
+                    names.tickets_stream,
+                    names.ticket("train"),
+                    Ticket,
+                    room=one_at_a_time,
+                    until=anyio.Event(),
+                )
             )
             at_two = await anext(
-                two.store.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+                two.store.take(
+                    names.tickets_stream,
+                    names.ticket("train"),
+                    Ticket,
+                    room=one_at_a_time,
+                    until=anyio.Event(),
+                )
             )
             assert {at_one.message.id, at_two.message.id} == {1, 2}
             await at_two.acknowledge()
             # `at_one` is forgotten: it comes again, and only it.
             again = await anext(
-                two.store.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+                two.store.take(
+                    names.tickets_stream,
+                    names.ticket("train"),
+                    Ticket,
+                    room=one_at_a_time,
+                    until=anyio.Event(),
+                )
             )
         assert again.message == at_one.message
+
+
+async def test_a_taker_gets_as_many_tickets_as_it_has_room_for(open_bus: OpenBus, names: Subjects) -> None:
+    queue, stop = names.ticket("train"), anyio.Event()
+    rooms = iter([3, 2])
+    taken: list[int] = []
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        await kernel.store.make_queue(names.tickets_stream, [queue], redeliver_s=30)
+
+        async def room() -> int:
+            if (number := next(rooms, 0)) == 0:
+                await stop.wait()
+            return number
+
+        async def take() -> None:
+            async for each in rollout.store.take(names.tickets_stream, queue, Ticket, room=room, until=stop):
+                taken.append(each.message.id)
+                await each.acknowledge()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take)
+            for number in range(7):
+                await kernel.store.append(queue, Ticket(number, 1, "train", 0, 0, 8), id=f"{number}")
+            await until(lambda: len(taken) == 5)
+            await anyio.sleep(0.3)
+            assert taken == [0, 1, 2, 3, 4]
+            stop.set()  # `take` ends
+
+
+async def test_a_taker_that_leaves_gives_back_what_it_has_asked_for(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    queue, stop = names.ticket("train"), anyio.Event()
+    async with open_bus("kernel") as kernel, open_bus("rollout") as one, open_bus("rollout") as two:
+        await kernel.store.make_queue(names.tickets_stream, [queue], redeliver_s=30)
+
+        async def leave() -> None:
+            async def five() -> int:
+                return 5
+
+            async for _ in one.store.take(names.tickets_stream, queue, Ticket, room=five, until=stop):
+                stop.set()  # it has asked for four more
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leave)
+            await kernel.store.append(queue, Ticket(0, 1, "train", 0, 0, 8), id="0")
+            await stop.wait()
+            await kernel.store.append(queue, Ticket(1, 1, "train", 0, 0, 8), id="1")
+            with anyio.fail_after(10):  # not after `redeliver_s`
+                other = two.store.take(
+                    names.tickets_stream, queue, Ticket, room=one_at_a_time, until=anyio.Event()
+                )
+                assert (await anext(other)).message.id == 1
+
+
+@whole_and_in_parts
+async def test_messages_are_read_together_by_their_numbers(
+    open_bus: OpenBus, names: Subjects, size: int
+) -> None:
+    stream, subject = names.log_stream, names.trajectories
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout, open_bus("trainer") as trainer:
+        await kernel.store.make_log(stream, [subject, names.groups])
+        written: dict[int, TrajectoryBundle] = {}
+        for number in range(6 if size > 1000 else 50):
+            message = bundle(size + number)
+            written[await rollout.store.append(subject, message, id=f"{number}")] = message
+            await rollout.store.append(
+                names.groups, GroupFailed("train", number, 1, "w", ""), id=f"{number}e"
+            )
+        store = trainer.store
+        assert await store.read_some(stream, subject, written.keys(), TrajectoryBundle) == written
+        first, *_, last = written
+        few = await store.read_some(stream, subject, [first, last], TrajectoryBundle)
+        assert few == {first: written[first], last: written[last]}
+        assert await store.read_some(stream, subject, [], TrajectoryBundle) == {}
+        await kernel.store.purge(stream, below=first + 1)
+        with pytest.raises(MessageGone):
+            await store.read_some(stream, subject, written.keys(), TrajectoryBundle)
 
 
 @whole_and_in_parts
@@ -448,7 +544,9 @@ async def test_everything_goes_on_after_the_server_was_killed(
         await kernel.subscribe(heartbeat, Heartbeat, lambda beat: heard.append(beat.tickets))
         for number in (1, 2):
             await kernel.store.append(queue, Ticket(number, 1, "train", 0, 0, 8), id=f"ticket {number}")
-        tickets = rollout.store.take(names.tickets_stream, queue, Ticket, until=anyio.Event())
+        tickets = rollout.store.take(
+            names.tickets_stream, queue, Ticket, room=one_at_a_time, until=anyio.Event()
+        )
         first = await anext(tickets)
         async with anyio.create_task_group() as tasks:
 

@@ -20,9 +20,11 @@ class Log:
     def __init__(self) -> None:
         self.reads: list[int] = []
 
-    async def read(self, stream: str, sequence: int, kind: type[TrajectoryBundle]) -> TrajectoryBundle:
-        self.reads.append(sequence)
-        return trajectories(sequence, version=sequence, reward=sequence / 4)
+    async def read_some(
+        self, stream: str, subject: str, sequences: set[int], kind: type[TrajectoryBundle]
+    ) -> dict[int, TrajectoryBundle]:
+        self.reads += sorted(sequences)
+        return {each: trajectories(each, version=each, reward=each / 4) for each in sequences}
 
 
 @pytest.fixture
@@ -33,7 +35,8 @@ def log() -> Log:
 @pytest.fixture
 def store(log: Log) -> BatchStore:
     graph = SimpleNamespace(samples=True, source=None, writers={})
-    context: Any = SimpleNamespace(bus=SimpleNamespace(store=log), names=SimpleNamespace(log_stream="log"))
+    names = SimpleNamespace(log_stream="log", trajectories="trajectories")
+    context: Any = SimpleNamespace(bus=SimpleNamespace(store=log), names=names)
     placement: Any = SimpleNamespace(graph=graph)
     return BatchStore(context, placement, {})
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import anyio
 import numpy as np
 import pytest
+from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
 from bus_testing import until
@@ -92,7 +93,7 @@ class Case:
         self._listeners: list[Any] = []
         self._routes_listeners: list[Any] = []
 
-    async def open(self, engine_bus: Bus, bus: Bus) -> None:
+    async def open(self, engine_bus: Bus, bus: Bus, tasks: TaskGroup) -> None:
         for worker in ("inference-a", "inference-b"):
             self.engines[worker] = Engine(engine_bus, self.names, worker)
             await self.engines[worker].open()
@@ -109,7 +110,7 @@ class Case:
         )
         pool = Router(cast(Any, context), "inference", lambda: self.now)
         self._generations = Generations(cast(Any, context), pool, silence_s=0.1)
-        await self._generations.open()
+        await self._generations.open(tasks)
 
     def there_are(self, **in_hand: int) -> None:
         """The kernel names engines, with what they have in hand."""
@@ -172,7 +173,7 @@ async def asking(case: Case, samples: int = 1) -> AsyncGenerator[tuple[Engine, E
         case.open_bus("rollout") as bus,
         anyio.create_task_group() as tasks,
     ):
-        await case.open(engine_bus, bus)
+        await case.open(engine_bus, bus, tasks)
         case.there_are(a=0)
         tasks.start_soon(case.ask, samples)
         a, b = case.engines.values()

@@ -533,9 +533,10 @@ def _configuration(
     """
     names = Subjects(run)
     permissions = {**_permissions(names), VIEWER: _permissions_of_viewer(names)}
-    exports = [{"service": subject} for subject in (f"{names.log}.>", *_read_log(names))]
-    # A request for tickets, or for the next messages of the log, gets several answers.
-    streams = [*_take_tickets(names), *_follow_log(names)]
+    get, *get_alone = _read_log(names)
+    exports = [{"service": subject} for subject in (f"{names.log}.>", *get_alone)]
+    # A request for tickets, or for several messages of the log, gets several answers.
+    streams = [*_take_tickets(names), *_follow_log(names), get]
     exports += [{"service": subject, "response_type": "Stream"} for subject in streams]
 
     def user(name: str, permissions: Mapping[str, Any]) -> dict[str, Any]:
@@ -638,5 +639,6 @@ def _take_tickets(names: Subjects) -> list[str]:
 
 
 def _read_log(names: Subjects) -> list[str]:
-    """Return the subjects with which a trainer reads a message of the log by its sequence number."""
+    """Return the subjects with which a trainer reads messages of the log by their sequence numbers: from any
+    server that has them, and one alone from the leader."""
     return [f"$JS.API.DIRECT.GET.{names.log_stream}", f"$JS.API.STREAM.MSG.GET.{names.log_stream}"]

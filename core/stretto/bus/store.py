@@ -17,7 +17,8 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
 import msgspec
@@ -44,7 +45,7 @@ from stretto.bus.messages.base import Message
 from stretto.bus.messages.membership import SERVER
 from stretto.bus.payloads import decoder, encode, join_stored, list_parts, split, with_parts
 from stretto.bus.server import Bootstrap
-from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Superseded
+from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Superseded, one_error
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -58,7 +59,13 @@ _CLUSTER_ANSWER_S = 4.0
 _HEARTBEAT_S = 2
 """Seconds between two signs of life from the server of a stream that this process follows."""
 _SILENT_S = 7.0
-"""After this many seconds without one, the process creates another consumer."""
+"""After this many seconds without one, the process creates another consumer, or asks again."""
+_FOLLOW_S, _FOLLOW_AT_ONCE = 15.0, 256
+"""Seconds and messages for which a process that follows a stream asks at once."""
+_READ_AT_ONCE = 32
+"""Most messages that a process reads at once by their numbers."""
+_TAKE_S = 5.0
+"""The seconds for which a process asks a work queue at once."""
 
 _NO_MESSAGE = (10037, 10043, 10057)
 """Error codes of the server for a message that does not exist, or no longer exists."""
@@ -85,10 +92,6 @@ class Delivery(Generic[M]):
     async def acknowledge(self) -> None:
         """Acknowledge the message, which removes it from the queue."""
         await self._msg.ack()
-
-    async def give_back(self) -> None:
-        """Let the server deliver the message to another process at once."""
-        await self._msg.nak()
 
     async def in_progress(self) -> None:
         """Restart the time until the server delivers the message again."""
@@ -134,32 +137,27 @@ class Store:
     def __init__(
         self, client: Client, bootstrap: Bootstrap, inbox: str, unanswered: Unanswered, refusals: Refusals
     ) -> None:
-        self._client = client
+        self.client = client
         self._outage_s = bootstrap.outage_s
         self._replicas = bootstrap.replicas
         self._answer_s = _ANSWER_S if self._replicas == 1 else _CLUSTER_ANSWER_S
         self._jetstream: JetStreamContext = client.jetstream(timeout=self._answer_s)
-        self._inbox = inbox
+        self.inbox = inbox
         self._unanswered = unanswered
         self._refuse = refusals.refuse
         self._up = asyncio.Event()
-        self._reconnected = asyncio.Event()
-        """Set, and replaced, when the client has lost the connection and reconnected."""
-        self._pulling: set[asyncio.Queue[Msg | None]] = set()
-        """Queues of the streams that this process follows. None in a queue means that the client has lost the
-        connection and reconnected."""
+        self.pulls: set[_Pull] = set()
+        self._questions = 0
 
     async def on_disconnected(self) -> None:
         """Hold back all operations. The client calls it when the connection is lost, and at the end."""
         self._up.clear()
 
     async def on_reconnected(self) -> None:
-        """Continue, and restart the streams that this process follows. The client calls it."""
+        """Continue, and let this process ask again for what it follows. The client calls it."""
         self._up.set()
-        self._reconnected.set()
-        self._reconnected = asyncio.Event()
-        for queue in self._pulling:
-            queue.put_nowait(None)
+        for pull in self.pulls:
+            pull.interrupt()
 
     # ---------------------------------------------------------------------------------- streams
 
@@ -200,7 +198,7 @@ class Store:
             Superseded: if another writer has stored something after `after`.
             BusError: if the server cannot store the message, for example because the disk is full.
         """
-        whole, *more = parts = split(encode(message), payload_limit(self._client))
+        whole, *more = parts = split(encode(message), payload_limit(self.client))
         if not more:
             return await self._store(subject, whole, id, after)
         _, of_parts = with_parts(subject)
@@ -219,6 +217,38 @@ class Store:
             Malformed: if the message is not of this kind.
         """
         return await self._decode_stored(stream, await self._read_message(stream, sequence), kind)
+
+    async def read_some(
+        self, stream: str, subject: str, sequences: Collection[int], kind: type[M]
+    ) -> dict[int, M]:
+        """Return the messages of a subject at these sequence numbers. If they lie together, as in most cases,
+        they come in a few answers.
+
+        Raises:
+            NoAnswer, MessageGone, Malformed: as `read`.
+        """
+        missing, found = set(sequences), dict[int, M]()
+        while len(missing) > 1:
+            number = min(len(missing), _READ_AT_ONCE)
+            question = {"seq": min(missing), "batch": number, "next_by_subj": subject}
+            messages = await self._storing(partial(self._get_some, stream, question), f"{stream} {number}")
+            wanted = missing & messages.keys()
+            for sequence in wanted:
+                found[sequence] = await self._decode_stored(stream, messages[sequence], kind)
+            missing -= wanted
+            if 2 * len(wanted) <= number:
+                break  # most of what lies between them is of no use here
+
+        async def read(sequence: int) -> None:
+            async with limit:
+                found[sequence] = await self.read(stream, sequence, kind)
+
+        limit = anyio.CapacityLimiter(_READ_AT_ONCE)
+        with one_error():
+            async with anyio.create_task_group() as tasks:
+                for sequence in missing:
+                    tasks.start_soon(read, sequence)
+        return found
 
     async def read_newest(self, stream: str, subject: str, kind: type[M]) -> M:
         """Return the newest message of a subject.
@@ -321,7 +351,7 @@ class Store:
 
         async def ask() -> dict[str, Any]:
             question = b'{"deleted_details": true}'
-            answer = await self._client.request(subject, question, timeout=self._answer_s)
+            answer = await self.client.request(subject, question, timeout=self._answer_s)
             content = json.loads(answer.data)
             if "error" in content:
                 raise APIError.from_error(content["error"])
@@ -365,49 +395,48 @@ class Store:
                 raise
 
     async def take(
-        self, stream: str, subject: str, kind: type[M], *, until: anyio.Event
+        self,
+        stream: str,
+        subject: str,
+        kind: type[M],
+        *,
+        room: Callable[[], Awaitable[int]],
+        until: anyio.Event,
     ) -> AsyncIterator[Delivery[M]]:
-        """Yield messages of a work queue, each to one process at a time. The bus pulls a message only when
-        the caller asks for the next one.
+        """Yield messages of a work queue, each to one process at a time.
 
         Args:
-            until: when it is set, the bus pulls no more. A message that was already asked for is still
-                yielded, because the server counts it as delivered; this takes at most 10 s.
+            room: waits until the caller can use a message, and returns how many it can use. The bus asks the
+                server for so many, and calls it again when they have come or the server has no more.
+            until: when it is set, the bus asks for no more and gives back what the server has already sent.
+                It ends when the server answers no earlier question any more, `_TAKE_S` later at most.
         """
-        subscription = await self._jetstream.pull_subscribe_bind(
-            consumer=_consumer(subject), stream=stream, pending_msgs_limit=16
-        )
         decode = decoder(kind)
-        while not until.is_set():
-            try:
-                msg = await self._fetch(subscription)
-            except (nats.errors.Error, APIError) as error:
-                log.warning("work queue interrupted", stream=stream, error=str(error))
-                await anyio.sleep(0.5)
-                continue
-            if msg is None:
-                continue
-            try:
-                yield Delivery(decode(msg.data), msg)
-            except msgspec.DecodeError as error:
-                self._refuse(subject, kind, error)
-                await msg.term()
+        async with _Pull(self, stream, _consumer(subject), expires_s=_TAKE_S) as pull:
+            while not (until.is_set() and not pull.asked):
+                try:
+                    if not pull.asked:
+                        number = await room()
+                        if until.is_set():
+                            continue
+                        await pull.ask(number)
+                    msg = await pull.next()
+                except (NoAnswer, nats.errors.Error) as error:
+                    log.warning("work queue interrupted", stream=stream, error=str(error))
+                    await anyio.sleep(0.5)
+                    continue
+                if msg is None:
+                    continue
+                if until.is_set() or pull.asked < 0:  # it answers a question that was given up
+                    await msg.nak()
+                    continue
+                try:
+                    yield Delivery(decode(msg.data), msg)
+                except msgspec.DecodeError as error:
+                    self._refuse(subject, kind, error)
+                    await msg.term()
 
     # ---------------------------------------------------------------------------------- private
-
-    async def _fetch(self, subscription: JetStreamContext.PullSubscription) -> Msg | None:
-        """Return the next message of a work queue. Return None if the server has none for some seconds, or if
-        the client has reconnected: then the server has forgotten the question."""
-        fetching = asyncio.ensure_future(subscription.fetch(1, timeout=self._answer_s))
-        reconnected = asyncio.ensure_future(self._reconnected.wait())
-        try:
-            await asyncio.wait((fetching, reconnected), return_when=asyncio.FIRST_COMPLETED)
-            return fetching.result()[0] if fetching.done() else None
-        except (TimeoutError, nats.errors.TimeoutError):
-            return None
-        finally:
-            fetching.cancel()
-            reconnected.cancel()
 
     async def _make_stream(self, config: StreamConfig) -> None:
         """Create a stream, or give an existing one this configuration: a resumed run may have other
@@ -500,6 +529,35 @@ class Store:
         after.sequence = following
         raise TimeoutError
 
+    async def _get_some(self, stream: str, question: Mapping[str, Any]) -> dict[int, RawStreamMsg]:
+        """Ask for several messages of a stream, and return those that the server has, by their numbers.
+
+        Raises:
+            TimeoutError: if the answer does not come to its end in time.
+        """
+        messages: dict[int, RawStreamMsg] = {}
+        over = asyncio.Event()
+
+        async def take(msg: Msg) -> None:
+            headers = msg.headers or {}
+            if "Status" in headers:
+                over.set()
+            else:
+                sequence = int(headers["Nats-Sequence"])
+                messages[sequence] = RawStreamMsg(seq=sequence, data=msg.data)
+
+        self._questions += 1
+        inbox = f"{self.inbox}.get.{self._questions}"
+        subscription = await self.client.subscribe(inbox, cb=take)
+        try:
+            content = msgspec.json.encode(question)
+            await self.client.publish(f"$JS.API.DIRECT.GET.{stream}", content, inbox)
+            with anyio.fail_after(self._answer_s):
+                await over.wait()
+        finally:
+            await subscription.unsubscribe()
+        return messages
+
     async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
         """Return a stored message: the one with this number, or the newest one of a subject. Any server of a
         cluster may answer, also one that does not have the newest messages yet. So what that server lacks is
@@ -546,44 +604,86 @@ class Store:
         Raises:
             NoAnswer: if the server is silent or has lost the consumer, or if the client has reconnected.
         """
-        inbox = f"{self._inbox}.pull.{consumer}"
-        queue: asyncio.Queue[Msg | None] = asyncio.Queue()
-
-        async def enqueue(msg: Msg) -> None:
-            queue.put_nowait(msg)
-
-        subscription = await self._client.subscribe(inbox, cb=enqueue)
-        self._pulling.add(queue)
-        ask = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        batch, expires_s = 256, 15
-        request = msgspec.json.encode(
-            {"batch": batch, "expires": expires_s * 10**9, "idle_heartbeat": _HEARTBEAT_S * 10**9}
-        )
-        try:
+        async with _Pull(self, stream, consumer, expires_s=_FOLLOW_S) as pull:
             while True:
-                await self._client.publish(ask, request, inbox)
-                received = 0
-                while received < batch:
-                    try:
-                        with anyio.fail_after(_SILENT_S):
-                            msg = await queue.get()
-                    except TimeoutError:
-                        raise NoAnswer("nats-server", ask, _SILENT_S) from None
-                    if msg is None:
-                        raise NoAnswer("nats-server", ask, 0.0)
-                    status = (msg.headers or {}).get("Status")
-                    if status == "100":
-                        continue
-                    if status in ("404", "408", "409") and "Deleted" not in str(msg.headers):
-                        break
-                    if status is not None:
-                        raise NoAnswer("nats-server", ask, 0.0)
-                    received += 1
+                if not pull.asked:
+                    await pull.ask(_FOLLOW_AT_ONCE)
+                msg = await pull.next()
+                if msg is not None:
                     yield msg.metadata.sequence.stream, msg.subject, msg.data
-        finally:
-            self._pulling.discard(queue)
-            with suppress(nats.errors.Error):
-                await subscription.unsubscribe()
+
+
+class _Pull:
+    """The messages that one consumer of a stream sends to this process, which asks for some at a time.
+
+    Args:
+        expires_s: seconds after which the server ends its answer to a question.
+    """
+
+    def __init__(self, store: Store, stream: str, consumer: str, *, expires_s: float) -> None:
+        self._store, self._client = store, store.client
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._inbox = f"{store.inbox}.pull.{consumer}"
+        self._expires_s = expires_s
+        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+        """None means that the client has lost the connection and reconnected."""
+        self.asked = 0
+        """Number of messages that the server may still send. Below 0 after one that nobody has asked for."""
+
+    async def __aenter__(self) -> Self:
+        self._subscription = await self._client.subscribe(self._inbox, cb=self._queue.put)
+        self._store.pulls.add(self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._store.pulls.discard(self)
+        with suppress(nats.errors.Error):
+            await self._subscription.unsubscribe()
+
+    def interrupt(self) -> None:
+        """The client has reconnected: the server has forgotten the question."""
+        self._queue.put_nowait(None)
+
+    async def ask(self, number: int) -> None:
+        """Ask for so many messages, as far as there are any."""
+        self.asked = number
+        question = {
+            "batch": number,
+            "expires": int(self._expires_s * 1e9),
+            "idle_heartbeat": int(_HEARTBEAT_S * 1e9),
+        }
+        await self._client.publish(self._subject, msgspec.json.encode(question), self._inbox)
+
+    async def next(self) -> Msg | None:
+        """Wait for the next message; None if the server has sent a sign of life, or ends its answer.
+
+        Raises:
+            NoAnswer: if the server is silent or has lost the consumer, or if the client has reconnected.
+        """
+        if self._queue.empty():
+            try:
+                with anyio.fail_after(_SILENT_S):
+                    msg = await self._queue.get()
+            except TimeoutError:
+                raise self._lost(_SILENT_S) from None
+        else:
+            msg = self._queue.get_nowait()
+        if msg is None:
+            raise self._lost(0.0)
+        status = msg.headers.get("Status") if msg.headers else None
+        if status is None:
+            self.asked -= 1
+            return msg
+        if status == "100":
+            return None
+        if status not in ("404", "408", "409") or "Deleted" in str(msg.headers):
+            raise self._lost(0.0)
+        self.asked = 0
+        return None
+
+    def _lost(self, seconds: float) -> NoAnswer:
+        self.asked = 0
+        return NoAnswer(SERVER, self._subject, seconds)
 
 
 def _consumer(subject: str) -> str:

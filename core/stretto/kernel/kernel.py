@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from itertools import groupby
 
 import anyio
@@ -29,7 +28,7 @@ from stretto.bus.messages.events import (
     WorkerGone,
 )
 from stretto.bus.messages.membership import Beacon, WorkerProcess
-from stretto.bus.messages.tickets import GroupFailed, Progress, TicketStarted
+from stretto.bus.messages.tickets import GroupFailed, Progress, TicketsStarted
 from stretto.errors import BusError, RunError, StrettoError
 from stretto.kernel.bus_watch import watch_bus, watch_owner, watch_store
 from stretto.kernel.calls.engines import Engines
@@ -257,7 +256,7 @@ class Kernel:
         await self._admission.serve()
         await self._operation.serve()
         await self._samples.serve()
-        await bus.subscribe(names.ticket_started, TicketStarted, self._hear)
+        await bus.subscribe(names.tickets_started, TicketsStarted, self._take_starts)
         await bus.subscribe(names.progress, Progress, self._hear)
 
     async def _begin(self, stored: Stored | None) -> None:
@@ -370,6 +369,10 @@ class Kernel:
 
     # ---------------------------------------------------------------------------- events of tickets
 
+    def _take_starts(self, message: TicketsStarted) -> None:
+        for started in message.started:
+            self._hear(started)
+
     def _take_in(self, sequence: int, outcome: Outcome) -> None:
         self._hear(outcome_read(sequence, outcome), outcome=outcome)
         if isinstance(outcome, GroupFailed):
@@ -377,7 +380,7 @@ class Kernel:
         if outcome.purpose == "train":
             self._scaler.groups += 1
         if self._setup.graph.samples and self._scheduler.tickets.is_finished(outcome):
-            self._tasks.start_soon(partial(self._trainers.prefetch, refs_of((outcome,)), complete=False))
+            self._tasks.start_soon(self._trainers.prefetch_soon, refs_of((outcome,)))
 
     def _hear(
         self,

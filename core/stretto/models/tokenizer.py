@@ -258,12 +258,18 @@ class _Fast:
     def __init__(self, tokenizer: Any, model: str) -> None:
         self._tokenizer = tokenizer
         self._model = model
+        # `_encode` leaves out the checks of transformers, which take longer than a short prompt. This is what
+        # transformers sets at each call.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = tokenizer.split_special_tokens
 
     def encode_prompt(
         self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> NDArray[np.int32]:
         if isinstance(prompt, str):
-            return np.asarray(self._tokenizer.encode(prompt), np.int32)
+            return self._encode(prompt, special=True)
         return self.encode_text(self.render(prompt, tools=tools))
 
     def render(
@@ -278,7 +284,11 @@ class _Fast:
         )
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> NDArray[np.int32]:
+        """Return the ids of a text, with the tokens that belong around it or without."""
+        return np.asarray(self._backend.encode(text, add_special_tokens=special).ids, np.int32)
 
     @property
     def end(self) -> str:

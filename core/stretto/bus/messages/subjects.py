@@ -41,7 +41,7 @@ class Subjects:
         self.root = f"st.{run}"
         self.beacon = f"{self.root}.beacon"
         self.status = f"{self.root}.status"
-        self.ticket_started = self.kernel("rollout", "started")
+        self.tickets_started = self.kernel("rollout", "started")
         self.progress = self.kernel("rollout", "progress")
         self.abort_ticket = f"{self.root}.abort"
         self.log = f"{self.root}.log"

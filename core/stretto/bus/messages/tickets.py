@@ -65,6 +65,12 @@ class TicketStarted(Message, frozen=True):
     attempt: int
 
 
+class TicketsStarted(Message, frozen=True):
+    """Rollout worker to kernel: these attempts have started."""
+
+    started: tuple[TicketStarted, ...]
+
+
 class Progress(Message, frozen=True):
     """Rollout worker to kernel: every sample of these tickets has begun, so the version of each ticket's
     oldest token is known."""

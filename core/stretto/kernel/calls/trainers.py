@@ -51,6 +51,7 @@ T = TypeVar("T")
 
 _DEADLINE_S = 24 * 3600.0
 """Deadline of one call, load or save. The fleet notices a dead trainer long before."""
+_TOGETHER_S = 0.02
 NOTICED_S = 10.0
 """A rank whose partner has died may say so this many seconds before the fleet notices the death."""
 
@@ -106,6 +107,8 @@ class Trainers:
         """Set while no trainer is lost."""
         self._present.set()
         self._work: list[anyio.CancelScope] = []
+        self._soon: tuple[RowRef, ...] = ()
+        """Rows for `prefetch`, which wait for others."""
 
     # ------------------------------------------------------------------------------------- losses
 
@@ -226,6 +229,14 @@ class Trainers:
         """Wait until all groups have written what they copied."""
         for saved in await self._ask_all("saved", AskSaved(self._lease_epoch, version), Saved):
             draft.uploaded.update(saved.uploaded)
+
+    async def prefetch_soon(self, rows: tuple[RowRef, ...]) -> None:
+        """Ask every rank to fetch these rows, with those of other calls within `_TOGETHER_S`."""
+        self._soon += rows
+        if len(self._soon) == len(rows):
+            await anyio.sleep(_TOGETHER_S)
+            together, self._soon = self._soon, ()
+            await self.prefetch(together, complete=False)
 
     async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:
         """Ask every rank to fetch these rows.

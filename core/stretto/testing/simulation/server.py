@@ -429,17 +429,23 @@ class SimulatedServer:
     def _get_directly(self, words: list[str], reply: str, data: bytes) -> None:
         stream = self.streams.get(words[4])
         question = json.loads(data) if data else {"last_by_subj": ".".join(words[5:])}
-        message = stream.find(question) if stream else None
         if stream is None:
             self.send("server", reply, "", _NO_RESPONDERS, b"")
-        elif message is None:
-            self.send("server", reply, "", b"NATS/1.0 404 Message Not Found\r\n\r\n", b"")
-        else:
+            return
+        is_batch = "batch" in question
+        found = stream.find_some(question) if is_batch else [stream.find(question)]
+        for message in found:
+            if message is None:
+                continue
             head = (
                 f"NATS/1.0\r\nNats-Stream: {stream.name}\r\nNats-Subject: {message.subject}\r\n"
                 f"Nats-Sequence: {message.sequence}\r\nNats-Time-Stamp: {_CREATED}\r\n\r\n"
             )
             self.send("server", reply, "", head.encode(), message.data)
+        if not any(found):
+            self.send("server", reply, "", b"NATS/1.0 404 Message Not Found\r\n\r\n", b"")
+        elif is_batch:
+            self.send("server", reply, "", b"NATS/1.0 204 EOB\r\n\r\n", b"")
 
     def _answer(self, words: list[str], question: dict[str, Any]) -> dict[str, Any]:
         match words:

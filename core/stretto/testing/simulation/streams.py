@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -102,6 +103,15 @@ class Stream:
         if newest is not None:
             return newest
         return next((each for each in reversed(self.messages.values()) if each.subject == subject), None)
+
+    def find_some(self, question: dict[str, Any]) -> list[StreamMessage]:
+        """Return `batch` messages of a subject (`next_by_subj`), from a number on (`seq`)."""
+        of_subject = (
+            each
+            for sequence in range(question["seq"], self.last + 1)
+            if (each := self.messages.get(sequence)) and each.subject == question["next_by_subj"]
+        )
+        return list(islice(of_subject, question["batch"]))
 
     def delete(self, sequence: int) -> None:
         """Remove a message.
@@ -267,15 +277,17 @@ class Consumer:
             self.later(asked.heartbeat_s, self._beat, asked)
 
     def _send(self) -> None:
-        """Send messages to those who have asked, in the order in which they have."""
+        """Send messages to those who have asked, in turn."""
         while self._to_send and self._questions:
             asked = self._questions[0]
             if not self._server.has_interest(asked.reply):  # the client has gone
                 self._questions.popleft().over = True
             elif message := self._stream.messages.get(self._to_send.popleft()):
                 asked.number -= 1
-                if not asked.number:
-                    self._questions.popleft().over = True
+                asked.over = not asked.number
+                self._questions.popleft()
+                if asked.number:
+                    self._questions.append(asked)
                 self._deliver(message, asked.reply)
 
     def _deliver(self, message: StreamMessage, to: str) -> None:

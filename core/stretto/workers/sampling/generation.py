@@ -14,11 +14,13 @@ import anyio
 import msgspec
 import numpy as np
 import structlog
+from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
 from stretto import tracing
 from stretto.array import Array, KeptTokens
 from stretto.base import clock
+from stretto.bus.gathered import Gathered
 from stretto.bus.messages.inference import Abort, ChunkBatch, ChunkHead, Confirm, Generate
 from stretto.bus.messages.membership import Beacon, Peer, WorkerProcess
 from stretto.engine import Finish, GenerateRequest
@@ -31,6 +33,8 @@ log = structlog.get_logger()
 
 _SILENT_ASKS = 3
 """A request leaves an engine after this many unanswered asks, if the engine does nothing else either."""
+_CONFIRM_S = 0.05
+"""Seconds for which an engine keeps a finished request longer than it must."""
 _MAX_GIVE_UPS = 5
 """A request fails after engines have given it up this many times."""
 _TOKEN = np.dtype([("token", "<i4"), ("logprob", "<f4"), ("version", "<i4")])
@@ -243,10 +247,16 @@ class Generations:
         self._deterministic = context.composed.config.inference.deterministic
         self._running: dict[str, _Generation] = {}
         """Running requests by the name that their current engine knows."""
+        self._confirms = Gathered[tuple[Peer, str]](self._confirm, _CONFIRM_S)
         context.on_beacon(self._look)
 
-    async def open(self) -> None:
-        """Listen for chunks. Called once, before `run`."""
+    async def open(self, tasks: TaskGroup) -> None:
+        """Listen for chunks. Called once, before `run`.
+
+        Args:
+            tasks: for what lets the engines forget requests.
+        """
+        tasks.start_soon(self._confirms.run)
         chunks = self._context.names.chunks(self._bus.inbox)
         await self._bus.subscribe(chunks, ChunkBatch, self._take)
 
@@ -314,8 +324,10 @@ class Generations:
             await self._until_over(peer, generation, name)
         finally:
             del self._running[name]
-            with anyio.CancelScope(shield=True), anyio.move_on_after(1):
-                await self._release(peer, generation, name)
+            if generation.unfinished:
+                await self._abort(peer, name)
+            else:
+                self._confirms.add((peer, name))
 
     async def _until_over(self, peer: Peer, generation: _Generation, name: str) -> None:
         engine = peer.worker
@@ -357,14 +369,23 @@ class Generations:
             generation.span.traceparent,
             WorkerProcess(context.worker, context.nonce) if request.images else None,
         )
-        subject = context.names.worker("inference", peer.worker, peer.nonce, "generate")
-        await self._bus.publish(subject, message)
+        await self._bus.publish(self._subject(peer, "generate"), message)
 
-    async def _release(self, peer: Peer, generation: _Generation, name: str) -> None:
-        """Let the engine forget the request."""
-        verb, message = ("abort", Abort(name)) if generation.unfinished else ("confirm", Confirm((name,)))
-        subject = self._context.names.worker("inference", peer.worker, peer.nonce, verb)
-        await self._bus.publish(subject, message)
+    async def _abort(self, peer: Peer, name: str) -> None:
+        """Let the engine stop a request."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(1):
+            await self._bus.publish(self._subject(peer, "abort"), Abort(name))
+
+    async def _confirm(self, requests: tuple[tuple[Peer, str], ...]) -> None:
+        """Let the engines forget what has arrived."""
+        by_peer: dict[str, list[str]] = {}
+        for peer, name in requests:
+            by_peer.setdefault(self._subject(peer, "confirm"), []).append(name)
+        for subject, names in by_peer.items():
+            await self._bus.publish(subject, Confirm(tuple(names)))
+
+    def _subject(self, peer: Peer, verb: str) -> str:
+        return self._context.names.worker("inference", peer.worker, peer.nonce, verb)
 
     async def _take(self, batch: ChunkBatch) -> None:
         """Pass the chunks of a message to the requests that they belong to."""

@@ -18,6 +18,7 @@ from anyio.abc import TaskGroup
 from stretto import tracing
 from stretto.assembly.logs import bound
 from stretto.assembly.variants import runs_of
+from stretto.bus.gathered import Gathered
 from stretto.bus.messages.membership import Heartbeat, Routes
 from stretto.bus.messages.tickets import (
     AbortTicket,
@@ -26,6 +27,7 @@ from stretto.bus.messages.tickets import (
     Progress,
     Purpose,
     Ticket,
+    TicketsStarted,
     TicketStarted,
 )
 from stretto.bus.store import Delivery
@@ -43,6 +45,7 @@ from stretto.workers.sampling.ticket_runner import TicketRunner
 from stretto.workers.sampling.verifier_client import VerifierClient
 
 _KEEP_ALIVE_S = 5.0
+_PROGRESS_S = 0.05
 _DRAIN_POLL_S = 0.05
 
 
@@ -64,8 +67,8 @@ class RolloutWorker:
         self._draining = anyio.Event()
         self._takers = 0
         """Tasks that take tickets."""
-        self._progress: dict[tuple[int, int], int] = {}
-        self._progress_waits = anyio.Event()
+        self._starts = Gathered[TicketStarted](self._report_starts)
+        self._progress = Gathered[tuple[int, int, int]](self._report_progress, _PROGRESS_S)
         context.held = self._held
 
     async def run(self, ready: Callable[[], None]) -> None:
@@ -80,11 +83,12 @@ class RolloutWorker:
         runner = TicketRunner(context, await self._variants(images), datasets)
         await self._bus.subscribe(context.names.abort_ticket, AbortTicket, self._abort)
         await self._bus.subscribe(context.subject("routes"), Routes, context.receive_routes)
-        await self._generations.open()
         if images is not None:
             await images.open()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._send_progress)
+            await self._generations.open(tasks)
+            tasks.start_soon(self._starts.run)
+            tasks.start_soon(self._progress.run)
             tasks.start_soon(self._keep_alive)
             self._takers = len(datasets)
             for purpose in datasets:
@@ -137,19 +141,20 @@ class RolloutWorker:
     # --------------------------------------------------------------------------------- tickets
 
     async def _take(self, purpose: Purpose, runner: TicketRunner, tasks: TaskGroup) -> None:
-        """Take a ticket from the queue whenever a slot is free, until the worker drains."""
-        names = self._context.names
-        stop, slots = self._draining, self._slots[purpose]
-        tickets = self._bus.store.take(names.tickets_stream, names.ticket(purpose), Ticket, until=stop)
-        while True:
+        """Take tickets from the queue whenever slots are free, until the worker drains."""
+        names, slots = self._context.names, self._slots[purpose]
+
+        async def free_slots() -> int:
             await slots.acquire()
-            delivery = await anext(tickets, None)
-            if delivery is None:
-                break
-            if stop.is_set():  # the server had sent it already
-                await delivery.give_back()
-            else:
-                tasks.start_soon(self._work, delivery, runner)
+            slots.release()
+            return slots.value
+
+        tickets = self._bus.store.take(
+            *(names.tickets_stream, names.ticket(purpose), Ticket), room=free_slots, until=self._draining
+        )
+        async for delivery in tickets:
+            slots.acquire_nowait()
+            tasks.start_soon(self._work, delivery, runner)
         self._takers -= 1
 
     async def _work(self, delivery: Delivery[Ticket], runner: TicketRunner) -> None:
@@ -164,8 +169,7 @@ class RolloutWorker:
         with bound(ticket=ticket.name), anyio.CancelScope() as scope:
             self._running[key] = (scope, delivery)
             try:
-                message = TicketStarted(worker, ticket.purpose, ticket.id, ticket.attempt)
-                await self._bus.publish(self._context.names.ticket_started, message)
+                self._starts.add(TicketStarted(worker, *key))
                 with tracing.within(tracing.span("rollout", ticket.traceparent, ticket=ticket.name)) as span:
                     outcome = await runner.outcome(ticket)
                     _trace(outcome, span)
@@ -196,17 +200,13 @@ class RolloutWorker:
         """Queue the version of a training ticket's oldest token for the kernel, which may be able to use it
         before the ticket is done."""
         if ticket.purpose == "train":
-            self._progress[ticket.id, ticket.attempt] = version
-            self._progress_waits.set()
+            self._progress.add((ticket.id, ticket.attempt, version))
 
-    async def _send_progress(self) -> None:
-        while True:
-            await self._progress_waits.wait()
-            await anyio.sleep(0.05)
-            self._progress_waits = anyio.Event()
-            progress, self._progress = self._progress, {}
-            oldest = tuple((ticket, attempt, version) for (ticket, attempt), version in progress.items())
-            await self._bus.publish(self._context.names.progress, Progress(self._context.worker, oldest))
+    async def _report_starts(self, started: tuple[TicketStarted, ...]) -> None:
+        await self._bus.publish(self._context.names.tickets_started, TicketsStarted(started))
+
+    async def _report_progress(self, oldest: tuple[tuple[int, int, int], ...]) -> None:
+        await self._bus.publish(self._context.names.progress, Progress(self._context.worker, oldest))
 
 
 def _trace(outcome: GroupDone | GroupFailed, span: tracing.Span) -> None:

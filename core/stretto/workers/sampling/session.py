@@ -108,8 +108,8 @@ class RolloutSession:
         """What was sampled in each conversation."""
         self._members_of: dict[str, int | None] = {}
         """The sample of `members` that each conversation belongs to."""
-        self._alone: list[Trajectory] = []
-        """Answers that belong to no conversation."""
+        self._alone: list[tuple[NDArray[np.int32], Answer]] = []
+        """Prompt and answer of those that belong to no conversation."""
 
     @property
     def group_size(self) -> int:
@@ -186,12 +186,13 @@ class RolloutSession:
             for answer in answers:
                 transcript.add(prompt_ids, answer, request.images)
         else:
-            self._alone += [Trajectory.of(prompt_ids, answer, Score(math.nan)) for answer in answers]
+            self._alone += [(prompt_ids, answer) for answer in answers]
         return answers
 
     def finished(self) -> list[Trajectory]:
         """Return what was sampled so far, without a score."""
-        return [*self._sampled_in(self._transcripts), *self._alone]
+        alone = [Trajectory.of(prompt, answer, Score(math.nan)) for prompt, answer in self._alone]
+        return [*self._sampled_in(self._transcripts), *alone]
 
     def conversation(
         self,

@@ -383,18 +383,10 @@ class BatchStore:
     async def _fetch(self, refs: Sequence[RowRef]) -> None:
         """Read from the log the bundles that are not here yet."""
         missing = {ref.sequence for ref in refs} - self._bundles.keys()
-        limit = anyio.CapacityLimiter(_READS_AT_ONCE)
-
-        async def read(sequence: int) -> None:
-            async with limit:
-                stream = self._context.names.log_stream
-                self._bundles[sequence] = await self._context.bus.store.read(
-                    stream, sequence, TrajectoryBundle
-                )
-
-        async with anyio.create_task_group() as tasks:
-            for sequence in missing:
-                tasks.start_soon(read, sequence)
+        names, store = self._context.names, self._context.bus.store
+        self._bundles |= await store.read_some(
+            names.log_stream, names.trajectories, missing, TrajectoryBundle
+        )
 
     def _encode_all(self) -> None:
         for row, ref in enumerate(self._refs):

@@ -1,0 +1,39 @@
+"""Items that travel together in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import anyio
+
+T = TypeVar("T")
+
+
+class Gathered(Generic[T]):
+    """Items that are sent together, a moment after the first one.
+
+    Args:
+        send: sends all of them, in order.
+        pause_s: seconds for which an item may wait for others; 0 for those of the same turn of the event
+            loop.
+    """
+
+    def __init__(self, send: Callable[[tuple[T, ...]], Awaitable[None]], pause_s: float = 0.0) -> None:
+        self._send = send
+        self._pause_s = pause_s
+        self._items: list[T] = []
+        self._any = anyio.Event()
+
+    def add(self, item: T) -> None:
+        """Let an item wait for others."""
+        self._items.append(item)
+        self._any.set()
+
+    async def run(self) -> None:
+        """Send what waits, until cancelled."""
+        while True:
+            await self._any.wait()
+            await anyio.sleep(self._pause_s)
+            items, self._items, self._any = tuple(self._items), [], anyio.Event()
+            await self._send(items)
