@@ -30,6 +30,15 @@ class TestFileInTheRunsFolder(WeightsConformance):
         return sorted(Path(section["folder"]).rglob("*.safetensors"))
 
 
+class TestFileWithDeltas(TestFileInTheRunsFolder):
+    options = {"deltas": True, "shard_gb": 1e-8}
+
+
+class TestBusWithWholeFiles(TestFileInTheRunsFolder):
+    use = "bus"
+    options = {"deltas": False}
+
+
 class TestBus(TestFileInTheRunsFolder):
     use = "bus"
     options = {"piece_kb": 4}

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import io
 import re
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Collection, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -326,8 +326,10 @@ class Log:
         self.images = images
         self.reads: list[str] = []
 
-    async def read(self, stream: str, sequence: int, kind: Any) -> TrajectoryBundle:
-        return self.bundle
+    async def read_some(
+        self, stream: str, subject: str, sequences: Collection[int], kind: Any
+    ) -> dict[int, TrajectoryBundle]:
+        return dict.fromkeys(sequences, self.bundle)
 
     async def read_newest(self, stream: str, subject: str, kind: Any) -> StoredImage:
         digest = subject.rpartition(".")[2]

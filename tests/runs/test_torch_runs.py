@@ -23,7 +23,7 @@ from stretto.engine import Chunk, GenerateRequest
 from stretto.kernel.schedule.commands import Issue, SchedulerSettings
 from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.models.tokenizer import load_tokenizer
-from stretto.models.version_files import FolderPublisher
+from stretto.models.version_files import FolderPublisher, RunFolders
 from stretto.rl.batch import Batch
 from stretto.training.engine import HFTraining
 from stretto.workers.sampling.session import sample_seed
@@ -56,6 +56,11 @@ class Collected:
                 await anyio.sleep(0.002)
 
 
+def transport_ends(folder: Path) -> tuple[FolderPublisher, FileSubscriber]:
+    folders = RunFolders(Context(run=folder.name, name="test", seed=1), None)
+    return FolderPublisher(folder / "weights", 3, 2.0), FileSubscriber(folders)
+
+
 def context(model: Path, folder: Path) -> Context:
     return Context(run=folder.name, name="test", seed=1, model=str(model), folder=str(folder))
 
@@ -68,7 +73,7 @@ async def test_logprobs_are_those_of_each_tokens_own_version(
     model = tiny_models("qwen2")
     trainer = HFTraining(TorchTrainingConfig(lr=3e-3, warmup_steps=0), context(model, tmp_path))
     trainer.load(None)
-    publisher, subscriber = FolderPublisher(tmp_path / "weights", 3, 2.0), FileSubscriber()
+    publisher, subscriber = transport_ends(tmp_path)
     config = TorchInferenceConfig(
         on_swap="recompute" if on_swap == "recompute" else "keep_cache", slots=64, context_length=128
     )
@@ -180,7 +185,7 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
     train = algorithm.calls()[-1]
     assert train.loss is not None
     tokenizer = load_tokenizer(str(model))
-    publisher, subscriber = FolderPublisher(folder / "weights", 3, 2.0), FileSubscriber()
+    publisher, subscriber = transport_ends(folder)
     engine = TorchInferenceEngine(TorchInferenceConfig(deterministic=True), where)
     order = Scheduler(SchedulerSettings(STEPS, BATCH, max_staleness=STEPS - 1, rows=len(rows), seed=5))
     order.start()

@@ -64,8 +64,12 @@ def context(worker: str) -> Context:
 # ------------------------------------------------------------------------------------------- file
 
 
+def file_subscriber() -> FileSubscriber:
+    return FileSubscriber(RunFolders(context("inference-0"), None))
+
+
 def ends(folder: Path, *, keep: int = 3, shard_gb: float = 2.0) -> tuple[FolderPublisher, FileSubscriber]:
-    return FolderPublisher(folder / "versions", keep, shard_gb), FileSubscriber()
+    return FolderPublisher(folder / "versions", keep, shard_gb), file_subscriber()
 
 
 async def test_frozen_tensors_are_written_and_hashed_once(tmp_path: Path) -> None:
@@ -85,7 +89,7 @@ async def test_frozen_tensors_are_written_and_hashed_once(tmp_path: Path) -> Non
             frozen.write_bytes(damaged)
             os.utime(frozen, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(WeightsError, match=r"is not the announced one: \['b.c'\] differ"):
-        await FileSubscriber().receive(notes[2])  # one that has not hashed it
+        await file_subscriber().receive(notes[2])  # one that has not hashed it
     frozen.touch()
     with pytest.raises(WeightsError, match=r"is not the announced one: \['b.c'\] differ"):
         await subscriber.receive(notes[2])  # to this one it is another file now
@@ -874,7 +878,7 @@ class AlteringSubscriber(FileSubscriber):
 
 class Altering(FileTransport):
     def subscriber(self, wire):
-        return AlteringSubscriber()
+        return AlteringSubscriber(self.copies)
 
 
 @hookimpl

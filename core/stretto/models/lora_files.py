@@ -89,7 +89,8 @@ def merge_adapter_files(
                 files[name] = dict(kept[1])
             else:
                 files[name] = _write(folder / name, tensors, adapter)
-        manifest = Manifest.write(folder, note.version, files, others)
+        manifest = Manifest.of(note.version, files, others)
+        manifest.write(folder)
         if frozen is not None:
             frozen.keep(folder, manifest)
     except (OSError, ValueError, WeightsError) as error:

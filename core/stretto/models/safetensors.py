@@ -20,7 +20,7 @@ from stretto.errors import WeightsError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Place", "places", "places_in", "save_tensors", "write_header"]
+__all__ = ["Place", "layout_of", "places", "places_in", "save_tensors", "write_header"]
 
 T = TypeVar("T")
 
@@ -49,6 +49,7 @@ _DTYPES: Mapping[str, tuple[str, int]] = {
     "C64": ("complex64", 64),
 }
 """The format's name of a dtype -> the name that torch and numpy use, and the bits of an element."""
+_FORMAT_NAMES = {name: format_name for format_name, (name, _) in _DTYPES.items()}
 _MAX_HEADER = 100_000_000
 """In bytes; the largest header that the safetensors library reads."""
 
@@ -87,6 +88,18 @@ class _HeaderEntry(msgspec.Struct, frozen=True):
     dtype: str
     shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
     data_offsets: tuple[_Count, _Count]
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> list[Place]:
+    """Return the places of tensors in a file that has no header yet, in their order. `start` counts from the
+    first tensor."""
+    found: list[Place] = []
+    start = 0
+    for name, tensor in tensors.items():
+        dtype = _FORMAT_NAMES[str(tensor.dtype).removeprefix("torch.")]
+        found.append(Place(name, dtype, tuple(tensor.shape), Path(), start, tensor.nbytes))
+        start += tensor.nbytes
+    return found
 
 
 def places(file: Path) -> list[Place]:

@@ -6,6 +6,11 @@ written last.
 
 Tensors that training does not change are in files `frozen-00000.safetensors`. They are written once, and are
 hard links in the folder of every later version. A subscriber receives and hashes them once (`FrozenFiles`).
+
+A publisher may also write what has changed since its version before, in files `model-00000.delta` and so on
+(`stretto.models.deltas`), and the files themselves for one version in many only. A subscriber that follows
+keeps the files of the newest version and brings them up to date; one that comes later begins with the files
+of an older version (`stretto.models.version_receiver`). Both compare every tensor with the announcement.
 """
 
 from __future__ import annotations
@@ -16,7 +21,9 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,8 +31,9 @@ import msgspec
 import numpy as np
 
 from stretto.errors import WeightsError
+from stretto.models.deltas import FileBytes, apply_delta
 from stretto.models.digest import bytes_hash, differing_names, digest_of, tensor_hash
-from stretto.models.safetensors import places, save_tensors
+from stretto.models.safetensors import Place, layout_of, places, save_tensors, write_header
 from stretto.weights import WeightsNote
 
 if TYPE_CHECKING:
@@ -42,13 +50,19 @@ __all__ = [
     "Outline",
     "RunFolders",
     "StoredVersion",
+    "bring_up_to_date",
     "expect_private",
+    "folder_name",
     "lay_out",
     "open_shared_version",
     "open_version",
+    "read_outline",
+    "stored_version",
 ]
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are private and named after the run
+_MOST_LINKS = 16
+"""Whole files are written again after so many deltas."""
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
@@ -109,16 +123,35 @@ class Manifest(msgspec.Struct, frozen=True):
     """File name -> tensor name -> its hash."""
     frozen: tuple[str, ...] = ()
     """Names of the files that later versions have too."""
+    whole: bool = True
+    """Whether the folder has the files; else it has their deltas only."""
+    base: str = ""
+    """Digest of the version that the deltas begin with; empty if there are none."""
+    base_version: int = -1
+    """Number of that version."""
+    followed: bool = False
+    """Whether later versions may be deltas."""
 
     @classmethod
-    def write(
-        cls, folder: Path, version: int, files: dict[str, dict[str, str]], frozen: Iterable[str] = ()
-    ) -> Manifest:
-        """Complete a folder that already has its tensor files: write the manifest."""
+    def of(cls, version: int, files: dict[str, dict[str, str]], frozen: Iterable[str] = ()) -> Manifest:
+        """Return the manifest of a folder with whole files."""
         digest = digest_of((name, value) for hashes in files.values() for name, value in hashes.items())
-        manifest = cls(version, digest, files, tuple(frozen))
-        (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-        return manifest
+        return cls(version, digest, files, tuple(frozen))
+
+    def write(self, folder: Path) -> None:
+        """Complete a folder that already has its files."""
+        (folder / "manifest.json").write_bytes(msgspec.json.encode(self))
+
+    @property
+    def deltas(self) -> dict[str, str]:
+        """Name of each file with a delta -> name of the delta."""
+        trained = [name for name in self.files if name not in self.frozen] if self.base else []
+        return {name: f"{name.removesuffix('.safetensors')}.delta" for name in trained}
+
+    @property
+    def stored(self) -> list[str]:
+        """Names of the files in the folder."""
+        return [*(self.files if self.whole else ()), *self.deltas.values()]
 
     def hashes(self) -> dict[str, str]:
         """Return tensor name -> its hash, over all files."""
@@ -137,7 +170,7 @@ class Outline(msgspec.Struct, frozen=True, array_like=True):
     manifest: bytes
     """JSON of the `Manifest`."""
     sizes: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    """Size of each file in bytes, in the manifest's order."""
+    """Size in bytes of each file that the version's folder has, in the order of `Manifest.stored`."""
 
 
 @dataclass(frozen=True)
@@ -145,16 +178,21 @@ class StoredVersion:
     """A version in its folder."""
 
     folder: Path
+    manifest: Manifest
     files: list[Path]
-    """Paths of the files, in the manifest's order."""
+    """Paths of the files, in the order of `Manifest.stored`."""
     outline: Outline
 
     @classmethod
-    def of(cls, folder: Path) -> StoredVersion:
-        """Read the description of a complete folder."""
-        data = (folder / "manifest.json").read_bytes()
-        files = [folder / name for name in msgspec.json.decode(data, type=Manifest).files]
-        return cls(folder, files, Outline(data, tuple(file.stat().st_size for file in files)))
+    def of(cls, folder: Path, data: bytes, manifest: Manifest) -> StoredVersion:
+        """Return the version in a complete folder, whose manifest has these bytes."""
+        files = [folder / name for name in manifest.stored]
+        return cls(folder, manifest, files, Outline(data, tuple(file.stat().st_size for file in files)))
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(self.outline.sizes)
 
 
 class FolderPublisher:
@@ -163,15 +201,22 @@ class FolderPublisher:
 
     Args:
         keep: number of newest versions to keep. Older versions that are needed are kept too.
-        shard_gb: largest file in GiB. Publishing holds at most this much in memory besides the model.
+        shard_gb: largest file in GiB. Publishing holds at most this much in memory besides the model; with
+            deltas it holds one version.
         address: where subscribers ask for a version. Default: the note has the path of the version's folder.
+        deltas: write deltas, if most values have 16 bits: of float32 values nearly every one changes.
     """
 
-    def __init__(self, root: Path, keep: int, shard_gb: float, address: str | None = None) -> None:
+    def __init__(
+        self, root: Path, keep: int, shard_gb: float, address: str | None = None, *, deltas: bool = False
+    ) -> None:
         self._root = root
         self._address = address
         self._keep = keep
         self._shard_bytes = int(shard_gb * 2**30)
+        self._makes_deltas = deltas
+        self._newest: _InMemory | None = None
+        """The version with which the next deltas begin; None if there are no deltas."""
         self._versions: dict[int, StoredVersion] = {}
         self._frozen: dict[str, dict[str, str]] = {}
         """The files of frozen tensors: name -> tensor name -> its hash."""
@@ -182,13 +227,13 @@ class FolderPublisher:
         Raises:
             WeightsError: if they cannot be written, or if `root` is not private.
         """
-        folder = self._frozen_folder
+        folder, self._newest = self._frozen_folder, None
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             expect_private(self._root)
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(mode=0o700)
-            self._frozen = self._write_tensors(folder, "frozen", tensors)
+            self._frozen = self._write_files(folder, "frozen", _shards(tensors, self._shard_bytes))
         except OSError as error:
             raise WeightsError(f"frozen tensors cannot be written to {folder}: {error}") from error
 
@@ -201,26 +246,26 @@ class FolderPublisher:
         Raises:
             WeightsError: if the version cannot be written, or if `root` is not private.
         """
-        final = self._root / f"v{version:08d}"
+        final = self._root / folder_name(version)
         temporary = self._root / f".v{version:08d}-{os.getpid()}"
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             expect_private(self._root)
             temporary.mkdir(mode=0o700)
-            digest = self._write(temporary, version, tensors)
+            manifest = self._write(temporary, version, tensors)
             shutil.rmtree(final, ignore_errors=True)  # a repeated step publishes its version again
             temporary.rename(final)
-            versions = {**self._versions, version: StoredVersion.of(final)}
+            data = (final / "manifest.json").read_bytes()
+            versions = {**self._versions, version: StoredVersion.of(final, data, manifest)}
         except OSError as error:
             reason = f"version {version} cannot be written to {self._root}: {error}"
             raise WeightsError(reason, version=version) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        for old in sorted(versions)[: -self._keep]:
-            if old not in needed:
-                shutil.rmtree(versions.pop(old).folder, ignore_errors=True)
+        for old in versions.keys() - self._in_use(versions, needed):
+            shutil.rmtree(versions.pop(old).folder, ignore_errors=True)
         self._versions = versions
-        return WeightsNote(version, self._address or str(final), digest)
+        return WeightsNote(version, self._address or str(final), manifest.digest)
 
     def find(self, version: int) -> StoredVersion:
         """Find a version. It may be removed before the caller opens its files. Any thread may call this.
@@ -242,7 +287,14 @@ class FolderPublisher:
             WeightsError: if the version was never here or has been removed.
             OSError: if the folder cannot be written.
         """
-        shutil.copytree(self.find(version).folder, folder)
+        *links, last = _chain(self._versions, self.find(version))
+        if not last.manifest.whole:
+            raise WeightsError(f"version {version} has lost the one that it begins with", version=version)
+        shutil.copytree(last.folder, folder, ignore=shutil.ignore_patterns("*.delta"))
+        for link in reversed(links):
+            bring_up_to_date(folder, link.manifest, link.folder)
+        manifest = self.find(version).manifest
+        Manifest.of(version, manifest.files, manifest.frozen).write(folder)
 
     def close(self) -> None:
         """Remove all versions and `root`."""
@@ -252,23 +304,156 @@ class FolderPublisher:
     def _frozen_folder(self) -> Path:
         return self._root / "frozen"
 
-    def _write(self, folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> str:
-        files = self._write_tensors(folder, "model", tensors)
-        for name in self._frozen:
-            (folder / name).hardlink_to(self._frozen_folder / name)
-        return Manifest.write(folder, version, files | self._frozen, self._frozen).digest
+    def _in_use(self, versions: Mapping[int, StoredVersion], needed: Collection[int]) -> set[int]:
+        """Return the versions to keep: the newest, those that are needed, and those with which they begin."""
+        kept = {*sorted(versions)[-self._keep :], *(versions.keys() & needed)}
+        return {link.manifest.version for each in kept for link in _chain(versions, versions[each])}
 
-    def _write_tensors(
-        self, folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]]
+    def _write(self, folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+        shards = _shards(tensors, self._shard_bytes)
+        first = next(shards, {})
+        every = chain([first], shards)
+        if self._makes_deltas and _has_16_bits(first):
+            manifest = self._write_followed(folder, version, every)
+        else:
+            self._newest = None
+            files = self._write_files(folder, "model", every)
+            manifest = Manifest.of(version, files | self._frozen, self._frozen)
+        if manifest.whole:
+            for name in self._frozen:
+                (folder / name).hardlink_to(self._frozen_folder / name)
+        manifest.write(folder)
+        return manifest
+
+    def _write_followed(self, folder: Path, version: int, shards: Iterator[dict[str, Tensor]]) -> Manifest:
+        """Write what has changed, or the files, or both: the files again if the way from the last ones has
+        become long."""
+        base, self._newest = self._newest, None  # half of it is overwritten if this fails
+        if base is not None and base.version >= version:
+            base = None  # the steps since then were lost
+        names = set(base.files) if base is not None else set()
+        newest = _InMemory(version)
+        hashes: dict[str, dict[str, str]] = {}
+        with ThreadPoolExecutor(1) as beside:  # to hash takes as long as to compare, and both leave the lock
+            for index, shard in enumerate(shards):
+                name = f"model-{index:05d}.safetensors"
+                hashing = beside.submit(_hashes_of, shard)
+                newest.put(name, shard, base)
+                hashes[name] = hashing.result()
+                shard.clear()
+        manifest = Manifest.of(version, hashes | self._frozen, self._frozen)
+        newest.digest = manifest.digest
+        deltas = newest.deltas if len(newest.deltas) == len(newest.files) == len(names) else None
+        is_whole = deltas is None or self._is_long(base, sum(map(len, deltas.values())), newest.bytes)
+        if is_whole:
+            newest.write(folder)
+        manifest = msgspec.structs.replace(manifest, followed=True, whole=is_whole)
+        if base is not None and deltas is not None:
+            manifest = msgspec.structs.replace(manifest, base=base.digest, base_version=base.version)
+            for name, delta in manifest.deltas.items():
+                (folder / delta).write_bytes(deltas[name])
+        self._newest = newest
+        return manifest
+
+    def _is_long(self, base: _InMemory | None, size: int, whole: int) -> bool:
+        """Return whether one more delta of this size makes the way from the last whole files long."""
+        stored = self._versions.get(base.version) if base is not None else None
+        if stored is None or base is None or stored.manifest.digest != base.digest:
+            return True
+        *links, last = _chain(self._versions, stored)
+        size += sum(link.bytes for link in links)
+        return not last.manifest.whole or len(links) + 1 >= _MOST_LINKS or size > whole // 2
+
+    def _write_files(
+        self, folder: Path, stem: str, shards: Iterable[dict[str, Tensor]]
     ) -> dict[str, dict[str, str]]:
         """Write tensors to files. Return file name -> tensor name -> its hash."""
         files: dict[str, dict[str, str]] = {}
-        for index, shard in enumerate(_shards(tensors, self._shard_bytes)):
+        for index, shard in enumerate(shards):
             name = f"{stem}-{index:05d}.safetensors"
             save_tensors(shard, folder / name)
-            files[name] = {key: tensor_hash(tensor) for key, tensor in shard.items()}
+            files[name] = _hashes_of(shard)
             shard.clear()  # free it before the next one is gathered
         return files
+
+
+class _InMemory:
+    """The files of a version in memory, without the frozen ones. Those of its successor take their place."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.digest = ""
+        self.files: dict[str, tuple[list[Place], FileBytes]] = {}
+        """Name -> the places of its tensors, and their bytes."""
+        self.deltas: dict[str, bytes] = {}
+        """Name of each file of which the version before had a similar one -> its delta."""
+
+    def put(self, name: str, shard: Mapping[str, Tensor], base: _InMemory | None) -> None:
+        """Put a file's tensors, over those of the version before."""
+        import torch
+
+        layout = layout_of(shard)
+        before, content = base.files.pop(name, ([], None)) if base is not None else ([], None)
+        if content is None or before != layout:
+            width = 1 if any(place.size % 2 for place in layout) else 2
+            content, before = FileBytes(sum(place.size for place in layout), width), []
+        content.begin(is_new=not before)
+        for place in layout:
+            content.put(place.start, shard[place.name].reshape(-1).view(torch.uint8).numpy())
+        self.files[name] = layout, content
+        if (delta := content.delta()) is not None:
+            self.deltas[name] = delta
+
+    def write(self, folder: Path) -> None:
+        """Write the files."""
+        for name, (layout, content) in self.files.items():
+            with (folder / name).open("wb") as file:
+                write_header(file, layout)
+                file.write(content.data)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensors."""
+        return sum(content.data.nbytes for _, content in self.files.values())
+
+
+def _hashes_of(shard: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: tensor_hash(tensor) for name, tensor in shard.items()}
+
+
+def _has_16_bits(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether most bytes are of values of 16 bits."""
+    halves = sum(tensor.nbytes for tensor in tensors.values() if tensor.element_size() == 2)
+    return 2 * halves > sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _chain(versions: Mapping[int, StoredVersion], stored: StoredVersion) -> list[StoredVersion]:
+    """Return a version, the one that its delta begins with, and so on, to one with whole files; or to one
+    whose beginning is not here any more."""
+    links = [stored]
+    while not links[-1].manifest.whole:
+        before = versions.get(links[-1].manifest.base_version)
+        if before is None or before.manifest.digest != links[-1].manifest.base:
+            break
+        links.append(before)
+    return links
+
+
+def bring_up_to_date(folder: Path, manifest: Manifest, deltas: Path) -> None:
+    """Change the files in a folder, which are those of `manifest.base`, to those of the manifest's version.
+
+    Args:
+        deltas: folder that has the version's deltas.
+
+    Raises:
+        OSError: if a file cannot be read or written.
+        ValueError: if a delta is damaged, or of another file. Some files may have changed.
+        WeightsError: if a file in the folder is damaged.
+    """
+    for name, delta in manifest.deltas.items():
+        start = min(place.start for place in places(folder / name))
+        tensors = np.memmap(folder / name, np.uint8, "r+", offset=start)
+        apply_delta((deltas / delta).read_bytes(), tensors)
 
 
 class FolderUpdate:
@@ -357,6 +542,11 @@ def _identity(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def folder_name(version: int) -> str:
+    """Return the name of a version's folder."""
+    return f"v{version:08d}"
+
+
 def expect_private(folder: Path) -> None:
     """Check that a folder is this user's own, and that nobody else can enter it.
 
@@ -380,8 +570,8 @@ def expect_private(folder: Path) -> None:
 def lay_out(
     outline: Outline, note: WeightsNote, folder: Path, frozen: FrozenFiles | None = None
 ) -> dict[Path, int]:
-    """Make the folder of a version that this process will receive. Return the path of each file that the
-    caller must fill, with its size in bytes.
+    """Make the folder of a version whose whole files this process will receive. Return the path of each file
+    that the caller must fill, with its size in bytes.
 
     Args:
         frozen: files that this process has; those that are in the version need not be filled.
@@ -390,19 +580,13 @@ def lay_out(
         WeightsError: if the outline does not describe the announced version, or the folder cannot be written
             or has no room for it.
     """
-    manifest = _read_manifest(outline.manifest, note)
-    files = [*manifest.files]
-    if len(files) != len(outline.sizes):
-        raise WeightsError(
-            f"version {note.version} at {note.address} has {len(files)} files and {len(outline.sizes)} sizes "
-            "of files",
-            version=note.version,
-        )
+    manifest, sizes = read_outline(outline, note)
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         (folder / "manifest.json").write_bytes(outline.manifest)
-        sizes = dict(zip(files, outline.sizes, strict=True))
+        for name in manifest.deltas.values():
+            del sizes[name]
         for name in manifest.frozen:
             kept = frozen.find(name) if frozen is not None else None
             if kept is not None and kept[1] == manifest.files[name]:
@@ -416,6 +600,22 @@ def lay_out(
             f"version {note.version} has {size} bytes; {folder} has room for {free}", version=note.version
         )
     return {folder / name: size for name, size in sizes.items()}
+
+
+def read_outline(outline: Outline, note: WeightsNote) -> tuple[Manifest, dict[str, int]]:
+    """Return the manifest of an announced version, and the size in bytes of each file that its sender has.
+
+    Raises:
+        WeightsError: if the outline does not describe the announced version.
+    """
+    manifest = _read_manifest(outline.manifest, note)
+    if len(manifest.stored) != len(outline.sizes):
+        raise WeightsError(
+            f"version {note.version} at {note.address} has {len(manifest.stored)} files and "
+            f"{len(outline.sizes)} sizes of files",
+            version=note.version,
+        )
+    return manifest, dict(zip(manifest.stored, outline.sizes, strict=True))
 
 
 def open_version(
@@ -459,15 +659,30 @@ def open_shared_version(note: WeightsNote, frozen: FrozenFiles | None = None) ->
     Raises:
         WeightsError: as `open_version`, or if others can enter the folder or its parent.
     """
+    return open_version(note, stored_version(note).folder, frozen=frozen)
+
+
+def stored_version(note: WeightsNote) -> StoredVersion:
+    """Find a version that another process of this user has made, in the folder `note.address`.
+
+    Raises:
+        WeightsError: if it cannot be read, or if others can enter its folder or the parent.
+    """
     folder = Path(note.address)
     try:
         # The files are read to hash them, and later to load them. Nobody else may change them in between.
         expect_private(folder.parent)
         expect_private(folder)
+        data = (folder / "manifest.json").read_bytes()
     except (OSError, WeightsError) as error:
         reason = f"version {note.version} at {folder} cannot be read: {error}"
         raise WeightsError(reason, version=note.version) from error
-    return open_version(note, folder, frozen=frozen)
+    manifest = _read_manifest(data, note)
+    try:
+        return StoredVersion.of(folder, data, manifest)
+    except OSError as error:
+        reason = f"version {note.version} at {folder} cannot be read: {error}"
+        raise WeightsError(reason, version=note.version) from error
 
 
 def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:

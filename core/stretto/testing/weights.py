@@ -41,6 +41,21 @@ def _tensors(version: int) -> dict[str, Tensor]:
     }
 
 
+def _small_steps(version: int) -> dict[str, Tensor]:
+    """Return the tensors of a version in 16 bits, of which few values differ from those of the version
+    before. A transport may send what has changed alone."""
+    import torch
+
+    drawn = torch.Generator().manual_seed(version)
+    weight = torch.arange(40_000, dtype=torch.int32).reshape(400, 100).bfloat16()
+    weight[:, torch.randint(0, 100, (1,), generator=drawn)] += 1 + version
+    return {
+        "model.embed.weight": weight,
+        "model.norm.weight": torch.full((7,), 0.5 + version // 8).bfloat16(),
+        "model.mask": torch.tensor([True, version % 2 == 0, False]),
+    }
+
+
 class _LocalWire:
     """A `stretto.weights.Wire` between two ends in this process."""
 
@@ -87,9 +102,15 @@ class _Ends:
         self._subscribers.append(self.transport(worker).subscriber(self._wire(worker)))
         return self._subscribers[-1]
 
-    async def publish(self, version: int, *needed: int, frozen: Collection[str] = ()) -> WeightsNote:
+    async def publish(
+        self,
+        version: int,
+        *needed: int,
+        frozen: Collection[str] = (),
+        tensors_of: Callable[[int], Mapping[str, Tensor]] = _tensors,
+    ) -> WeightsNote:
         """Publish a version in a thread, as a trainer does: without the tensors that are frozen."""
-        tensors = iter([pair for pair in _tensors(version).items() if pair[0] not in frozen])
+        tensors = iter([pair for pair in tensors_of(version).items() if pair[0] not in frozen])
         return await anyio.to_thread.run_sync(self.publisher.publish, version, tensors, needed)
 
     async def freeze(self, *names: str) -> None:
@@ -162,6 +183,54 @@ class WeightsConformance(ComponentConformance):
             await _assert_arrives(subscriber, notes[-1])
             with suppress(WeightsError):  # it may be gone, but it must not be another version
                 await _assert_arrives(subscriber, notes[0])
+
+        _run(under_test, body)
+
+    def test_small_steps_arrive_as_they_were_published(self, under_test: ComponentUnderTest) -> None:
+        """At an engine that gets every version, at one that gets some, and at those that come later."""
+
+        async def body(ends: _Ends) -> None:
+            always, sometimes = ends.subscriber(), ends.subscriber()
+            note = await ends.publish(0, tensors_of=_small_steps)
+            for version in range(40):
+                note = await ends.publish(version, tensors_of=_small_steps) if version else note
+                readers = [always, *([sometimes] if version % 7 == 0 else [])]
+                readers += [ends.subscriber()] if version in (1, 12, 33) else []
+                for subscriber in readers:
+                    await _assert_arrives(subscriber, note, tensors_of=_small_steps)
+            await _assert_arrives(always, note, tensors_of=_small_steps)  # again
+            for version in (38, 39, 40):  # steps that were lost are done again, in another way
+                note = await ends.publish(version)
+                await _assert_arrives(always, note)
+            note = await ends.publish(41, tensors_of=_small_steps)
+            await _assert_arrives(always, note, tensors_of=_small_steps)
+
+        _run(under_test, body)
+
+    def test_a_damaged_copy_of_an_older_version_does_no_harm(
+        self, under_test: ComponentUnderTest, tmp_path: Path
+    ) -> None:
+        """What an engine's machine keeps may be damaged: then everything is fetched again. Versions that are
+        needed stay and can be copied, also if they are stored as what has changed."""
+
+        async def body(ends: _Ends) -> None:
+            subscriber = ends.subscriber()
+            notes: list[WeightsNote] = []
+            for version in range(6):
+                notes.append(await ends.publish(version, 2, tensors_of=_small_steps))
+                update = await subscriber.receive(notes[-1])
+                folder = update.folder
+                update.close()
+                own = folder is not None and folder.exists() and folder != Path(notes[-1].address)
+                if version == 3 and folder is not None and own:
+                    file = sorted(folder.glob("*.safetensors"))[-1]
+                    file.write_bytes(file.read_bytes()[:-2] + b"??")
+            await _assert_arrives(subscriber, notes[-1], tensors_of=_small_steps)
+            await _assert_arrives(ends.subscriber(), notes[2], tensors_of=_small_steps)
+            for version in (2, 5):
+                copy = tmp_path / f"copy-{version}"
+                await anyio.to_thread.run_sync(ends.publisher.copy, version, copy)
+                _assert_equal(open_version(notes[version], copy).tensors(), _small_steps(version))
 
         _run(under_test, body)
 
@@ -241,9 +310,14 @@ def _run(under_test: ComponentUnderTest, body: Callable[[_Ends], Coroutine[Any, 
     anyio.run(whole)
 
 
-async def _assert_arrives(subscriber: Subscriber, note: WeightsNote, frozen: Collection[str] = ()) -> None:
+async def _assert_arrives(
+    subscriber: Subscriber,
+    note: WeightsNote,
+    frozen: Collection[str] = (),
+    tensors_of: Callable[[int], Mapping[str, Tensor]] = _tensors,
+) -> None:
     """Receive a version, and compare it with what was published."""
-    tensors = _tensors(note.version) | {name: _tensors(0)[name] for name in frozen}
+    tensors = {**tensors_of(note.version)} | {name: _tensors(0)[name] for name in frozen}
     update = await subscriber.receive(note)
     try:
         assert update.note.version == note.version, f"received version {update.note.version} for {note}"

@@ -85,8 +85,12 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     final_lr_ratio: Share = _FINAL_LR_RATIO
     """Final learning rate of the schedule, as a fraction of `lr`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the forward and backward passes and of the published weights. Parameters and optimizer
+    """Data type of the forward and backward passes. Parameters and optimizer
     state are always float32: the small updates of RL are lost in bfloat16."""
+    publish_dtype: Literal["float32", "bfloat16"] | None = None
+    """Data type of the published weights; null for `dtype`. With `bfloat16` a version has half the bytes of
+    float32, and a weight transport with `deltas` sends a few hundredths of them. The engines then sample from
+    rounded weights; the canary shows the difference."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on. `auto` uses a GPU if the process can see one."""
     micro_batch_tokens: PositiveInt = 4096

@@ -173,7 +173,7 @@ class HFTraining:
         return self._as_published(() if self._adapter_only is not None else self._full_weights(frozen=True))
 
     def _as_published(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        dtype = getattr(torch, self._config.dtype)
+        dtype = getattr(torch, self._config.publish_dtype or self._config.dtype)
         for name, tensor in tensors:
             yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
 

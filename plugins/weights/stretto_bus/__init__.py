@@ -28,6 +28,10 @@ class BusTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknow
     temporary files."""
     keep: KeptVersions = 3
     """Number of newest versions that the trainer keeps. A slower fetch starts again with the newest."""
+    deltas: bool = True
+    """Send what has changed since the version before, if the weights are published with 16 bits
+    (`training.dtype` or `training.publish_dtype`). The trainer holds one version in memory for this, and each
+    engine's machine keeps the newest one in `folder`."""
     piece_kb: PositiveInt = 512
     """Size of the piece that one message carries, in KiB; limited by the bus's largest message."""
     in_flight: PositiveInt = 8
@@ -50,7 +54,7 @@ class BusTransport:
     def publisher(self, wire: Wire) -> BusPublisher:
         """Return the trainer's end."""
         config = self._config
-        return BusPublisher(self._folders.own(), config.keep, config.shard_gb, wire)
+        return BusPublisher(self._folders.own(), config.keep, config.shard_gb, wire, deltas=config.deltas)
 
     def subscriber(self, wire: Wire) -> BusSubscriber:
         """Return an engine's end."""

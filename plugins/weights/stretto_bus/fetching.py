@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,15 +14,8 @@ import anyio.to_thread
 import msgspec
 
 from stretto.errors import BusError, WeightsError, one_error
-from stretto.models.version_files import (
-    AskOutline,
-    FolderUpdate,
-    FrozenFiles,
-    Manifest,
-    Outline,
-    lay_out,
-    open_version,
-)
+from stretto.models.version_files import AskOutline, FolderUpdate, Outline
+from stretto.models.version_receiver import VersionReceiver
 from stretto_bus.serving import AskPiece, Question, TensorPiece, checksum
 
 if TYPE_CHECKING:
@@ -47,54 +40,38 @@ class BusSubscriber:
 
     def __init__(self, root: Path, wire: Wire, *, piece: int, in_flight: int, deadline_s: float) -> None:
         self._root = root
-        self._source = _TensorSource(wire, deadline_s)
-        self._frozen = FrozenFiles(root / "frozen")
-        self._piece = piece - _ENVELOPE
-        self._in_flight = in_flight
-        self._fetch: _Fetch | None = None
-        """The fetch in progress, or an interrupted one: the next attempt at the same version continues it."""
+        self._receiver = VersionReceiver(root, _PieceSource(wire, piece - _ENVELOPE, in_flight, deadline_s))
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Fetch the missing pieces of a version, and compare every tensor's hash with the announcement."""
-        if self._fetch is None or self._fetch.note != note:
-            self._drop()
-            self._fetch = await self._begin(note)
-        fetch = self._fetch
-        await fetch.run(self._in_flight)
-        self._fetch = None
-        # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
-        open_update = partial(open_version, note, fetch.folder, temporary=True, frozen=self._frozen)
-        try:
-            return await anyio.to_thread.run_sync(open_update)
-        except WeightsError:
-            fetch.drop()
-            raise
+        return await self._receiver.receive(note)
 
     def close(self) -> None:
         """Remove the folders that have not been handed out."""
-        self._drop()
         shutil.rmtree(self._root, ignore_errors=True)
 
-    async def _begin(self, note: WeightsNote) -> _Fetch:
-        outline = await self._source.ask(note, AskOutline(note.version), Outline)
-        folder = self._root / f"v{note.version:08d}"
-        missing = lay_out(outline, note, folder, self._frozen)
-        names = [*msgspec.json.decode(outline.manifest, type=Manifest).files]
-        files = {names.index(path.name): (path, size) for path, size in missing.items()}
-        return _Fetch(self._source, note, folder, files, self._piece)
 
-    def _drop(self) -> None:
-        if self._fetch is not None:
-            self._fetch.drop()
-            self._fetch = None
+class _PieceSource:
+    """Gets outlines and files from publishers."""
 
-
-class _TensorSource:
-    """Sends questions to publishers."""
-
-    def __init__(self, wire: Wire, deadline_s: float) -> None:
+    def __init__(self, wire: Wire, piece: int, in_flight: int, deadline_s: float) -> None:
         self._wire = wire
+        self._piece = piece
+        self._in_flight = in_flight
         self._deadline_s = deadline_s
+        self._fetch: _Fetch | None = None
+        """The newest fetch; if it was interrupted, the next one of the same files continues it."""
+
+    async def outline(self, note: WeightsNote) -> Outline:
+        """Ask the publisher for the outline of a version."""
+        return await self.ask(note, AskOutline(note.version), Outline)
+
+    async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
+        """Fetch files piece by piece."""
+        if self._fetch is None or (self._fetch.note, self._fetch.files) != (note, files):
+            self._fetch = _Fetch(self, note, files, self._piece)
+        await self._fetch.run(self._in_flight)
+        self._fetch = None
 
     async def ask(self, note: WeightsNote, question: Question, answer: type[A]) -> A:
         """Ask the publisher of a version a question.
@@ -113,27 +90,22 @@ class _TensorSource:
 
 
 class _Fetch:
-    """The fetch of one version.
+    """The fetch of some files of one version.
 
     Args:
-        files: number of each file to fetch, in the manifest -> its path and its size in bytes.
+        files: their paths, with their sizes in bytes.
+        piece: bytes to request at once.
     """
 
     def __init__(
-        self,
-        source: _TensorSource,
-        note: WeightsNote,
-        folder: Path,
-        files: dict[int, tuple[Path, int]],
-        piece: int,
+        self, source: _PieceSource, note: WeightsNote, files: Mapping[Path, int], piece: int
     ) -> None:
         self.note = note
-        self.folder = folder
+        self.files = files
         self._source = source
-        self._files = {number: path for number, (path, _) in files.items()}
         self._missing = deque(
-            AskPiece(note.version, number, start, min(piece, size - start))
-            for number, (_, size) in files.items()
+            (path, AskPiece(note.version, path.name, start, min(piece, size - start)))
+            for path, size in files.items()
             for start in range(0, size, piece)
         )
 
@@ -148,22 +120,17 @@ class _Fetch:
                 for _ in range(in_flight):
                     tasks.start_soon(self._fetch_pieces)
 
-    def drop(self) -> None:
-        """Remove the pieces that have arrived."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     async def _fetch_pieces(self) -> None:
         while self._missing:
-            question = self._missing.popleft()
+            path, question = self._missing.popleft()
             try:
-                await self._fetch_piece(question)
+                await self._fetch_piece(path, question)
             except BaseException:
-                self._missing.appendleft(question)  # for the next attempt
+                self._missing.appendleft((path, question))  # for the next attempt
                 raise
 
-    async def _fetch_piece(self, question: AskPiece) -> None:
+    async def _fetch_piece(self, path: Path, question: AskPiece) -> None:
         data = await self._receive_intact(question)
-        path = self._files[question.file]
         try:
             await anyio.to_thread.run_sync(_write, path, question.start, data)
         except OSError as error:
@@ -174,10 +141,9 @@ class _Fetch:
             piece = await self._source.ask(self.note, question, TensorPiece)
             if len(piece.data) == question.size and checksum(piece.data) == piece.checksum:
                 return piece.data
-        file = self._files[question.file].name
         raise WeightsError(
-            f"version {self.note.version} from {self.note.address}: a piece of {file} arrived damaged"
-            f" {_TRIES} times; at least {len(self._missing) + 1} pieces are missing",
+            f"version {self.note.version} from {self.note.address}: a piece of {question.file} arrived "
+            f"damaged {_TRIES} times; at least {len(self._missing) + 1} pieces are missing",
             version=self.note.version,
         )
 

@@ -21,8 +21,7 @@ class AskPiece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
     """Ask for a piece of one of a version's files. The answer is a `TensorPiece`."""
 
     version: int
-    file: Annotated[int, msgspec.Meta(ge=0)]
-    """Index in the manifest."""
+    file: str
     start: Annotated[int, msgspec.Meta(ge=0)]
     size: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -49,8 +48,8 @@ _decode = msgspec.msgpack.Decoder[Question](Question).decode
 class BusPublisher(FolderPublisher):
     """Publishes from a thread, and meanwhile answers questions on the event loop."""
 
-    def __init__(self, root: Path, keep: int, shard_gb: float, wire: Wire) -> None:
-        super().__init__(root, keep, shard_gb, wire.address)
+    def __init__(self, root: Path, keep: int, shard_gb: float, wire: Wire, *, deltas: bool) -> None:
+        super().__init__(root, keep, shard_gb, wire.address, deltas=deltas)
         self._limit = wire.limit
         wire.answer(self._answer)
 
@@ -61,14 +60,15 @@ class BusPublisher(FolderPublisher):
         stored = self.find(question.version)
         if isinstance(question, AskOutline):
             return msgspec.msgpack.encode(stored.outline)
-        if question.file >= len(stored.files) or question.size > self._limit:
+        if question.file not in stored.manifest.stored or question.size > self._limit:
             raise WeightsError(
-                f"version {question.version} has {len(stored.files)} files, and a piece has at most "
-                f"{self._limit} bytes; requested was file {question.file}, {question.size} bytes",
+                f"version {question.version} has the files {', '.join(stored.manifest.stored[:3])} …, and a "
+                f"piece has at most {self._limit} bytes; requested was {question.file[:40]!r}, "
+                f"{question.size} bytes",
                 version=question.version,
             )
         try:
-            with stored.files[question.file].open("rb") as file:
+            with (stored.folder / question.file).open("rb") as file:
                 data = os.pread(file.fileno(), question.size, question.start)
         except OSError as error:  # the file has just been removed
             reason = f"version {question.version} has been removed: {error}"

@@ -39,6 +39,8 @@ class CollectiveConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknown_
     temporary files."""
     keep: KeptVersions = 3
     """Number of newest versions that the trainer keeps. A slower transfer starts again with the newest."""
+    deltas: bool = True
+    """As in the section of `bus`."""
     bucket_mb: PositiveInt = 64
     """Size of the bucket that is sent at once, in MiB."""
     deadline_s: PositiveFloat = 60.0

@@ -7,7 +7,6 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,8 @@ import anyio.to_thread
 import msgspec
 
 from stretto.errors import BusError, StrettoError, WeightsError, one_error
-from stretto.models.version_files import FolderUpdate, FrozenFiles, Outline, lay_out, open_version
+from stretto.models.version_files import FolderUpdate, Outline
+from stretto.models.version_receiver import VersionReceiver
 from stretto_collective.meeting import (
     BACKEND,
     AskOutline,
@@ -40,35 +40,35 @@ class CollectiveSubscriber:
 
     def __init__(self, root: Path, wire: Wire, config: CollectiveConfig) -> None:
         self._root = root
-        self._wire = wire
-        self._config = config
-        self._gpu = gpu_for(config.backend)
-        self._frozen = FrozenFiles(root / "frozen")
+        self._receiver = VersionReceiver(root, _RanksSource(wire, config))
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Ask for a version, receive it, and compare every tensor's hash with the announcement."""
-        config, folder = self._config, self._root / f"v{note.version:08d}"
-        question = AskOutline(note.version)
-        answer = await self._ask(note, question, config.deadline_s)
-        try:
-            outline = msgspec.msgpack.decode(answer, type=Outline)
-        except msgspec.DecodeError as error:
-            reason = f"version {note.version} cannot be received: {error}"
-            raise WeightsError(reason, version=note.version) from error
-        try:
-            await self._transfer(note, lay_out(outline, note, folder, self._frozen))
-            # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
-            open_update = partial(open_version, note, folder, temporary=True, frozen=self._frozen)
-            return await anyio.to_thread.run_sync(open_update)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        return await self._receiver.receive(note)
 
     def close(self) -> None:
         """Remove the folders that have not been handed out."""
         shutil.rmtree(self._root, ignore_errors=True)
 
-    async def _transfer(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
+
+class _RanksSource:
+    """Gets outlines over the bus, and files by torch.distributed."""
+
+    def __init__(self, wire: Wire, config: CollectiveConfig) -> None:
+        self._wire = wire
+        self._config = config
+        self._gpu = gpu_for(config.backend)
+
+    async def outline(self, note: WeightsNote) -> Outline:
+        """Ask the publisher for the outline of a version."""
+        answer = await self._ask(note, AskOutline(note.version), self._config.deadline_s)
+        try:
+            return msgspec.msgpack.decode(answer, type=Outline)
+        except msgspec.DecodeError as error:
+            reason = f"version {note.version} cannot be received: {error}"
+            raise WeightsError(reason, version=note.version) from error
+
+    async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
         """Ask the publisher to send the files, and receive them at the same time."""
         transfer, deadline_s = secrets.token_hex(8), self._config.deadline_s
         number = sum(-(-size // (self._config.bucket_mb * 2**20)) for size in files.values())

@@ -42,7 +42,7 @@ class CollectivePublisher(FolderPublisher):
     """Publishes from a thread, and meanwhile meets subscribers and sends to them."""
 
     def __init__(self, root: Path, wire: Wire, config: CollectiveConfig) -> None:
-        super().__init__(root, config.keep, config.shard_gb, wire.address)
+        super().__init__(root, config.keep, config.shard_gb, wire.address, deltas=config.deltas)
         self._config = config
         self._stores: OrderedDict[str, HashStore] = OrderedDict()
         self._sent: set[str] = set()

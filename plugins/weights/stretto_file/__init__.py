@@ -7,20 +7,29 @@ even when the files are removed. Both sides hash every tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
+import msgspec
 
 from stretto import Component, Context, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat
+from stretto.errors import WeightsError
 from stretto.models.version_files import (
     FolderPublisher,
     FolderUpdate,
     FrozenFiles,
+    Outline,
     RunFolders,
+    StoredVersion,
+    folder_name,
     open_shared_version,
+    stored_version,
 )
+from stretto.models.version_receiver import VersionReceiver
 from stretto.weights import KeptVersions
 
 if TYPE_CHECKING:
@@ -37,6 +46,9 @@ class FileTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unkno
     the run's folder."""
     keep: KeptVersions = 3
     """Number of newest versions to keep; a slower reader skips to the newest."""
+    deltas: bool = False
+    """Write what has changed since the version before, as with `bus`. This is for a `folder` on a disk of the
+    network. In shared memory whole files are written faster than compared."""
     shard_gb: PositiveFloat = 0.5
     """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
 
@@ -47,36 +59,80 @@ class FileTransport:
     def __init__(self, config: FileTransportConfig, context: Context) -> None:
         self._config = config
         self._folders = RunFolders(context, config.folder, otherwise=context.path("weights"))
+        self.copies = RunFolders(context, None, otherwise=context.path("weights"))
 
     def publisher(self, wire: Wire) -> FolderPublisher:
         """Return the trainer's end."""
         del wire
         config = self._config
-        return FolderPublisher(self._folders.own(), config.keep, config.shard_gb)
+        return FolderPublisher(self._folders.own(), config.keep, config.shard_gb, deltas=config.deltas)
 
     def subscriber(self, wire: Wire) -> FileSubscriber:
         """Return an engine's end."""
         del wire
-        return FileSubscriber()
+        return FileSubscriber(self.copies)
 
     def clean(self) -> None:
-        """Remove the folders of this run's publishers."""
+        """Remove the folders of this run's publishers, and the copies on this machine."""
         self._folders.clean()
+        self.copies.clean()
 
 
 class FileSubscriber:
-    """Opens and checks versions."""
+    """Opens and checks versions.
 
-    def __init__(self) -> None:
+    Args:
+        folders: where it keeps a copy of its own, if versions come as deltas.
+    """
+
+    def __init__(self, folders: RunFolders) -> None:
+        self._folders = folders
         self._frozen = FrozenFiles()
+        self._copy: tuple[Path, VersionReceiver] | None = None
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Map the files of a version and compare every tensor's hash with the announcement."""
-        # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
-        return await anyio.to_thread.run_sync(open_shared_version, note, self._frozen)
+        """Map the files of a version, or bring the copy of an older one up to date, and compare every
+        tensor's hash with the announcement."""
+        manifest = (await anyio.to_thread.run_sync(stored_version, note)).manifest
+        if manifest.whole and not (self._copy and self._copy[1].begins_here(manifest)):
+            # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
+            return await anyio.to_thread.run_sync(open_shared_version, note, self._frozen)
+        if self._copy is None:
+            folder = await anyio.to_thread.run_sync(self._folders.own)
+            self._copy = folder, VersionReceiver(folder, _FileSource())
+        return await self._copy[1].receive(note)
 
     def close(self) -> None:
-        """Do nothing: the subscriber holds no resources."""
+        """Remove the copy."""
+        if self._copy is not None:
+            shutil.rmtree(self._copy[0], ignore_errors=True)
+
+
+class _FileSource:
+    """Copies files from the publisher's folders."""
+
+    async def outline(self, note: WeightsNote) -> Outline:
+        """Read the outline of a version."""
+        return (await anyio.to_thread.run_sync(self._find, note)).outline
+
+    async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
+        """Copy files of a version."""
+        await anyio.to_thread.run_sync(self._copy, note, files)
+
+    def _find(self, note: WeightsNote) -> StoredVersion:
+        """Find a version beside the announced one, which begins with it."""
+        folder = Path(note.address).with_name(folder_name(note.version))
+        return stored_version(msgspec.structs.replace(note, address=str(folder)))
+
+    def _copy(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
+        stored = self._find(note)
+        try:
+            for path in files:
+                shutil.copyfile(stored.folder / path.name, path)
+        except OSError as error:
+            raise WeightsError(
+                f"version {note.version} cannot be read: {error}", version=note.version
+            ) from error
 
 
 @hookimpl

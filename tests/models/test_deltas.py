@@ -1,0 +1,95 @@
+"""Deltas of tensor files: what they restore, what they cost, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.models.deltas import FileBytes, apply_delta
+
+
+@given(st.integers(1, 2), st.integers(0, 300), st.lists(st.integers(0, 299), max_size=75), st.integers(0, 9))
+def test_a_delta_leads_from_one_version_to_the_next(
+    width: int, words: int, changed: list[int], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    before = rng.integers(0, 256, words * width, np.uint8)
+    after = before.copy()
+    for word in changed[: words // 4]:
+        if word < words:
+            after[word * width] ^= 1 + seed
+    file = FileBytes(len(before), width)
+    file.begin(is_new=True)
+    file.put(0, before)
+    assert file.delta() is None
+    file.begin(is_new=False)
+    cut = words // 2 * width  # two tensors
+    file.put(0, after[:cut])
+    file.put(cut, after[cut:])
+    delta = file.delta()
+    assert delta is not None
+    assert bytes(file.data) == after.tobytes()
+    apply_delta(delta, before)
+    assert (before == after).all()
+
+
+def test_of_many_changes_no_delta_is_made() -> None:
+    file = FileBytes(200, 2)
+    file.begin(is_new=True)
+    file.put(0, np.zeros(200, np.uint8))
+    file.begin(is_new=False)
+    file.put(0, np.ones(200, np.uint8))
+    assert file.delta() is None
+    assert bytes(file.data) == b"\1" * 200
+
+
+def test_at_a_small_rate_a_delta_has_few_hundredths_of_the_bytes() -> None:
+    """A step of 1e-6 on weights as transformers have them, each in a random direction."""
+    torch = pytest.importorskip("torch")
+    drawn = torch.Generator().manual_seed(0)
+    weights = 0.02 * torch.randn(1_000_000, generator=drawn)
+    steps = [weights, weights + 1e-6 * torch.sign(torch.randn(1_000_000, generator=drawn))]
+    file = FileBytes(2_000_000, 2)
+    for step in steps:
+        file.begin(is_new=step is weights)
+        file.put(0, step.bfloat16().view(torch.uint8).numpy())
+    delta = file.delta()
+    assert delta is not None
+    assert 0.01 < len(delta) / 2_000_000 < 0.035
+
+
+def _cut_to(end: int) -> Callable[[bytes], bytes]:
+    return lambda delta: delta[:end]
+
+
+def _with(place: int, data: bytes) -> Callable[[bytes], bytes]:
+    return lambda delta: delta[:place] + data + delta[place + len(data) :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _cut_to(0),
+        _cut_to(10),
+        _cut_to(-3),
+        _with(17, b"?"),
+        _with(0, b"\3"),
+        _with(9, (3).to_bytes(8, "little")),
+    ],
+)
+def test_what_is_no_delta_of_the_file_is_refused(damage: Callable[[bytes], bytes]) -> None:
+    file = FileBytes(400, 2)
+    file.begin(is_new=True)
+    file.put(0, np.zeros(400, np.uint8))
+    file.begin(is_new=False)
+    file.put(0, (np.arange(400) % 40 == 0).astype(np.uint8))
+    delta = file.delta()
+    assert delta is not None
+    with pytest.raises(ValueError, match="delta"):
+        apply_delta(damage(delta), np.zeros(400, np.uint8))
+    with pytest.raises(ValueError, match="delta"):
+        apply_delta(delta, np.zeros(398, np.uint8))
