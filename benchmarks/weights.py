@@ -127,7 +127,6 @@ def _counted_bytes() -> list[int]:
 
         async def counting(note: WeightsNote, files: dict[Path, int]) -> None:
             count.extend(files.values())
-            print(note.version, [f.name for f in files], file=sys.stderr)
             await fetch(note, files)
 
         source.fetch = counting

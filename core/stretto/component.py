@@ -109,6 +109,9 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """How to run commands of users and agents (see `stretto.user_code.sandbox`)."""
     worker: str = "kernel"
     """Id of the worker that the component lives in, or `kernel`."""
+    samples_in_flight: int = 0
+    """For an inference engine: how many samples of training it may have at the same time, its part of what
+    `queue.max_staleness` admits; 0 if none."""
 
     def path(self, *parts: str) -> Path:
         """Return a path inside the run's folder."""

@@ -22,6 +22,7 @@ from stretto.array import Array
 from stretto.engine import GenerateRequest, Sampling
 from stretto.errors import EngineError
 from stretto_torch import TorchInferenceConfig
+from stretto_torch import model as model_module
 from stretto_torch.batcher import Batcher
 from stretto_torch.decoder_fast import FastDecoder
 from stretto_torch.determinism import stable_shapes
@@ -34,6 +35,38 @@ from stretto_torch.shapes import Shapes, TokenSpan
 from stretto_torch.size_classes import SizeClasses
 
 # ------------------------------------------------------------------------- shapes, size classes, the pool
+
+
+@pytest.mark.parametrize(
+    ("config", "in_flight", "memory_gb", "slots"),
+    [
+        ({}, 768, 16, 128),
+        ({}, 96, 16, 96),
+        ({}, 768, 0.03, 64),
+        ({}, 768, 0.0001, 32),
+        ({}, 16, 0.0001, 16),
+        ({}, 0, 16, 32),
+        ({"cache_gb": 0.001}, 768, 0.0001, 128),
+        ({"deterministic": True}, 768, 16, 32),
+        ({"slots": 7}, 768, 16, 7),
+    ],
+)
+def test_the_slots_follow_the_samples_in_flight_and_the_memory(
+    tiny_models: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    in_flight: int,
+    memory_gb: float,
+    slots: int,
+) -> None:
+    def memory(device: torch.device) -> int:
+        del device
+        return int(memory_gb * 2**30)
+
+    monkeypatch.setattr(model_module, "_memory", memory)
+    chosen = TorchInferenceConfig(context_length=64, device="cpu", **config)
+    loaded = load_model(str(tiny_models("qwen2")), chosen, in_flight)
+    assert loaded.shapes.slots == slots
 
 
 def test_fixed_shapes_do_not_depend_on_who_is_there() -> None:

@@ -102,7 +102,18 @@ class Assembly:
 
     def make(self, path: str) -> Any:
         """Make the component that a section of the run chose (see `Composed.make`)."""
-        return self.composed.make(path, self.context)
+        context = self.context
+        if path == "inference":
+            context = msgspec.structs.replace(context, samples_in_flight=self._samples_in_flight)
+        return self.composed.make(path, context)
+
+    @property
+    def _samples_in_flight(self) -> int:
+        """How many samples of training an inference engine may have at the same time."""
+        source, queue = self.graph.source, self.config.queue
+        batches = queue.max_staleness + 1
+        groups = batches * queue.batch_size if source.op == "generate" else 0
+        return -(-groups * source.samples // max(1, self.composed.section(NUMBER_KEYS["inference"])))
 
     @cached_property
     def algorithm(self) -> Algorithm:

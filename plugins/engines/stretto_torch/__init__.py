@@ -34,9 +34,11 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
 
     sends_kept_tokens: ClassVar[bool] = True
 
-    slots: PositiveInt = 32
+    slots: PositiveInt | None = None
     """Number of samples decoded at once. A larger number raises the total tokens per second and lowers
-    those of each sample. On one core the gain flattens out at about 32."""
+    those of each sample. Null: as many as the run may have in flight (`queue.max_staleness`), at most 128;
+    fewer, but at least 32, if their keys and values would take over an eighth of the memory. 32 with
+    `deterministic`."""
     context_length: PositiveInt | None = None
     """Tokens a sample may have, prompt and answer together. Null uses the model's own context length, at most
     4096."""

@@ -100,6 +100,7 @@ class TorchInferenceEngine:
     def __init__(self, config: TorchInferenceConfig, context: Context) -> None:
         self._config = config
         self._folder = context.model
+        self._samples_in_flight = context.samples_in_flight
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="torch-inference", daemon=True)
         self._loaded: Future[Batcher] = Future()
@@ -192,13 +193,13 @@ class TorchInferenceEngine:
     def load(self) -> Load:
         """See `InferenceEngine`."""
         if self._batcher is None:
-            return Load(-1, 0, 0, self._config.slots, 0, 0.0, 0, 0.0, 0.0)
+            return Load(-1, 0, 0, self._config.slots or 1, 0, 0.0, 0, 0.0, 0.0)
         batcher, figures = self._batcher, self._batcher.figures
         return Load(
             version=batcher.version,
             running=len(batcher.slots.running),
             waiting=batcher.intake.waiting + self._samples_posted - self._samples_taken,
-            slots=self._config.slots,
+            slots=batcher.slots.count,
             generated_tokens=figures.generated_tokens,
             busy_s=figures.busy_s,
             swaps=figures.swaps,
@@ -311,13 +312,13 @@ class TorchInferenceEngine:
         config = self._config
         if self._folder is None:
             raise EngineError("the torch inference engine needs a model (run.yaml: model)")
-        model = load_model(self._folder, config)
+        model = load_model(self._folder, config, self._samples_in_flight)
         if config.deterministic:
             model = replace(model, shapes=stable_shapes(model.decoder, model.shapes))
         log.info(
             "model loaded",
             decoder=model.decoder.name,
-            slots=config.slots,
+            slots=model.shapes.slots,
             context_length=model.shapes.context,
             cache_tokens=model.decoder.cache.tokens,
             device=str(model.decoder.cache.device),

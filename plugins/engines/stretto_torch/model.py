@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import structlog
 import torch
 from torch import Tensor
@@ -36,6 +37,10 @@ log = structlog.get_logger(__name__)
 
 # Longest slot if the config does not set `context_length`.
 _LONGEST = 4096
+# Slots of a run file without a number, and the share of the device's memory that the keys and values of more
+# than a few may take.
+_FEW_SLOTS, _MANY_SLOTS = 32, 128
+_CACHE_SHARE = 1 / 8
 # Root mean square of the difference of logits, relative to their standard deviation, that rounding can
 # explain; about 1e-6 and 1e-2 are usual. A wrong decoder differs by tenths, or by 1e-3 on an untrained model.
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -55,8 +60,11 @@ class LoadedModel:
     """What reads the images of prompts; None for a model of text."""
 
 
-def load_model(folder: str, config: TorchInferenceConfig) -> LoadedModel:
+def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int = 0) -> LoadedModel:
     """Load a model from a local folder or the hub.
+
+    Args:
+        samples_in_flight: see `Context`.
 
     Raises:
         EngineError: if it cannot be loaded or served.
@@ -73,7 +81,8 @@ def load_model(folder: str, config: TorchInferenceConfig) -> LoadedModel:
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot load the model {folder!r}: {error}") from error
     model.to(device).eval().requires_grad_(False)
-    shapes = Shapes(config.slots, _context(model.config, config.context_length))
+    length = _context(model.config, config.context_length)
+    shapes = Shapes(config.slots or _slots_for(model, config, length, samples_in_flight), length)
     decoder = _choose(model, shapes, config) if reader is None else _seeing(model, shapes, config, reader)
     targets = decoder.targets.renamed(names_in_files(model, folder))
     return LoadedModel(decoder, targets, shapes, _eos(model), reader)
@@ -119,13 +128,38 @@ def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
         )
 
 
+def _slots_for(model: Any, config: TorchInferenceConfig, length: int, samples_in_flight: int) -> int:
+    """Return the number of slots of a run file without one."""
+    # The bits of a deterministic engine must not depend on the memory of a machine.
+    if config.deterministic or not samples_in_flight:
+        return _FEW_SLOTS
+    slots = min(samples_in_flight, _MANY_SLOTS)
+    if config.cache_gb is None:
+        bytes_of_a_sample = length * _bytes_of_a_token(model)
+        while slots > _FEW_SLOTS and slots * bytes_of_a_sample > _memory(model.device) * _CACHE_SHARE:
+            slots = max(_FEW_SLOTS, slots // 2)
+    return slots
+
+
+def _memory(device: torch.device) -> int:
+    """Return the bytes of memory of a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
+
+
+def _bytes_of_a_token(model: Any) -> int:
+    """Return the size of the keys and values of one token."""
+    return sum(2 * shape.kv_heads * shape.head_dim for shape in layer_shapes(model)) * model.dtype.itemsize
+
+
 def _cache_tokens(model: Any, shapes: Shapes, config: TorchInferenceConfig, rows: int) -> int:
     """Return the number of tokens of all slots together: as many as can be used, or what the budget allows.
     The budget must hold the longest sample in as many rows as the decoder computes for one sample."""
     max_tokens = shapes.most_rows * shapes.length
     if config.cache_gb is None:
         return max_tokens
-    size = sum(2 * shape.kv_heads * shape.head_dim for shape in layer_shapes(model)) * model.dtype.itemsize
+    size = _bytes_of_a_token(model)
     tokens = int(config.cache_gb * 2**30 / size)
     min_tokens = max(rows * shapes.length, 64)  # the decoder's test needs 64
     if tokens < min_tokens:

@@ -105,7 +105,7 @@ class Slots:
         self._steps_in_order = 0  # steps that may pass before a row's block is full
         self._shared_prompts: dict[str, _SharedPrompt] = {}  # by request, computed with the current weights
         # By lane, then by position in prompt + answer.
-        lanes = shapes.slots
+        self.count = lanes = shapes.slots
         self._free_lanes = list(range(lanes))
         self._ids = np.zeros((lanes, shapes.length), np.int32)
         self._uniforms = np.zeros((lanes, shapes.length), np.float32)
