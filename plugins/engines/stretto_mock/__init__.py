@@ -42,6 +42,14 @@ class MockInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unk
     sigma: NonNegativeFloat = 0.0
     """Standard deviation of the logarithm of the answer lengths, which are lognormal. With 0 all lengths are
     equal; 1 gives a long tail."""
+    step_s: NonNegativeFloat = 0.0
+    """With this or `sample_s`, the engine decodes in steps, a token of each sample in one: this is the time
+    of a step without samples. `tokens_per_s` has no effect then."""
+    sample_s: NonNegativeFloat = 0.0
+    """Time that each sample adds to a step."""
+    lengths: tuple[PositiveInt, ...] = ()
+    """Lengths of answers in tokens, from which each answer draws its own; empty: `mean_tokens` and `sigma`
+    say them."""
     swap_s: NonNegativeFloat = 0.0
     """Seconds of pause at each weight swap."""
     vocab_size: PositiveInt = 64

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from stretto_mock import MockInferenceConfig
 
 _TICK_S = 0.01
+_MOST_STEPS = 8
+"""Steps that are computed at once, if no sample ends before."""
+_EMIT_S = 0.02
+"""Time between two messages of an engine that decodes in steps, unless it has no more to do."""
+_REFILL = 8
+"""An engine that decodes in steps lets new samples in when one slot in so many is free, as `torch` does."""
 _NO_LIMIT = 2**31  # without a model, every token is in the vocabulary and every length is possible
 
 
@@ -37,6 +43,11 @@ class _MockSample(OpenSample):
     finish: Finish = "stop"
     credit: float = 0.0
     """Number of tokens that are due by now, with a fraction."""
+
+
+async def pass_time(seconds: float) -> None:
+    """Let the time of some decode steps pass. A simulation puts a computation in its place."""
+    await anyio.sleep(seconds)
 
 
 class MockInference:
@@ -60,7 +71,8 @@ class MockInference:
     async def start(self, emit: Emit, tasks: TaskGroup) -> None:
         """Start the task that emits tokens."""
         self._emit = emit
-        tasks.start_soon(self._tick)
+        config = self._config
+        tasks.start_soon(self._steps if config.step_s or config.sample_s else self._tick)
 
     async def stop(self) -> None:
         """Do nothing: the engine holds no resources."""
@@ -125,8 +137,11 @@ class MockInference:
     def _random_answer(self, sample: _MockSample, limit: int) -> NDArray[np.int32]:
         config = self._config
         random = np.random.default_rng(sample.seed)
-        scale = random.lognormal(-(config.sigma**2) / 2, config.sigma)
-        length = max(1, round(config.mean_tokens * scale))
+        if config.lengths:
+            length = int(random.choice(config.lengths))
+        else:
+            scale = random.lognormal(-(config.sigma**2) / 2, config.sigma)
+            length = max(1, round(config.mean_tokens * scale))
         return random.integers(config.vocab_size, size=min(length, limit), dtype=np.int32)
 
     def _scripted_answer(self, sample: _MockSample) -> NDArray[np.int32]:
@@ -147,8 +162,34 @@ class MockInference:
                 elapsed, last = now - last, now
                 if self._running:
                     self._busy_s += elapsed
-                    self._advance(elapsed * self._config.tokens_per_s / self._config.slots)
+                    self._send(self._advance(elapsed * self._config.tokens_per_s / self._config.slots))
                 self._admit(now)  # after `_advance`, so that no slot stays empty while samples wait
+
+    async def _steps(self) -> None:
+        config = self._config
+        chunks: list[Chunk] = []
+        emitted_at = time.monotonic()
+        while True:
+            if not self._running and not self._intake.waiting:
+                self._work = anyio.Event()
+                await self._work.wait()
+            async with self._paused:
+                free = config.slots - len(self._running)
+                if free * _REFILL >= config.slots:
+                    self._admit(time.monotonic())
+                if not self._running:
+                    await anyio.sleep(_TICK_S)
+                    continue
+                left = min(len(sample.tokens) - int(sample.credit) for sample in self._running)
+                steps = min(_MOST_STEPS, max(1, left))
+                seconds = steps * (config.step_s + config.sample_s * len(self._running))
+                await pass_time(seconds)
+                self._busy_s += seconds
+                chunks += self._advance(steps, all_=False)
+                is_idle = not self._running and not self._intake.ready
+                if is_idle or time.monotonic() - emitted_at >= _EMIT_S:
+                    self._send(chunks + self._advance(0))
+                    chunks, emitted_at = [], time.monotonic()
 
     def _admit(self, now: float) -> None:
         """End the samples whose deadline has passed. Then fill the free slots."""
@@ -157,18 +198,19 @@ class MockInference:
         while self._intake.ready and len(self._running) < self._config.slots:
             self._running.append(self._intake.pop())
 
-    def _advance(self, tokens: float) -> None:
+    def _advance(self, tokens: float, *, all_: bool = True) -> list[Chunk]:
+        """Add tokens to each sample, and return the chunks of those that are complete, or of all."""
         chunks: list[Chunk] = []
         for sample in self._running:
             sample.credit = min(sample.credit + tokens, len(sample.tokens))
             upto = int(sample.credit)
             complete = upto == len(sample.tokens)
-            if upto > sample.sent or complete:
+            if complete or (all_ and upto > sample.sent):
                 chunks.append(self._chunk(sample, upto, sample.finish if complete else ""))
             if complete:
                 self._intake.close(sample)
         self._running = [sample for sample in self._running if not sample.ended]
-        self._send(chunks)
+        return chunks
 
     def _chunk(self, sample: _MockSample, upto: int, finish: Finish, error: str = "") -> Chunk:
         new = sample.tokens[sample.sent : upto]

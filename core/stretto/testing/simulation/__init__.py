@@ -27,6 +27,8 @@ files.py      what goes wrong with files
 transport.py  what takes the place of nats-py's connection
 server.py     a nats-server in memory, and its faults
 streams.py    its JetStream
+host.py       the processor cores that processes share
+forecast.py   how fast a run will be: a universe without faults, with measured service times
 plugin.py     the launcher `simulated`
 ```
 """
@@ -34,6 +36,7 @@ plugin.py     the launcher `simulated`
 from __future__ import annotations
 
 from stretto.testing.simulation.faults import KINDS, POINTS, Fault, Tape
+from stretto.testing.simulation.forecast import Forecast, ServiceTimes, composed, forecast
 from stretto.testing.simulation.search import describe, run_tape, search, shrink, tapes_of
 from stretto.testing.simulation.universe import Outcome
 
@@ -41,9 +44,13 @@ __all__ = [
     "KINDS",
     "POINTS",
     "Fault",
+    "Forecast",
     "Outcome",
+    "ServiceTimes",
     "Tape",
+    "composed",
     "describe",
+    "forecast",
     "run_tape",
     "search",
     "shrink",

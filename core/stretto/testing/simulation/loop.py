@@ -16,7 +16,10 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto.testing.simulation.host import Host
 
 TICK_S = 1e-6
 """Time that each callback takes. Code that waits until a deadline has passed would otherwise wait for ever,
@@ -50,13 +53,15 @@ class Escaped(Exception):
 class SimulatedThread:
     """A simulated thread that runs an event loop: its queue of ready callbacks."""
 
-    __slots__ = ("blocked_until", "listed", "name", "process", "ready")
+    __slots__ = ("blocked_until", "debt_s", "listed", "name", "process", "ready")
 
     def __init__(self, name: str, process: SimulatedProcess | None) -> None:
         self.name, self.process = name, process
         self.ready: deque[asyncio.Handle] = deque()
         self.blocked_until = 0.0
         """Until this time the thread computes, and runs no callback."""
+        self.debt_s = 0.0
+        """Processor time of its callbacks that has not passed yet."""
         self.listed = False
         """Whether it is among the loop's runnable threads."""
 
@@ -218,6 +223,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Number of callbacks that have run."""
         self.errors: list[str] = []
         """Exceptions that no task has handled."""
+        self.host: Host | None = None
+        """The cores of the machine; None if processor time does not matter."""
         self._hash = hashlib.sha256()
         self.trace: Callable[[str], None] | None = None
         """Called with each line of the trace."""
@@ -367,6 +374,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _tick(self, thread: SimulatedThread, handle: asyncio.Handle) -> None:
         self.callbacks += 1
         self._now += TICK_S
+        if self.host is not None:
+            self.host.ran(thread)
         self._without_jump += 1
         if self._without_jump > STANDSTILL:
             self._last.append(f"{thread.name}: {handle!r}"[:300])

@@ -174,7 +174,11 @@ class InlineExecutor(Executor):
         self._busy = True
         future, function, args = self._jobs.popleft()
         result, seconds = self.world.call(function, *args)
-        self.world.loop.call_later(seconds, self._finish, future, result)
+        host = self.world.loop.host
+        if host is not None and host.sleep_is_work:
+            host.compute(seconds, partial(self._finish, future, result), "trainer", host.training_threads)
+        else:
+            self.world.loop.call_later(seconds, self._finish, future, result)
 
     def _finish(self, future: Future[Any], result: Any) -> None:
         self._busy = False

@@ -1,0 +1,195 @@
+"""How fast a run will be: its kernel and its workers on virtual time, with measured service times.
+
+The run is a universe in which nothing goes wrong. Its engines are those of `mock`, as slow as measured; its
+processes share the cores of a host.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.assembly.compose import compose
+from stretto.errors import RunError
+from stretto.testing.simulation import patches, processes
+from stretto.testing.simulation.faults import Tape
+from stretto.testing.simulation.host import Host
+from stretto.testing.simulation.run_file import simulated
+from stretto.testing.simulation.search import in_fork
+from stretto.testing.simulation.server import SimulatedServer
+from stretto.testing.simulation.universe import Universe
+
+_SKIPPED = 3
+"""One step in so many is of the beginning, in which the queue fills, and does not count."""
+_ON_ITS_WAY_S = 0.0001
+"""What a message needs within a machine, and a thread until it runs."""
+
+
+class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the work of a run costs, in processor seconds of one core."""
+
+    callback_s: dict[str, float]
+    """Role -> a callback of the event loop of its processes."""
+    message_s: float
+    """A message, in nats-server."""
+    step_s: float = 0.0
+    """A decode step without samples."""
+    sample_s: float = 0.0
+    """What each sample adds to a decode step."""
+    train_s: float = 0.0
+    """A train step without tokens."""
+    token_s: float = 0.0
+    """What each token adds to a train step."""
+    lengths: tuple[int, ...] = ()
+    """Lengths of answers in tokens."""
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """The steady part of a simulated run."""
+
+    step_s: float
+    """Mean seconds of a step."""
+    tokens_per_s: float
+    """Sampled tokens that are trained."""
+    mean_staleness: float
+    max_staleness: float
+    cores: dict[str, float]
+    """Role or `nats-server` -> cores in use, on average over the run."""
+    callbacks: dict[str, float]
+    """Role -> callbacks in a step; for `nats-server`, messages."""
+    engine_s: float
+    """Processor seconds in a step in which the engines compute."""
+    sampled_tokens: float
+    """In a step."""
+    engine_busy: float
+    """Share of the time in which the engines work."""
+    train_share: float
+    """Share of the time in which the trainer computes."""
+
+
+def composed(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a run file with all its keys and absolute paths, as `forecast` takes it.
+
+    Raises:
+        ConfigError: if it cannot be composed.
+    """
+    return dict(compose(file, overrides).document)
+
+
+def forecast(run: Mapping[str, Any], times: ServiceTimes, *, cores: int, computes: bool) -> Forecast:
+    """Run a run file on virtual time, and return how fast it is.
+
+    Args:
+        run: as a mapping, with absolute paths and a few steps.
+        cores: of the host.
+        computes: whether the engines compute on these cores. Those of `mock` sleep instead.
+
+    Raises:
+        ConfigError: if the run cannot be simulated.
+        RunError: if it does not complete.
+    """
+    document = _with_measured_engines(run, times) if computes else dict(run)
+    simulated(document, Path())  # raises here, and not in a fork
+    with tempfile.TemporaryDirectory() as folder:
+
+        def work() -> bytes:
+            universe = _FaultlessUniverse(document, Path(folder), times, cores, computes=computes)
+            return msgspec.msgpack.encode(universe.forecast())
+
+        data, status = in_fork(work)
+    result: Forecast | str = msgspec.msgpack.decode(data, type=Forecast | str) if data else ""
+    if isinstance(result, str):
+        raise RunError(f"the simulated run has not completed: {result or f'exit status {status}'}")
+    return result
+
+
+def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes) -> dict[str, Any]:
+    kept = ("slots", "replicas", "threads")
+    engine = {key: value for key, value in run["inference"].items() if key in kept and value is not None}
+    return {
+        **run,
+        "inference": {
+            **engine,
+            "use": "mock",
+            "step_s": times.step_s,
+            "sample_s": times.sample_s,
+            "lengths": list(times.lengths),
+        },
+        "training": {
+            "use": "mock",
+            "threads": run["training"].get("threads", 1),
+            "seconds_per_step": times.train_s,
+            "tokens_per_s": 1 / times.token_s if times.token_s else None,
+        },
+    }
+
+
+def _delay_s(server: SimulatedServer) -> float:
+    del server
+    return _ON_ITS_WAY_S
+
+
+class _FaultlessUniverse(Universe):
+    """A universe with a host, in which nothing goes wrong and no oracle looks."""
+
+    def __init__(
+        self, run: Mapping[str, Any], folder: Path, times: ServiceTimes, cores: int, *, computes: bool
+    ) -> None:
+        super().__init__(Tape(seed=1, run=dict(run), faults=()), folder)
+        self._samples_of_a_step = run["queue"]["batch_size"] * run["algorithm"].get("group_size", 1)
+        self._host = self.loop.host = Host(
+            self.loop,
+            cores,
+            times.callback_s,
+            times.message_s,
+            sleep_is_work=computes,
+            training_threads=run["training"].get("threads") or 1,
+        )
+
+    def forecast(self) -> Forecast | str:
+        """Run, and return how fast it was; or why it did not complete."""
+        with self.opened():
+            self.server.observers[:] = [self._host.carried, self._watch]
+            engine = import_module("stretto_mock.inference")
+            threads = self._composed.config.inference.threads
+            places: list[tuple[Any, str, Any]] = [
+                (engine, "_TICK_S", 0.01),
+                (patches, "_THREAD_S", _ON_ITS_WAY_S),
+                (processes, "_SCORE_S", _ON_ITS_WAY_S),
+                (SimulatedServer, "delay_s", _delay_s),
+            ]
+            if self._host.sleep_is_work:
+                places.append(
+                    (engine, "pass_time", partial(self._host.computed, role="inference", threads=threads))
+                )
+            with patches.replaced(places):
+                summary = self._live(self._kernels_in_turn())
+        if summary["status"] != "completed":
+            return f"{summary['status']}: {summary.get('reason')}"
+        return self._read()
+
+    def _read(self) -> Forecast:
+        file = self.folder / "run" / "metrics.jsonl"
+        lines = [line for each in file.open() if "step_s" in (line := msgspec.json.decode(each))]
+        first, steady = lines[len(lines) // _SKIPPED - 1], lines[len(lines) // _SKIPPED :]
+        seconds, whole_s = steady[-1]["time"] - first["time"], self.loop.time() - self._began
+        trained = sum(line["step_tokens_per_s"] * line["step_s"] for line in steady)
+        return Forecast(
+            step_s=seconds / len(steady),
+            tokens_per_s=trained / seconds,
+            mean_staleness=statistics.mean(line["staleness"] for line in steady),
+            max_staleness=max(line.get("staleness_max", line["staleness"]) for line in steady),
+            cores={role: used / whole_s for role, used in sorted(self._host.used.items())},
+            engine_s=self._host.computed_s["inference"] / len(lines),
+            sampled_tokens=statistics.mean(line["length"] * self._samples_of_a_step for line in steady),
+            callbacks={role: number / len(lines) for role, number in self._host.callbacks.items()},
+            engine_busy=sum(line["generate_busy_s"] for line in steady) / seconds,
+            train_share=sum(line["train_s"] for line in steady) / seconds,
+        )

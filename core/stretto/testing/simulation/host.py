@@ -1,0 +1,120 @@
+"""The processor cores that the processes of a simulated machine share.
+
+Without a host, what processes do takes no processor time. With one, each callback of a process and each
+message of the server takes its time, engines compute, and all of them together have so many cores: if more
+want to run, each is slower.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import anyio
+
+if TYPE_CHECKING:
+    from stretto.testing.simulation.loop import SimulatedLoop, SimulatedThread
+
+_QUANTUM_S = 0.0005
+"""A thread that has so much work behind it takes the time for it, at once."""
+_SLICE_S = 0.004
+"""After so much work of a computation, look again how many others want to run."""
+
+
+class Host:
+    """The cores of one machine.
+
+    Args:
+        cores: their number.
+        callback_s: role -> processor seconds of a callback of its processes.
+        message_s: processor seconds of the server for a message.
+        sleep_is_work: whether an engine that sleeps stands for one that computes.
+        training_threads: cores on which a trainer computes.
+    """
+
+    def __init__(
+        self,
+        loop: SimulatedLoop,
+        cores: int,
+        callback_s: Mapping[str, float],
+        message_s: float,
+        *,
+        sleep_is_work: bool,
+        training_threads: int = 1,
+    ) -> None:
+        self._loop = loop
+        self._cores = cores
+        self._callback_s = callback_s
+        self._message_s = message_s
+        self.sleep_is_work = sleep_is_work
+        self.training_threads = training_threads
+        self._running = 0
+        """Threads that want a core now."""
+        self._server_s = 0.0
+        self.used: defaultdict[str, float] = defaultdict(float)
+        """Role or `nats-server` -> processor seconds so far."""
+        self.computed_s: defaultdict[str, float] = defaultdict(float)
+        """Role -> those of computations."""
+        self.callbacks: Counter[str] = Counter()
+        """Role -> callbacks so far; for the server, messages."""
+        self._context = contextvars.Context()
+
+    def ran(self, thread: SimulatedThread) -> None:
+        """A thread has run a callback."""
+        if thread.process is None:
+            return
+        role = thread.process.name.partition("-")[0]
+        self.callbacks[role] += 1
+        seconds = self._callback_s.get(role, 0.0)
+        self.used[role] += seconds
+        thread.debt_s += seconds
+        if thread.debt_s >= _QUANTUM_S:
+            thread.blocked_until = self._loop.time() + self._occupy(thread.debt_s)
+            thread.debt_s = 0.0
+
+    def carried(self, *message: object) -> None:
+        """The server has carried a message."""
+        del message
+        self.callbacks["nats-server"] += 1
+        self.used["nats-server"] += self._message_s
+        self._server_s += self._message_s
+        if self._server_s >= _QUANTUM_S:
+            self._occupy(self._server_s)
+            self._server_s = 0.0
+
+    def compute(self, seconds: float, done: Callable[[], None], role: str, threads: int = 1) -> None:
+        """Take so many processor seconds, of several cores at once, then call `done`."""
+        self.used[role] += seconds
+        self.computed_s[role] += seconds
+        self._running += threads
+        self._slice(seconds / threads, done, threads)
+
+    async def computed(self, seconds: float, role: str, threads: int = 1) -> None:
+        """Take so many processor seconds, and wait for their end."""
+        over = anyio.Event()
+        self.compute(seconds, over.set, role, threads)
+        await over.wait()
+
+    def _slice(self, left_s: float, done: Callable[[], None], threads: int) -> None:
+        if left_s <= 0:
+            self._running -= threads
+            done()
+            return
+        seconds = min(left_s, _SLICE_S)
+        taken_s = seconds * self._slowdown(0)
+        self._loop.call_later(taken_s, self._slice, left_s - seconds, done, threads, context=self._context)
+
+    def _occupy(self, seconds: float) -> float:
+        """Take a core for some work, and return the time that this takes."""
+        taken_s = seconds * self._slowdown(1)
+        self._running += 1
+        self._loop.call_later(taken_s, self._leave, context=self._context)
+        return taken_s
+
+    def _leave(self) -> None:
+        self._running -= 1
+
+    def _slowdown(self, more: int) -> float:
+        return max(1.0, (self._running + more) / self._cores)

@@ -1,0 +1,162 @@
+"""What the work of a run costs: start it for some steps, and read the processor time of its processes."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from stretto.errors import RunError
+from stretto.run_folder import RunFolder, SampleFilter
+
+_FIRST = 6
+"""Steps before the measurement: the queue fills, and libraries warm up."""
+_LEAST, _MOST = 12, 60
+"""Steps that are measured at least, and at most."""
+_LONG_S = 15.0
+"""Seconds after which the least number of steps is enough."""
+_POLL_S = 0.05
+_MOST_LENGTHS = 2048
+
+
+@dataclass
+class Measured:
+    """The steady part of a real run."""
+
+    run: Mapping[str, Any]
+    """The run file."""
+    step_s: float
+    """Mean seconds of a step."""
+    staleness: float
+    processor_s: dict[str, float]
+    """Role -> processor seconds in a step."""
+    trained_tokens: float
+    """In a step."""
+    sampled_tokens: float
+    generate_s: float
+    """Seconds in a step in which an engine works."""
+    train_s: float
+    """Seconds in a step in which the trainer computes."""
+    lengths: tuple[int, ...] = ()
+    """Lengths of sampled answers."""
+    tokens_per_sampled: float = 1.0
+    """Tokens of a batch, prompts included, for each sampled one."""
+
+
+@dataclass
+class _Reading:
+    step: int
+    at: float
+    processor_s: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def measure(file: Path, overrides: Sequence[str], run: Mapping[str, Any]) -> Measured:
+    """Run a run file for some steps, and return what they cost.
+
+    Args:
+        overrides: values of the run file's keys.
+        run: the run file with these values.
+
+    Raises:
+        RunError: if the run ends before enough steps are trained.
+    """
+    with tempfile.TemporaryDirectory(prefix="stretto-plan-") as folder:
+        out = Path(folder, "run")
+        fixed = (f"out={out}", f"steps={_FIRST + _MOST + 2}", "evaluation=null", "checkpoint.every=0")
+        command = [sys.executable, "-m", "stretto", "run", str(file), *overrides, *fixed]
+        with Path(folder, "output").open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            first, last = _until_measured(process, out)
+        finally:
+            _end(process)
+        if last is None or first is None:
+            tail = Path(folder, "output").read_text(errors="replace").splitlines()[-5:]
+            raise RunError("the measured run ended too early; its last lines:\n" + "\n".join(tail))
+        return _read(run, RunFolder(out), first, last)
+
+
+def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Reading | None, _Reading | None]:
+    """Wait for the steps, and read the processes at the first and at the last one."""
+    first: _Reading | None = None
+    root = psutil.Process(process.pid)
+    while process.poll() is None:
+        step = _steps_of(out)
+        if first is None and step >= _FIRST:
+            first = _read_processes(root, step)
+        elif first is not None:
+            long = time.monotonic() - first.at > _LONG_S
+            if step >= first.step + (_LEAST if long else _MOST):
+                return first, _read_processes(root, step)
+        time.sleep(_POLL_S)
+    return first, None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _steps_of(out: Path) -> int:
+    file = out / "metrics.jsonl"
+    return sum(b'"step_s"' in line for line in file.open("rb")) if file.exists() else 0
+
+
+def _read_processes(root: psutil.Process, step: int) -> _Reading:
+    reading = _Reading(step, time.monotonic())
+    for each in [root, *root.children(recursive=True)]:
+        try:
+            role, times = _role_of(each, root.pid), each.cpu_times()
+        except psutil.Error:
+            continue
+        reading.processor_s[role] = reading.processor_s.get(role, 0.0) + times.user + times.system
+    return reading
+
+
+def _role_of(process: psutil.Process, kernel: int) -> str:
+    """Return what a process is. The children of verifiers count as verifiers."""
+    if process.pid == kernel:
+        return "kernel"
+    if process.name() == "nats-server":
+        return "nats-server"
+    words = [word for word in process.cmdline() if word]
+    worker = re.fullmatch(r"([a-z]+)-.*\.json", Path(words[-1]).name if words else "")
+    if worker:
+        return worker[1]
+    return "verifier" if any("children" in word for word in words) else "other"
+
+
+def _read(run: Mapping[str, Any], folder: RunFolder, first: _Reading, last: _Reading) -> Measured:
+    steps = last.step - first.step
+    lines = [line for line in folder.steps if first.step < line["step"] <= last.step]
+    samples = run["queue"]["batch_size"] * run["algorithm"].get("group_size", 1)
+    rows = folder.samples.find(SampleFilter(purpose="train"), limit=None, texts=False)
+    kept = [row for row in rows[:: 1 + len(rows) // _MOST_LENGTHS] if row.get("sampled")]
+    return Measured(
+        run=run,
+        step_s=(last.at - first.at) / steps,
+        staleness=statistics.mean(line["staleness"] for line in lines),
+        processor_s={
+            role: (seconds - first.processor_s.get(role, 0.0)) / steps
+            for role, seconds in last.processor_s.items()
+        },
+        trained_tokens=statistics.mean(line["step_tokens_per_s"] * line["step_s"] for line in lines),
+        sampled_tokens=samples * statistics.mean(line["length"] for line in lines),
+        generate_s=statistics.mean(line["generate_busy_s"] for line in lines),
+        train_s=statistics.mean(line["train_s"] for line in lines),
+        lengths=tuple(row["sampled"] for row in kept),
+        tokens_per_sampled=sum(row["length"] for row in kept) / max(1, sum(row["sampled"] for row in kept)),
+    )

@@ -1,0 +1,159 @@
+"""Forecasts of the speed of a run: cores that processes share, and service times that are fitted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli.main import app
+from stretto.errors import ConfigError
+from stretto.testing.simulation import ServiceTimes, forecast
+from stretto.testing.simulation.host import Host
+from stretto.testing.simulation.loop import SimulatedLoop
+from stretto_plan import plan
+from stretto_plan.fitting import fit
+from stretto_plan.measuring import Measured
+
+ROLES = ("kernel", "rollout", "verifier", "inference", "trainer")
+CHEAP = ServiceTimes(callback_s=dict.fromkeys(ROLES, 1e-6), message_s=1e-6)
+
+
+def run_file(**sections: Any) -> dict[str, Any]:
+    return {
+        "name": "forecast",
+        "algorithm": {"use": "grpo", "group_size": 4},
+        "training": {"use": "mock", "seconds_per_step": 0.2},
+        "inference": {"use": "mock", "slots": 64, "tokens_per_s": 20_000, "mean_tokens": 20},
+        "reward": "exact",
+        "queue": {"batch_size": 8, "max_staleness": 2},
+        "checkpoint": {"every": 0},
+        "steps": 15,
+        **sections,
+    }
+
+
+# ---------------------------------------------------------------------------------------- the host
+
+
+@pytest.mark.parametrize(
+    ("cores", "jobs", "threads", "seconds"), [(2, 2, 1, 1), (1, 2, 1, 2), (2, 4, 1, 2), (2, 1, 2, 0.5)]
+)
+def test_computations_share_the_cores(cores: int, jobs: int, threads: int, seconds: float) -> None:
+    loop = SimulatedLoop(1)
+    host = Host(loop, cores, {}, 0.0, sleep_is_work=True)
+
+    async def compute() -> float:
+        began = loop.time()
+        await asyncio.gather(*(host.computed(1.0, "trainer", threads) for _ in range(jobs)))
+        return loop.time() - began
+
+    taken_s = loop.run_until_complete(compute())
+    loop.close()
+    assert taken_s == pytest.approx(seconds, rel=0.02)
+    assert host.used["trainer"] == pytest.approx(jobs)
+
+
+# ----------------------------------------------------------------------------------------- forecasts
+
+
+def test_a_run_that_waits_for_training_takes_the_time_of_training() -> None:
+    seen = forecast(run_file(), CHEAP, cores=2, computes=False)
+    assert seen.step_s == pytest.approx(0.2, rel=0.05)
+    assert seen.train_share > 0.95
+    assert seen.mean_staleness == pytest.approx(2, abs=0.1)
+
+
+def test_engines_that_compute_take_the_measured_time() -> None:
+    """A step has 32 samples of 20 tokens. If 64 are decoded at once, 20 decode steps of 2 ms are for more
+    than one of them; each token adds 0.1 ms."""
+    times = msgspec.structs.replace(CHEAP, step_s=0.002, sample_s=0.0001, lengths=(20,), train_s=0.001)
+    given = run_file(
+        inference={"use": "torch", "slots": 64, "replicas": 1}, training={"use": "torch", "threads": 1}
+    )
+    seen = forecast(given, times, cores=2, computes=True)
+    assert seen.sampled_tokens == 640
+    assert seen.engine_busy > 0.7
+    assert 0.064 < seen.step_s < 0.064 + 20 * 0.002 + 0.03
+
+
+def test_processes_that_cost_more_make_a_run_slower() -> None:
+    costly = ServiceTimes(callback_s=dict.fromkeys(ROLES, 2e-3), message_s=2e-3)
+    slow = forecast(run_file(), costly, cores=2, computes=False)
+    assert slow.step_s > 0.3
+    assert sum(slow.cores.values()) > 1
+
+
+def test_the_fitted_times_give_back_what_was_measured() -> None:
+    truth = ServiceTimes(
+        callback_s=dict.fromkeys(ROLES, 4e-5),
+        message_s=8e-5,
+        step_s=0.001,
+        sample_s=5e-5,
+        train_s=0.02,
+        token_s=1e-5,
+        lengths=(8, 12, 16),
+    )
+
+    def measured(slots: int, batch: int, staleness: int) -> Measured:
+        given = run_file(
+            inference={"use": "torch", "slots": slots, "replicas": 1},
+            training={"use": "torch", "threads": 1},
+            queue={"batch_size": batch, "max_staleness": staleness},
+        )
+        seen = forecast({**given, "steps": 24}, truth, cores=2, computes=True)
+        used = {role: number * 4e-5 for role, number in seen.callbacks.items()}
+        used["nats-server"] = seen.callbacks["nats-server"] * 8e-5
+        train_s = 0.02 + 1e-5 * batch * 4 * 16
+        used["inference"] += seen.engine_s
+        used["trainer"] += train_s
+        return Measured(
+            run=given,
+            step_s=seen.step_s,
+            staleness=seen.mean_staleness,
+            processor_s=used,
+            trained_tokens=batch * 4 * 12,
+            sampled_tokens=seen.sampled_tokens,
+            generate_s=seen.engine_s,
+            train_s=train_s,
+            lengths=truth.lengths,
+            tokens_per_sampled=16 / 12,
+        )
+
+    found = fit(measured(32, 16, 2), measured(8, 8, 0), 2)
+    assert found.train_s == pytest.approx(truth.train_s, rel=0.1)
+    assert found.token_s == pytest.approx(truth.token_s, rel=0.1)
+    assert found.step_s == pytest.approx(truth.step_s, rel=0.3)
+    assert found.sample_s == pytest.approx(truth.sample_s, rel=0.3)
+    assert found.callback_s["rollout"] == pytest.approx(4e-5, rel=0.1)
+
+
+# --------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_recommends_what_makes_a_run_faster(tmp_path: Path) -> None:
+    rows, file, times = tmp_path / "rows.jsonl", tmp_path / "run.yaml", tmp_path / "times.json"
+    rows.write_text("".join(f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(64)))
+    # A rollout worker with one ticket at a time leaves most slots empty.
+    sections = run_file(dataset={"use": "jsonl", "path": str(rows)}, rollout={"concurrency": 1})
+    file.write_bytes(msgspec.json.encode(sections))
+    times.write_bytes(msgspec.json.encode(CHEAP))
+    result = CliRunner().invoke(app, ["plan", str(file), "--times", str(times)])
+    assert result.exit_code == 0, result.output
+    assert "recommended: " in result.output
+    assert "rollout.concurrency=2" in result.output.rpartition("recommended: ")[2]
+    assert "queue.max_staleness=0" in result.output
+    only = CliRunner().invoke(app, ["plan", str(file), "--times", str(times), "--only", "--cores", "4"])
+    assert "On 4 cores" in only.output
+    assert "recommended" not in only.output
+
+
+@pytest.mark.parametrize("override", ["inference.use=sglang", "inference.gpus=1"])
+def test_what_has_no_forecast_is_refused(override: str) -> None:
+    quickstart = Path(__file__).parents[2] / "examples" / "quickstart" / "run.yaml"
+    with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}: a forecast"):
+        plan(quickstart, [override])
