@@ -86,6 +86,7 @@ def test_figures_have_the_text_and_the_meaning_of_the_table(page: Page) -> None:
     cases += [("reward/part_1", 0.5), ("constructor", 0.5)]
     script = (
         "const [cases, done] = arguments; import('/static/figures.js')"
+        ".then(async (page) => { await page.loadFigures(); return page; })"  # the view may be slower
         ".then((page) => done(cases.map(([key, value]) => page.figureText(key, value))))"
     )
     shown = page.driver.execute_async_script(script, cases)
