@@ -189,12 +189,10 @@ class _Planner:
         return f"no other number makes the run faster by 10 %: {why}"
 
     def _options(self) -> Iterator[tuple[str, list[int]]]:
-        slots, replicas = self._run["inference"]["slots"], self._run["inference"]["replicas"]
+        slots = self._run["inference"]["slots"]
         concurrency = self._run["rollout"]["concurrency"]
         yield "inference__slots", [2 * slots, max(1, slots // 2)]
         yield "rollout__concurrency", [2 * concurrency]
-        if replicas < self._cores:
-            yield "inference__replicas", [replicas + 1]
 
 
 def _text(numbers: Mapping[str, Any]) -> str:
