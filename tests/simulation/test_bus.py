@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -40,7 +40,7 @@ from stretto.bus.messages.tickets import (
     TicketStarted,
     TrajectoryBundle,
 )
-from stretto.bus.store import StreamEnd
+from stretto.bus.store import Delivery, StreamEnd
 from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Refused, Superseded
 from stretto.kernel.durable.journal import newest_epoch, own_journal
 
@@ -255,37 +255,17 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
         second = Ticket(2, 1, "train", 0, 0, 8)
         for ticket in (first, second, first):
             await kernel.store.append(names.ticket("train"), ticket, id=ticket.name)
+
+        def take(bus: Bus) -> AsyncIterator[Delivery[Ticket]]:
+            queue = names.tickets_stream, names.ticket("train"), Ticket
+            return bus.store.take(*queue, room=one_at_a_time, until=anyio.Event())
+
         with anyio.fail_after(10):
-            at_one = await anext(
-                one.store.take(
-                    names.tickets_stream,
-                    names.ticket("train"),
-                    Ticket,
-                    room=one_at_a_time,
-                    until=anyio.Event(),
-                )
-            )
-            at_two = await anext(
-                two.store.take(
-                    names.tickets_stream,
-                    names.ticket("train"),
-                    Ticket,
-                    room=one_at_a_time,
-                    until=anyio.Event(),
-                )
-            )
+            at_one, at_two = await anext(take(one)), await anext(take(two))
             assert {at_one.message.id, at_two.message.id} == {1, 2}
             await at_two.acknowledge()
             # `at_one` is forgotten: it comes again, and only it.
-            again = await anext(
-                two.store.take(
-                    names.tickets_stream,
-                    names.ticket("train"),
-                    Ticket,
-                    room=one_at_a_time,
-                    until=anyio.Event(),
-                )
-            )
+            again = await anext(take(two))
         assert again.message == at_one.message
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 import msgspec
@@ -26,6 +26,7 @@ import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import (
     AckPolicy,
@@ -137,16 +138,16 @@ class Store:
     def __init__(
         self, client: Client, bootstrap: Bootstrap, inbox: str, unanswered: Unanswered, refusals: Refusals
     ) -> None:
-        self.client = client
+        self._client = client
         self._outage_s = bootstrap.outage_s
         self._replicas = bootstrap.replicas
         self._answer_s = _ANSWER_S if self._replicas == 1 else _CLUSTER_ANSWER_S
         self._jetstream: JetStreamContext = client.jetstream(timeout=self._answer_s)
-        self.inbox = inbox
+        self._inbox = inbox
         self._unanswered = unanswered
         self._refuse = refusals.refuse
         self._up = asyncio.Event()
-        self.pulls: set[_Pull] = set()
+        self._pulls: set[_Pull] = set()
         self._questions = 0
 
     async def on_disconnected(self) -> None:
@@ -156,7 +157,7 @@ class Store:
     async def on_reconnected(self) -> None:
         """Continue, and let this process ask again for what it follows. The client calls it."""
         self._up.set()
-        for pull in self.pulls:
+        for pull in self._pulls:
             pull.interrupt()
 
     # ---------------------------------------------------------------------------------- streams
@@ -198,7 +199,7 @@ class Store:
             Superseded: if another writer has stored something after `after`.
             BusError: if the server cannot store the message, for example because the disk is full.
         """
-        whole, *more = parts = split(encode(message), payload_limit(self.client))
+        whole, *more = parts = split(encode(message), payload_limit(self._client))
         if not more:
             return await self._store(subject, whole, id, after)
         _, of_parts = with_parts(subject)
@@ -351,7 +352,7 @@ class Store:
 
         async def ask() -> dict[str, Any]:
             question = b'{"deleted_details": true}'
-            answer = await self.client.request(subject, question, timeout=self._answer_s)
+            answer = await self._client.request(subject, question, timeout=self._answer_s)
             content = json.loads(answer.data)
             if "error" in content:
                 raise APIError.from_error(content["error"])
@@ -407,12 +408,12 @@ class Store:
 
         Args:
             room: waits until the caller can use a message, and returns how many it can use. The bus asks the
-                server for so many, and calls it again when they have come or the server has no more.
+                server for that number, and calls it again when they have come or the server has no more.
             until: when it is set, the bus asks for no more and gives back what the server has already sent.
                 It ends when the server answers no earlier question any more, `_TAKE_S` later at most.
         """
         decode = decoder(kind)
-        async with _Pull(self, stream, _consumer(subject), expires_s=_TAKE_S) as pull:
+        async with self._pulling(stream, _consumer(subject), expires_s=_TAKE_S) as pull:
             while not (until.is_set() and not pull.asked):
                 try:
                     if not pull.asked:
@@ -427,7 +428,7 @@ class Store:
                     continue
                 if msg is None:
                     continue
-                if until.is_set() or pull.asked < 0:  # it answers a question that was given up
+                if until.is_set():
                     await msg.nak()
                     continue
                 try:
@@ -547,11 +548,11 @@ class Store:
                 messages[sequence] = RawStreamMsg(seq=sequence, data=msg.data)
 
         self._questions += 1
-        inbox = f"{self.inbox}.get.{self._questions}"
-        subscription = await self.client.subscribe(inbox, cb=take)
+        inbox = f"{self._inbox}.get.{self._questions}"
+        subscription = await self._client.subscribe(inbox, cb=take)
         try:
             content = msgspec.json.encode(question)
-            await self.client.publish(f"$JS.API.DIRECT.GET.{stream}", content, inbox)
+            await self._client.publish(f"$JS.API.DIRECT.GET.{stream}", content, inbox)
             with anyio.fail_after(self._answer_s):
                 await over.wait()
         finally:
@@ -598,13 +599,27 @@ class Store:
 
         return await join_stored(data, read)
 
+    @asynccontextmanager
+    async def _pulling(self, stream: str, consumer: str, *, expires_s: float) -> AsyncGenerator[_Pull]:
+        """Let this process ask a consumer for messages, for the duration of the block."""
+        subject, inbox = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", f"{self._inbox}.pull.{consumer}"
+        pull = _Pull(self._client, subject, inbox, expires_s)
+        subscription = await pull.open()
+        self._pulls.add(pull)
+        try:
+            yield pull
+        finally:
+            self._pulls.discard(pull)
+            with suppress(nats.errors.Error):
+                await subscription.unsubscribe()
+
     async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, str, bytes]]:
         """Yield (sequence, subject, payload) of a consumer's messages as they arrive, in order.
 
         Raises:
             NoAnswer: if the server is silent or has lost the consumer, or if the client has reconnected.
         """
-        async with _Pull(self, stream, consumer, expires_s=_FOLLOW_S) as pull:
+        async with self._pulling(stream, consumer, expires_s=_FOLLOW_S) as pull:
             while True:
                 if not pull.asked:
                     await pull.ask(_FOLLOW_AT_ONCE)
@@ -617,35 +632,28 @@ class _Pull:
     """The messages that one consumer of a stream sends to this process, which asks for some at a time.
 
     Args:
+        inbox: subject at which it gets them.
         expires_s: seconds after which the server ends its answer to a question.
     """
 
-    def __init__(self, store: Store, stream: str, consumer: str, *, expires_s: float) -> None:
-        self._store, self._client = store, store.client
-        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._inbox = f"{store.inbox}.pull.{consumer}"
+    def __init__(self, client: Client, subject: str, inbox: str, expires_s: float) -> None:
+        self._client, self._subject, self._inbox = client, subject, inbox
         self._expires_s = expires_s
         self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
         """None means that the client has lost the connection and reconnected."""
         self.asked = 0
-        """Number of messages that the server may still send. Below 0 after one that nobody has asked for."""
+        """Number of messages that the server may still send."""
 
-    async def __aenter__(self) -> Self:
-        self._subscription = await self._client.subscribe(self._inbox, cb=self._queue.put)
-        self._store.pulls.add(self)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._store.pulls.discard(self)
-        with suppress(nats.errors.Error):
-            await self._subscription.unsubscribe()
+    async def open(self) -> Subscription:
+        """Subscribe to the messages. The caller ends the subscription."""
+        return await self._client.subscribe(self._inbox, cb=self._queue.put)
 
     def interrupt(self) -> None:
         """The client has reconnected: the server has forgotten the question."""
         self._queue.put_nowait(None)
 
     async def ask(self, number: int) -> None:
-        """Ask for so many messages, as far as there are any."""
+        """Ask for a number of messages, as far as there are any."""
         self.asked = number
         question = {
             "batch": number,

@@ -295,6 +295,7 @@ class Kernel:
         self._facts.note = ""
         self._facts.started = True
         self._tasks.start_soon(self._replacement.run)
+        self._tasks.start_soon(self._trainers.ahead.run)
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._setup.waits.begin()
         held = self._admission.held()
@@ -380,7 +381,7 @@ class Kernel:
         if outcome.purpose == "train":
             self._scaler.groups += 1
         if self._setup.graph.samples and self._scheduler.tickets.is_finished(outcome):
-            self._tasks.start_soon(self._trainers.prefetch_soon, refs_of((outcome,)))
+            self._trainers.ahead.add(refs_of((outcome,)))
 
     def _hear(
         self,

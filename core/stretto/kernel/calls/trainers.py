@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ import msgspec
 from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.base import clock
 from stretto.bus.client import Bus
+from stretto.bus.gathered import Gathered
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.events import CallEnded, CallTime
 from stretto.bus.messages.subjects import Subjects
@@ -52,6 +54,7 @@ T = TypeVar("T")
 _DEADLINE_S = 24 * 3600.0
 """Deadline of one call, load or save. The fleet notices a dead trainer long before."""
 _TOGETHER_S = 0.02
+"""Seconds for which rows wait for others that trainers are to fetch."""
 NOTICED_S = 10.0
 """A rank whose partner has died may say so this many seconds before the fleet notices the death."""
 
@@ -107,8 +110,8 @@ class Trainers:
         """Set while no trainer is lost."""
         self._present.set()
         self._work: list[anyio.CancelScope] = []
-        self._soon: tuple[RowRef, ...] = ()
-        """Rows for `prefetch`, which wait for others."""
+        self.ahead = Gathered[tuple[RowRef, ...]](self._prefetch_all, _TOGETHER_S)
+        """Rows that every rank is asked to fetch, together with those of the next moment."""
 
     # ------------------------------------------------------------------------------------- losses
 
@@ -230,14 +233,6 @@ class Trainers:
         for saved in await self._ask_all("saved", AskSaved(self._lease_epoch, version), Saved):
             draft.uploaded.update(saved.uploaded)
 
-    async def prefetch_soon(self, rows: tuple[RowRef, ...]) -> None:
-        """Ask every rank to fetch these rows, with those of other calls within `_TOGETHER_S`."""
-        self._soon += rows
-        if len(self._soon) == len(rows):
-            await anyio.sleep(_TOGETHER_S)
-            together, self._soon = self._soon, ()
-            await self.prefetch(together, complete=False)
-
     async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:
         """Ask every rank to fetch these rows.
 
@@ -254,6 +249,9 @@ class Trainers:
         worker = group.workers[0]
         subject = self._subject(worker, verb)
         return await self._bus.request(subject, message, answer, who=worker, deadline_s=_DEADLINE_S)
+
+    async def _prefetch_all(self, parts: tuple[tuple[RowRef, ...], ...]) -> None:
+        await self.prefetch(tuple(chain.from_iterable(parts)), complete=False)
 
     def _subject(self, worker: str, verb: str) -> str:
         return self._names.worker("trainer", worker, self.nonces[worker], verb)
