@@ -23,10 +23,10 @@ __all__ = ["FileBytes", "apply_delta"]
 
 _HEAD = struct.Struct("<BQQ")
 _FEWEST = 4
-"""A delta is made if at most one word in so many has changed: then it is smaller than half of the file."""
+"""A delta is made if at most a quarter of the words has changed: then it is smaller than half of the file."""
 _MOST_WORDS = 2**32
 _CHUNK = 2**20
-"""Words that are compared at once: so many stay in the processor's cache."""
+"""Words that are compared at once: they stay in the processor's cache."""
 _LEVEL = 1
 """Of zlib: higher ones take several times as long for a few per cent of the bytes."""
 

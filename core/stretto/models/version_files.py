@@ -62,7 +62,7 @@ __all__ = [
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are private and named after the run
 _MOST_LINKS = 16
-"""Whole files are written again after so many deltas."""
+"""Whole files are written again after this number of deltas."""
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
@@ -179,20 +179,19 @@ class StoredVersion:
 
     folder: Path
     manifest: Manifest
-    files: list[Path]
-    """Paths of the files, in the order of `Manifest.stored`."""
     outline: Outline
 
     @classmethod
-    def of(cls, folder: Path, data: bytes, manifest: Manifest) -> StoredVersion:
-        """Return the version in a complete folder, whose manifest has these bytes."""
-        files = [folder / name for name in manifest.stored]
-        return cls(folder, manifest, files, Outline(data, tuple(file.stat().st_size for file in files)))
+    def of(cls, folder: Path, manifest: Manifest) -> StoredVersion:
+        """Return the version in a complete folder."""
+        sizes = tuple((folder / name).stat().st_size for name in manifest.stored)
+        return cls(folder, manifest, Outline(msgspec.json.encode(manifest), sizes))
 
     @property
-    def bytes(self) -> int:
-        """Size of all files."""
-        return sum(self.outline.sizes)
+    def sizes(self) -> dict[Path, int]:
+        """Path of each file -> its size in bytes."""
+        paths = (self.folder / name for name in self.manifest.stored)
+        return dict(zip(paths, self.outline.sizes, strict=True))
 
 
 class FolderPublisher:
@@ -255,8 +254,7 @@ class FolderPublisher:
             manifest = self._write(temporary, version, tensors)
             shutil.rmtree(final, ignore_errors=True)  # a repeated step publishes its version again
             temporary.rename(final)
-            data = (final / "manifest.json").read_bytes()
-            versions = {**self._versions, version: StoredVersion.of(final, data, manifest)}
+            versions = {**self._versions, version: StoredVersion.of(final, manifest)}
         except OSError as error:
             reason = f"version {version} cannot be written to {self._root}: {error}"
             raise WeightsError(reason, version=version) from error
@@ -287,14 +285,14 @@ class FolderPublisher:
             WeightsError: if the version was never here or has been removed.
             OSError: if the folder cannot be written.
         """
-        *links, last = _chain(self._versions, self.find(version))
+        stored = self.find(version)
+        *links, last = _chain(self._versions, stored)
         if not last.manifest.whole:
             raise WeightsError(f"version {version} has lost the one that it begins with", version=version)
         shutil.copytree(last.folder, folder, ignore=shutil.ignore_patterns("*.delta"))
         for link in reversed(links):
             bring_up_to_date(folder, link.manifest, link.folder)
-        manifest = self.find(version).manifest
-        Manifest.of(version, manifest.files, manifest.frozen).write(folder)
+        Manifest.of(version, stored.manifest.files, stored.manifest.frozen).write(folder)
 
     def close(self) -> None:
         """Remove all versions and `root`."""
@@ -312,7 +310,7 @@ class FolderPublisher:
     def _write(self, folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         shards = _shards(tensors, self._shard_bytes)
         first = next(shards, {})
-        every = chain([first], shards)
+        every = chain([first], shards) if first else shards
         if self._makes_deltas and _has_16_bits(first):
             manifest = self._write_followed(folder, version, every)
         else:
@@ -342,26 +340,24 @@ class FolderPublisher:
                 hashes[name] = hashing.result()
                 shard.clear()
         manifest = Manifest.of(version, hashes | self._frozen, self._frozen)
-        newest.digest = manifest.digest
-        deltas = newest.deltas if len(newest.deltas) == len(newest.files) == len(names) else None
-        is_whole = deltas is None or self._is_long(base, sum(map(len, deltas.values())), newest.bytes)
-        if is_whole:
-            newest.write(folder)
-        manifest = msgspec.structs.replace(manifest, followed=True, whole=is_whole)
-        if base is not None and deltas is not None:
+        newest.digest, is_whole = manifest.digest, True
+        if base is not None and len(newest.deltas) == len(newest.files) == len(names):
             manifest = msgspec.structs.replace(manifest, base=base.digest, base_version=base.version)
             for name, delta in manifest.deltas.items():
-                (folder / delta).write_bytes(deltas[name])
+                (folder / delta).write_bytes(newest.deltas[name])
+            is_whole = self._is_long(base, sum(map(len, newest.deltas.values())), newest.bytes)
+        if is_whole:
+            newest.write(folder)
         self._newest = newest
-        return manifest
+        return msgspec.structs.replace(manifest, followed=True, whole=is_whole)
 
-    def _is_long(self, base: _InMemory | None, size: int, whole: int) -> bool:
+    def _is_long(self, base: _InMemory, size: int, whole: int) -> bool:
         """Return whether one more delta of this size makes the way from the last whole files long."""
-        stored = self._versions.get(base.version) if base is not None else None
-        if stored is None or base is None or stored.manifest.digest != base.digest:
+        stored = self._versions.get(base.version)
+        if stored is None or stored.manifest.digest != base.digest:
             return True
         *links, last = _chain(self._versions, stored)
-        size += sum(link.bytes for link in links)
+        size += sum(sum(link.outline.sizes) for link in links)
         return not last.manifest.whole or len(links) + 1 >= _MOST_LINKS or size > whole // 2
 
     def _write_files(
@@ -679,7 +675,7 @@ def stored_version(note: WeightsNote) -> StoredVersion:
         raise WeightsError(reason, version=note.version) from error
     manifest = _read_manifest(data, note)
     try:
-        return StoredVersion.of(folder, data, manifest)
+        return StoredVersion.of(folder, manifest)
     except OSError as error:
         reason = f"version {note.version} at {folder} cannot be read: {error}"
         raise WeightsError(reason, version=note.version) from error

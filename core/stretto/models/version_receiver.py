@@ -68,22 +68,21 @@ class VersionReceiver:
         self._begun: tuple[WeightsNote, Path, dict[Path, int]] | None = None
         """The version whose whole files are on their way, its folder, and those that are not here yet."""
 
-        self._uses_deltas = False
-        """Whether the version that is on its way takes more than whole files."""
-
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Receive a version, and compare every tensor's hash with the announcement.
 
         Raises:
             WeightsError: if the version is gone, damaged, or not the announced one.
         """
+        links = await self._links(note)
+        takes_deltas = len(links) > 1 or self.begins_here(links[-1][0])
         try:
-            return await self._receive(note)
+            return await self._receive(note, links)
         except WeightsError:
-            if not self._uses_deltas:
+            if not takes_deltas:
                 raise
             self.drop()
-            return await self._receive(note)
+            return await self._receive(note, await self._links(note))
 
     def begins_here(self, manifest: Manifest) -> bool:
         """Return whether the deltas of a version begin with what is here, or the version itself is here."""
@@ -95,11 +94,8 @@ class VersionReceiver:
             shutil.rmtree(folder, ignore_errors=True)
         self._here = self._begun = None
 
-    async def _receive(self, note: WeightsNote) -> FolderUpdate:
-        self._uses_deltas = False
-        links = await self._links(note)
+    async def _receive(self, note: WeightsNote, links: list[tuple[Manifest, Outline]]) -> FolderUpdate:
         newest, _ = links[0]
-        self._uses_deltas = len(links) > 1 or self.begins_here(links[-1][0])
         if self._here is not None and self.begins_here(links[-1][0]):
             here, folder = self._here
             if here.digest == newest.digest:
@@ -152,9 +148,9 @@ class VersionReceiver:
         own = folder / f"{note.version}"
         try:
             own.mkdir(mode=0o700, parents=True)
-            await self._source.fetch(note, {own / name: sizes[name] for name in manifest.deltas.values()})
-        except (OSError, WeightsError) as error:
-            raise WeightsError(str(error), version=note.version) from error
+        except OSError as error:
+            raise WeightsError(f"{own} cannot be written: {error}", version=note.version) from error
+        await self._source.fetch(note, {own / name: sizes[name] for name in manifest.deltas.values()})
 
     def _complete(
         self, note: WeightsNote, newest: Manifest, folder: Path, links: Sequence[Manifest], deltas: Path

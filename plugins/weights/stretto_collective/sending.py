@@ -74,8 +74,7 @@ class CollectivePublisher(FolderPublisher):
 
     def _send(self, store: Store, version: int, gpu: str, names: Collection[str]) -> None:
         stored, config = self.find(version), self._config
-        sizes = zip(stored.files, stored.outline.sizes, strict=True)
-        files = [(file, size) for file, size in sizes if file.name in names]
+        files = [(file, size) for file, size in stored.sizes.items() if file.name in names]
         try:
             backend = choose_backend(config.backend, gpu_for(config.backend), gpu)
             store.set(BACKEND, backend)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from stretto.models.version_files import (
     RunFolders,
     StoredVersion,
     folder_name,
-    open_shared_version,
+    open_version,
     stored_version,
 )
 from stretto.models.version_receiver import VersionReceiver
@@ -93,10 +94,11 @@ class FileSubscriber:
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Map the files of a version, or bring the copy of an older one up to date, and compare every
         tensor's hash with the announcement."""
-        manifest = (await anyio.to_thread.run_sync(stored_version, note)).manifest
-        if manifest.whole and not (self._copy and self._copy[1].begins_here(manifest)):
+        stored = await anyio.to_thread.run_sync(stored_version, note)
+        if stored.manifest.whole and not (self._copy and self._copy[1].begins_here(stored.manifest)):
             # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
-            return await anyio.to_thread.run_sync(open_shared_version, note, self._frozen)
+            open_update = partial(open_version, note, stored.folder, frozen=self._frozen)
+            return await anyio.to_thread.run_sync(open_update)
         if self._copy is None:
             folder = await anyio.to_thread.run_sync(self._folders.own)
             self._copy = folder, VersionReceiver(folder, _FileSource())
