@@ -440,8 +440,7 @@ class Store:
     # ---------------------------------------------------------------------------------- private
 
     async def _make_stream(self, config: StreamConfig) -> None:
-        """Create a stream, or give an existing one this configuration: a resumed run may have other
-        replicas."""
+        """Create a stream, or give an existing one this configuration: a resume may have other replicas."""
         config.storage = StorageType.FILE
         config.num_replicas = self._replicas
 
@@ -602,8 +601,8 @@ class Store:
     @asynccontextmanager
     async def _pulling(self, stream: str, consumer: str, *, expires_s: float) -> AsyncGenerator[_Pull]:
         """Let this process ask a consumer for messages, for the duration of the block."""
-        subject, inbox = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", f"{self._inbox}.pull.{consumer}"
-        pull = _Pull(self._client, subject, inbox, expires_s)
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        pull = _Pull(self._client, subject, f"{self._inbox}.pull.{consumer}", expires_s)
         subscription = await pull.open()
         self._pulls.add(pull)
         try:
