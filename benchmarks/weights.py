@@ -2,9 +2,9 @@
 
     python benchmarks/weights.py [--parameters 100] [--versions 30] [--lr 1e-6] [--use bus]
 
-A trainer's end publishes versions of bfloat16 weights, as a Transformer of so many million parameters has
-them. From version to version the float32 weights move as Adam moves them: each by the learning rate times a
-draw whose size is about 1. An engine's end, in a process of its own, receives each over a real nats-server,
+A trainer's end publishes versions of bfloat16 weights, with the shapes of a Transformer of `--parameters`
+million. From version to version the float32 weights move as Adam moves them: each by the learning rate times
+a draw whose size is about 1. An engine's end, in a process of its own, receives each over a real nats-server,
 hashes every tensor, and reports the digest of what it has. Both forms take turns. `bytes` are those of the
 files that the engine's end asked for. An engine that starts in the middle and one whose copy was damaged are
 tried at the end. The last line is one JSON object; seconds are medians.
@@ -47,7 +47,7 @@ FORMS = ("whole", "deltas")
 
 
 def shapes(parameters: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a model of about so many parameters."""
+    """Return the tensors of a model with about that number of parameters."""
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
     left, layer = parameters - VOCABULARY * WIDTH, 0
     while left > 0:

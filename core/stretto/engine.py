@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
 
 __all__ = [
+    "FEW_SLOTS",
+    "MOST_SLOTS",
     "CanaryConfig",
     "Chunk",
     "Digest",
@@ -44,7 +46,11 @@ __all__ = [
     "TrainingConfig",
     "TrainingEngine",
     "VisionEngine",
+    "slots_for",
 ]
+
+FEW_SLOTS, MOST_SLOTS = 32, 128
+"""Slots of an engine whose run file has no number: at least, and at most."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -422,3 +428,15 @@ class PartlyFrozenEngine(TrainingEngine, Protocol):
     def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the other tensors of `weights`. They are the same until the next `load`."""
         ...
+
+
+def slots_for(samples_in_flight: int, *, deterministic: bool) -> int:
+    """Return the number of slots of an engine whose run file has none, if its memory holds them.
+
+    Args:
+        samples_in_flight: see `Context`.
+        deterministic: whether the same run gives the same bits. Then the number is always the same.
+    """
+    if deterministic or not samples_in_flight:
+        return FEW_SLOTS
+    return min(samples_in_flight, MOST_SLOTS)

@@ -116,7 +116,6 @@ def test_the_fitted_times_give_back_what_was_measured() -> None:
             step_s=seen.step_s,
             staleness=seen.mean_staleness,
             processor_s=used,
-            trained_tokens=batch * 4 * 12,
             sampled_tokens=seen.sampled_tokens,
             generate_s=seen.engine_s,
             train_s=train_s,

@@ -104,11 +104,11 @@ class Assembly:
         """Make the component that a section of the run chose (see `Composed.make`)."""
         context = self.context
         if path == "inference":
-            context = msgspec.structs.replace(context, samples_in_flight=self._samples_in_flight)
+            context = msgspec.structs.replace(context, samples_in_flight=self.samples_in_flight)
         return self.composed.make(path, context)
 
     @property
-    def _samples_in_flight(self) -> int:
+    def samples_in_flight(self) -> int:
         """How many samples of training an inference engine may have at the same time."""
         source, queue = self.graph.source, self.config.queue
         batches = queue.max_staleness + 1

@@ -18,6 +18,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from stretto.engine import MOST_SLOTS
 from stretto.kernel.schedule.health import CLEARS, HOLDS, RewardHistory, Window
 from stretto.kernel.schedule.members import OF_SAMPLES
 from stretto.kernel.step_meter import causes
@@ -25,8 +26,6 @@ from stretto.observe.bottleneck import bottleneck, number, total, works
 
 _KEPT = 200
 """Number of newest lines that the rules can use."""
-_MOST_SLOTS = 128
-"""Most slots of the engine `torch`, if the run file has no number."""
 
 
 class Advice(msgspec.Struct, kw_only=True):
@@ -596,12 +595,12 @@ def _slot_bound(lines: _Lines, knobs: _Knobs) -> _Said | None:
     used, waiting = (_mean(lines, name) for name in ("slots_used", "samples_waiting"))
     if bottleneck(lines)[0] != "generation" or used is None or waiting is None or used < 0.85:
         return None
-    if waiting < 0.5 * knobs.number("inference.slots", _MOST_SLOTS) or _cores_are_full(lines, knobs):
+    if waiting < 0.5 * knobs.number("inference.slots", MOST_SLOTS) or _cores_are_full(lines, knobs):
         return None
     return (
         f"generation is bound by its slots: {used:.0%} are in use and {waiting:.0f} samples wait, while "
         f"training works {works(lines):.0%} of the time",
-        knobs.scale("inference.slots", 2) or knobs.set("inference.slots", 2 * _MOST_SLOTS),
+        knobs.scale("inference.slots", 2) or knobs.set("inference.slots", 2 * MOST_SLOTS),
         knobs.add("inference.replicas", 1),
     )
 
@@ -613,7 +612,7 @@ def _kv_bound(lines: _Lines, knobs: _Knobs) -> _Said | None:
     # With equal shares, the memory is not what leaves slots empty.
     if used > 0.75 or memory < max(0.7, 1.2 * used):
         return None
-    if waiting < 0.25 * knobs.number("inference.slots", _MOST_SLOTS):
+    if waiting < 0.25 * knobs.number("inference.slots", MOST_SLOTS):
         return None
     return (
         f"generation is bound by memory for keys and values: {memory:.0%} of it is in use, so {waiting:.0f} "

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from stretto.testing.simulation import Forecast, ServiceTimes
 
 _ENGINES = {"inference": ("torch", "mock"), "training": ("torch", "mock")}
-_MOST_SLOTS = 128
-"""Slots of the engine `torch`, if the run file has no number."""
 _STALENESS = (0, 1, 2, 4, 8)
 _WORTH = 1.1
-"""A value is recommended if it makes a run so many times as fast: forecasts are not better than that."""
+"""A value is recommended if it makes a run at least 1.1 times as fast: forecasts are not better than that."""
 
 
 def plan(
@@ -52,7 +50,7 @@ def plan(
     _expect_known_engines(run)
     number = cores or len(os.sched_getaffinity(0))
     service = _service_times(file, overrides or (), run, times, number)
-    planner = _Planner(_with_slots(run), service, number)
+    planner = _Planner(run, service, number)
     base = planner.forecast({})
     titles = (
         f"{'s/step':>8} {'tokens/s':>9} {'speed':>6} {'age':>5} {'engine':>7} {'trainer':>8} {'cores':>6}"
@@ -63,7 +61,7 @@ def plan(
         best = planner.search()
         for eta in _STALENESS:
             if eta != run["queue"]["max_staleness"]:
-                planner.show(f"queue.max_staleness={eta}", planner.forecast({"queue__max_staleness": eta}))
+                planner.show(f"queue.max_staleness={eta}", planner.forecast({"queue.max_staleness": eta}))
         typer.echo(planner.advice(best))
     hours = base.step_s * run["steps"] / 3600
     typer.echo(
@@ -88,17 +86,6 @@ def _expect_known_engines(run: Mapping[str, Any]) -> None:
             )
 
 
-def _with_slots(run: dict[str, Any]) -> dict[str, Any]:
-    """Return a run file with the slots that the engine chooses."""
-    inference = run["inference"]
-    if inference.get("slots") is not None:
-        return run
-    queue = run["queue"]
-    flying = (queue["max_staleness"] + 1) * queue["batch_size"] * run["algorithm"].get("group_size", 1)
-    slots = 32 if inference.get("deterministic") else min(_MOST_SLOTS, -(-flying // inference["replicas"]))
-    return {**run, "inference": {**inference, "slots": slots}}
-
-
 def _service_times(
     file: Path, overrides: Sequence[str], run: dict[str, Any], kept: Path | None, cores: int
 ) -> ServiceTimes:
@@ -111,22 +98,16 @@ def _service_times(
     if kept is not None and kept.exists():
         return msgspec.json.decode(kept.read_bytes(), type=ServiceTimes)
     typer.echo("measuring: the run itself, for some steps")
-    given = _with_slots(run)
-    one = measure(file, overrides, given)
+    one = measure(file, overrides)
     other = None
     if run["inference"]["use"] != "mock":
-        slots, batch = max(8, given["inference"]["slots"] // 4), max(1, run["queue"]["batch_size"] // 2)
+        slots, batch = max(8, run["inference"]["slots"] // 4), max(1, run["queue"]["batch_size"] // 2)
         typer.echo(f"measuring: with {slots} slots and batches of {batch}")
         fewer = (
             *(f"inference.slots={slots}", f"queue.batch_size={batch}"),
             *("queue.max_staleness=0", "samples.keep=all"),
         )
-        other_run = {
-            **given,
-            "inference": {**given["inference"], "slots": slots},
-            "queue": {**given["queue"], "batch_size": batch, "max_staleness": 0},
-        }
-        other = measure(file, [*overrides, *fewer], other_run)
+        other = measure(file, [*overrides, *fewer])
     found = fit(one, other, cores)
     if kept is not None:
         kept.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
@@ -143,13 +124,13 @@ class _Planner:
         self._computes = run["inference"]["use"] != "mock"
 
     def forecast(self, numbers: Mapping[str, Any]) -> Forecast:
-        """Return the forecast with other values, by key with `__` for the dot."""
+        """Return the forecast with other values, by their keys."""
         from stretto.testing.simulation import forecast
-        from stretto_plan.fitting import simulated
+        from stretto_plan.fitting import shortened
 
         key = tuple(sorted(numbers.items()))
         if key not in self._known:
-            document = simulated(self._run, **numbers)
+            document = shortened(self._run, numbers)
             self._known[key] = forecast(document, self._times, cores=self._cores, computes=self._computes)
         return self._known[key]
 
@@ -191,9 +172,9 @@ class _Planner:
     def _options(self) -> Iterator[tuple[str, list[int]]]:
         slots = self._run["inference"]["slots"]
         concurrency = self._run["rollout"]["concurrency"]
-        yield "inference__slots", [2 * slots, max(1, slots // 2)]
-        yield "rollout__concurrency", [2 * concurrency]
+        yield "inference.slots", [2 * slots, max(1, slots // 2)]
+        yield "rollout.concurrency", [2 * concurrency]
 
 
 def _text(numbers: Mapping[str, Any]) -> str:
-    return " ".join(f"{key.replace('__', '.')}={value}" for key, value in numbers.items())
+    return " ".join(f"{key}={value}" for key, value in numbers.items())

@@ -18,17 +18,17 @@ _GUESS_S = 5e-5
 """A callback, and a message, before anything is known of the machine."""
 
 
-def simulated(run: Mapping[str, Any], **numbers: Any) -> dict[str, Any]:
+def shortened(run: Mapping[str, Any], numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a run file of a short simulated run.
 
     Args:
-        numbers: values of keys, with `__` for the dot.
+        numbers: values that replace those of the run file, by their keys, such as `inference.slots`.
     """
     checkpoint = {**run["checkpoint"], "every": 0}
     changed: dict[str, Any] = {**run, "steps": STEPS, "checkpoint": checkpoint}
     changed.pop("evaluation", None)
-    for key, value in numbers.items():
-        section, _, name = key.partition("__")
+    for key, value in (numbers or {}).items():
+        section, _, name = key.partition(".")
         changed[section] = {**changed[section], name: value}
     return changed
 
@@ -54,7 +54,7 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
     decode_s = one.processor_s["inference"] - used["inference"], other.generate_s
     train_s = one.processor_s["trainer"] - used["trainer"], other.train_s
     with_samples = one if one.lengths else other
-    tokens = (each.trained_tokens * with_samples.tokens_per_sampled for each in (one, other))
+    tokens = (each.sampled_tokens * with_samples.tokens_per_sampled for each in (one, other))
     base_s, token_s = _line(*zip(tokens, train_s, strict=True))
     # A guess: a step with all slots costs twice one without samples.
     per_token = decode_s[0] / one.sampled_tokens
@@ -73,7 +73,7 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
 
 
 def _forecast(measured: Measured, times: ServiceTimes, cores: int, *, computes: bool) -> Forecast:
-    return forecast(simulated(measured.run), times, cores=cores, computes=computes)
+    return forecast(shortened(measured.run), times, cores=cores, computes=computes)
 
 
 def _overhead(times: ServiceTimes, used_s: Mapping[str, float], seen: Forecast) -> ServiceTimes:

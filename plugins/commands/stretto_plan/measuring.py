@@ -17,6 +17,7 @@ import psutil
 
 from stretto.errors import RunError
 from stretto.run_folder import RunFolder, SampleFilter
+from stretto.testing.simulation import composed
 
 _FIRST = 6
 """Steps before the measurement: the queue fills, and libraries warm up."""
@@ -39,9 +40,8 @@ class Measured:
     staleness: float
     processor_s: dict[str, float]
     """Role -> processor seconds in a step."""
-    trained_tokens: float
-    """In a step."""
     sampled_tokens: float
+    """In a step."""
     generate_s: float
     """Seconds in a step in which an engine works."""
     train_s: float
@@ -59,16 +59,17 @@ class _Reading:
     processor_s: dict[str, float] = field(default_factory=dict[str, float])
 
 
-def measure(file: Path, overrides: Sequence[str], run: Mapping[str, Any]) -> Measured:
+def measure(file: Path, overrides: Sequence[str]) -> Measured:
     """Run a run file for some steps, and return what they cost.
 
     Args:
         overrides: values of the run file's keys.
-        run: the run file with these values.
 
     Raises:
+        ConfigError: if it cannot be composed.
         RunError: if the run ends before enough steps are trained.
     """
+    run = composed(file, overrides)
     with tempfile.TemporaryDirectory(prefix="stretto-plan-") as folder:
         out = Path(folder, "run")
         fixed = (f"out={out}", f"steps={_FIRST + _MOST + 2}", "evaluation=null", "checkpoint.every=0")
@@ -142,7 +143,6 @@ def _role_of(process: psutil.Process, kernel: int) -> str:
 def _read(run: Mapping[str, Any], folder: RunFolder, first: _Reading, last: _Reading) -> Measured:
     steps = last.step - first.step
     lines = [line for line in folder.steps if first.step < line["step"] <= last.step]
-    samples = run["queue"]["batch_size"] * run["algorithm"].get("group_size", 1)
     rows = folder.samples.find(SampleFilter(purpose="train"), limit=None, texts=False)
     kept = [row for row in rows[:: 1 + len(rows) // _MOST_LENGTHS] if row.get("sampled")]
     return Measured(
@@ -153,8 +153,7 @@ def _read(run: Mapping[str, Any], folder: RunFolder, first: _Reading, last: _Rea
             role: (seconds - first.processor_s.get(role, 0.0)) / steps
             for role, seconds in last.processor_s.items()
         },
-        trained_tokens=statistics.mean(line["step_tokens_per_s"] * line["step_s"] for line in lines),
-        sampled_tokens=samples * statistics.mean(line["length"] for line in lines),
+        sampled_tokens=statistics.mean(line["tokens"] for line in lines),
         generate_s=statistics.mean(line["generate_busy_s"] for line in lines),
         train_s=statistics.mean(line["train_s"] for line in lines),
         lengths=tuple(row["sampled"] for row in kept),

@@ -30,7 +30,7 @@ _MOST_STEPS = 8
 _EMIT_S = 0.02
 """Time between two messages of an engine that decodes in steps, unless it has no more to do."""
 _REFILL = 8
-"""An engine that decodes in steps lets new samples in when one slot in so many is free, as `torch` does."""
+"""An engine that decodes in steps lets new samples in when one slot in 8 is free, as `torch` does."""
 _NO_LIMIT = 2**31  # without a model, every token is in the vocabulary and every length is possible
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
+from stretto.engine import FEW_SLOTS, slots_for
 from stretto.errors import ConfigError, EngineError
 from stretto.models.finite import not_finite
 from stretto.training.device import compute_device
@@ -37,9 +38,7 @@ log = structlog.get_logger(__name__)
 
 # Longest slot if the config does not set `context_length`.
 _LONGEST = 4096
-# Slots of a run file without a number, and the share of the device's memory that the keys and values of more
-# than a few may take.
-_FEW_SLOTS, _MANY_SLOTS = 32, 128
+# Share of the device's memory that the keys and values of more than a few slots may take.
 _CACHE_SHARE = 1 / 8
 # Root mean square of the difference of logits, relative to their standard deviation, that rounding can
 # explain; about 1e-6 and 1e-2 are usual. A wrong decoder differs by tenths, or by 1e-3 on an untrained model.
@@ -130,14 +129,11 @@ def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
 
 def _slots_for(model: Any, config: TorchInferenceConfig, length: int, samples_in_flight: int) -> int:
     """Return the number of slots of a run file without one."""
-    # The bits of a deterministic engine must not depend on the memory of a machine.
-    if config.deterministic or not samples_in_flight:
-        return _FEW_SLOTS
-    slots = min(samples_in_flight, _MANY_SLOTS)
+    slots = slots_for(samples_in_flight, deterministic=config.deterministic)
     if config.cache_gb is None:
         bytes_of_a_sample = length * _bytes_of_a_token(model)
-        while slots > _FEW_SLOTS and slots * bytes_of_a_sample > _memory(model.device) * _CACHE_SHARE:
-            slots = max(_FEW_SLOTS, slots // 2)
+        while slots > FEW_SLOTS and slots * bytes_of_a_sample > _memory(model.device) * _CACHE_SHARE:
+            slots = max(FEW_SLOTS, slots // 2)
     return slots
 
 

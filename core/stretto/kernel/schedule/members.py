@@ -109,7 +109,7 @@ class Failures(msgspec.Struct):
         self.give_up(group.prompt, len(group.missing))
 
     def give_up(self, prompt: int, samples: int) -> None:
-        """Count samples that are not trained, whose prompt has so many tokens."""
+        """Count samples that are not trained, whose prompts have `prompt` tokens."""
         for _ in range(samples):
             self.prompts.failed.add(prompt)
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import msgspec
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
+from stretto.engine import slots_for
 from stretto.errors import RunError
 from stretto.testing.simulation import patches, processes
 from stretto.testing.simulation.faults import Tape
@@ -27,7 +29,7 @@ from stretto.testing.simulation.server import SimulatedServer
 from stretto.testing.simulation.universe import Universe
 
 _SKIPPED = 3
-"""One step in so many is of the beginning, in which the queue fills, and does not count."""
+"""The first third of the steps does not count, because the queue fills."""
 _ON_ITS_WAY_S = 0.0001
 """What a message needs within a machine, and a thread until it runs."""
 
@@ -75,12 +77,19 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def composed(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a run file with all its keys and absolute paths, as `forecast` takes it.
+    """Return a run file with all its keys and absolute paths, as `forecast` takes it. If it leaves the number
+    of slots to the engine, it has the engine's number.
 
     Raises:
         ConfigError: if it cannot be composed.
     """
-    return dict(compose(file, overrides).document)
+    run = compose(file, overrides)
+    document, inference = dict(run.document), run.document["inference"]
+    if inference.get("slots", 0) is None:
+        flying = Assembly(run, folder="").samples_in_flight
+        slots = slots_for(flying, deterministic=inference["deterministic"])
+        document["inference"] = {**inference, "slots": slots}
+    return document
 
 
 def forecast(run: Mapping[str, Any], times: ServiceTimes, *, cores: int, computes: bool) -> Forecast:
@@ -143,7 +152,6 @@ class _FaultlessUniverse(Universe):
         self, run: Mapping[str, Any], folder: Path, times: ServiceTimes, cores: int, *, computes: bool
     ) -> None:
         super().__init__(Tape(seed=1, run=dict(run), faults=()), folder)
-        self._samples_of_a_step = run["queue"]["batch_size"] * run["algorithm"].get("group_size", 1)
         self._host = self.loop.host = Host(
             self.loop,
             cores,
@@ -180,15 +188,15 @@ class _FaultlessUniverse(Universe):
         lines = [line for each in file.open() if "step_s" in (line := msgspec.json.decode(each))]
         first, steady = lines[len(lines) // _SKIPPED - 1], lines[len(lines) // _SKIPPED :]
         seconds, whole_s = steady[-1]["time"] - first["time"], self.loop.time() - self._began
-        trained = sum(line["step_tokens_per_s"] * line["step_s"] for line in steady)
+        tokens = sum(line["tokens"] for line in steady)
         return Forecast(
             step_s=seconds / len(steady),
-            tokens_per_s=trained / seconds,
+            tokens_per_s=tokens / seconds,
             mean_staleness=statistics.mean(line["staleness"] for line in steady),
             max_staleness=max(line.get("staleness_max", line["staleness"]) for line in steady),
             cores={role: used / whole_s for role, used in sorted(self._host.used.items())},
             engine_s=self._host.computed_s["inference"] / len(lines),
-            sampled_tokens=statistics.mean(line["length"] * self._samples_of_a_step for line in steady),
+            sampled_tokens=tokens / len(steady),
             callbacks={role: number / len(lines) for role, number in self._host.callbacks.items()},
             engine_busy=sum(line["generate_busy_s"] for line in steady) / seconds,
             train_share=sum(line["train_s"] for line in steady) / seconds,

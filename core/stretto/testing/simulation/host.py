@@ -1,8 +1,8 @@
 """The processor cores that the processes of a simulated machine share.
 
 Without a host, what processes do takes no processor time. With one, each callback of a process and each
-message of the server takes its time, engines compute, and all of them together have so many cores: if more
-want to run, each is slower.
+message of the server takes its time, engines compute, and all of them share the cores: if more want to run
+than there are, each is slower.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from stretto.testing.simulation.loop import SimulatedThread
+
 if TYPE_CHECKING:
-    from stretto.testing.simulation.loop import SimulatedLoop, SimulatedThread
+    from stretto.testing.simulation.loop import SimulatedLoop
 
 _QUANTUM_S = 0.0005
-"""A thread that has so much work behind it takes the time for it, at once."""
+"""A thread takes the time for its work at once, when it has so much behind it."""
 _SLICE_S = 0.004
 """After so much work of a computation, look again how many others want to run."""
 
@@ -52,7 +54,7 @@ class Host:
         self.training_threads = training_threads
         self._running = 0
         """Threads that want a core now."""
-        self._server_s = 0.0
+        self._server = SimulatedThread("nats-server", None)
         self.used: defaultdict[str, float] = defaultdict(float)
         """Role or `nats-server` -> processor seconds so far."""
         self.computed_s: defaultdict[str, float] = defaultdict(float)
@@ -63,36 +65,32 @@ class Host:
 
     def ran(self, thread: SimulatedThread) -> None:
         """A thread has run a callback."""
-        if thread.process is None:
-            return
-        role = thread.process.name.partition("-")[0]
+        if thread.process is not None:
+            role = thread.process.name.partition("-")[0]
+            self._count(thread, role, self._callback_s.get(role, 0.0))
+
+    def carried(self, *message: object) -> None:
+        """The server has carried a message."""
+        del message
+        self._count(self._server, "nats-server", self._message_s)
+
+    def _count(self, thread: SimulatedThread, role: str, seconds: float) -> None:
         self.callbacks[role] += 1
-        seconds = self._callback_s.get(role, 0.0)
         self.used[role] += seconds
         thread.debt_s += seconds
         if thread.debt_s >= _QUANTUM_S:
             thread.blocked_until = self._loop.time() + self._occupy(thread.debt_s)
             thread.debt_s = 0.0
 
-    def carried(self, *message: object) -> None:
-        """The server has carried a message."""
-        del message
-        self.callbacks["nats-server"] += 1
-        self.used["nats-server"] += self._message_s
-        self._server_s += self._message_s
-        if self._server_s >= _QUANTUM_S:
-            self._occupy(self._server_s)
-            self._server_s = 0.0
-
     def compute(self, seconds: float, done: Callable[[], None], role: str, threads: int = 1) -> None:
-        """Take so many processor seconds, of several cores at once, then call `done`."""
+        """Take processor seconds, of several cores at once, then call `done`."""
         self.used[role] += seconds
         self.computed_s[role] += seconds
         self._running += threads
         self._slice(seconds / threads, done, threads)
 
     async def computed(self, seconds: float, role: str, threads: int = 1) -> None:
-        """Take so many processor seconds, and wait for their end."""
+        """Take processor seconds, and wait for their end."""
         over = anyio.Event()
         self.compute(seconds, over.set, role, threads)
         await over.wait()
