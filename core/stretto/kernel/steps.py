@@ -11,10 +11,9 @@ from anyio.abc import TaskGroup
 from stretto import tracing
 from stretto.bus.messages.events import BatchesReleased, Input, StepMeasured, StepTrained, VersionPublished
 from stretto.bus.messages.training import RowRef
-from stretto.errors import one_error
 from stretto.kernel.calls.engine_errors import EngineErrors
 from stretto.kernel.calls.engines import Engines
-from stretto.kernel.calls.trainers import StepResult, Trainers
+from stretto.kernel.calls.trainers import StepResult, Trainers, one_job
 from stretto.kernel.contexts import StepTrace, TraceContexts
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter
@@ -154,10 +153,9 @@ class Steps:
 
         result = await self._trainers.step(self._journal.incarnation, start.version, rows, ahead, trace)
         await self._engines.announced(start.version)
-        with one_error():
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ask_engines)
-                await self._trainers.end(start.version, needed, trace)
+        async with one_job() as tasks:
+            tasks.start_soon(ask_engines)
+            await self._trainers.end(start.version, needed, trace)
         return result, figures[0]
 
     async def _note(self, note: WeightsNote) -> None:

@@ -6,8 +6,8 @@ of different groups run at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import anyio
 import msgspec
+from anyio.abc import TaskGroup
 
 from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.base import clock
@@ -93,6 +94,16 @@ class StepResult:
             total += max(0.0, each.end_s - max(each.start_s, covered))
             covered = max(covered, each.end_s)
         return total
+
+
+@asynccontextmanager
+async def one_job() -> AsyncGenerator[TaskGroup]:
+    """Yield a task group for the parts of one job. Raise the first error as itself, and the cancellation also
+    if it came when the block had just ended: anyio then ends a group as if its cancelled tasks were done."""
+    with one_error():
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    await anyio.lowlevel.checkpoint_if_cancelled()
 
 
 class Trainers:
@@ -192,10 +203,9 @@ class Trainers:
             self._lease_epoch, incarnation, version, "", rows, trace.span.traceparent, tuple(trace.tickets)
         )
         step = _Step(self, request, ahead)
-        with one_error():
-            async with anyio.create_task_group() as tasks:
-                for group in self.placement.groups.values():
-                    tasks.start_soon(step.run_group, group)
+        async with one_job() as tasks:
+            for group in self.placement.groups.values():
+                tasks.start_soon(step.run_group, group)
         divergence = step.statistics.pop("divergence", None)
         return StepResult(step.statistics, step.times, version + 1, step.began, divergence)
 
@@ -262,10 +272,9 @@ class Trainers:
         async def ask(group: WorkerGroup) -> None:
             answers.append(await self.ask(group, verb, message, answer))
 
-        with one_error():
-            async with anyio.create_task_group() as tasks:
-                for group in self.placement.groups.values():
-                    tasks.start_soon(ask, group)
+        async with one_job() as tasks:
+            for group in self.placement.groups.values():
+                tasks.start_soon(ask, group)
         return answers
 
 
