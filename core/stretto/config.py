@@ -89,15 +89,19 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Held-out evaluation at version 0, at every multiple of `every`, and at the last version.
 
-    Each evaluation samples from exactly one version. With several inference engines, training continues
-    during the evaluations before the last. With a single one, the evaluation takes it, and training waits."""
+    Each evaluation samples from exactly one version. During the evaluations before the last, training
+    continues if evaluations have an engine of their own, or if there are several engines. Otherwise the
+    evaluation takes the engine in turns, and training waits."""
 
     dataset: DatasetConfig
     """Dataset of held-out rows."""
     every: NonNegativeInt = 0
-    """Number of versions between two evaluations. 0 evaluates the first and the last version only. With one
-    inference engine, training waits during each evaluation: `wait/evaluation_s` in `metrics.jsonl` says how
-    long."""
+    """Number of versions between two evaluations. 0 evaluates the first and the last version only."""
+    own_engine: bool | None = None
+    """Give evaluations an inference worker of their own, with a second copy of the model. On processors it
+    computes with low priority, so training loses little. Null: yes if the run has one engine, of a kind that
+    starts in a moment, on processors of the local launcher, and memory has room. `stretto check` says what
+    the run does. Without one, `wait/evaluation_s` in `metrics.jsonl` says how long training waits."""
     rows: PositiveInt | None = None
     """Number of rows to use, from the first row on; default all rows."""
     samples: PositiveInt = 1

@@ -139,6 +139,9 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     """What to do with requests in flight at a weight swap. `keep_cache` continues with their existing KV
     cache. `recompute` computes the KV cache again with the new weights, so that every logprob is exactly that
     of its version."""
+    may_be_doubled: ClassVar[bool] = False
+    """Whether evaluations may get an engine of their own without being asked: it starts in a moment, and on
+    processors it takes little besides the memory for a second copy of the model."""
     sends_kept_tokens: ClassVar[bool] = False
     """Whether the engine sends `Chunk.kept`, and reports logprobs of the distribution that it really draws
     from, also under `logit_bias`."""

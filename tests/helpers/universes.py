@@ -19,6 +19,7 @@ def small(seed: int, faults: int | None = None) -> Tape:
     """One rollout worker, two engines, one verifier, one trainer; 40 groups."""
     rng = Random(f"small {seed}")
     run = _run(rng, steps=10, engines=2, rollouts=1, verifiers=1) | _workflow(f"small {seed}")
+    _give_own_engine(run, f"small {seed}")
     return _tape(small, seed, run, draw(rng, _number(rng, faults), 7.5))
 
 
@@ -27,6 +28,7 @@ def large(seed: int, faults: int | None = None) -> Tape:
     rng = Random(f"large {seed}")
     run = _run(rng, steps=25, engines=3, rollouts=2, verifiers=2) | _workflow(f"large {seed}")
     run["queue"]["batch_size"] = 8
+    _give_own_engine(run, f"large {seed}")
     return _tape(large, seed, run, draw(rng, _number(rng, faults), 18.0))
 
 
@@ -52,6 +54,13 @@ def _workflow(name: str) -> dict[str, Any]:
         return {}
     environment = "stretto.testing.simulation.plugin:guessing"
     return {"workflow": {"use": "multi_turn", "environment": environment, "max_turns": 3}}
+
+
+def _give_own_engine(run: dict[str, Any], name: str) -> None:
+    """Give the evaluations of half of the universes one of the engines for themselves."""
+    if "evaluation" in run and Random(f"engine {name}").random() < 0.5:
+        run["evaluation"]["own_engine"] = True
+        run["inference"]["replicas"] -= 1
 
 
 def _number(rng: Random, faults: int | None) -> int:

@@ -45,6 +45,19 @@ def test_the_one_that_is_lent_stays_so_until_it_is_lost() -> None:
     assert lending.lent == {"a"}
 
 
+def test_beside_training_only_the_engine_for_evaluations_is_lent() -> None:
+    lending, own = Lending(30), frozenset({"e"})
+    for workers in (training("a"), training("a", "b")):
+        assert lending.choose(Demand(10, (10, 20)), workers, 0, own) == math.inf
+        assert lending.lent == own
+        lending.choose(Demand(10, (10,), resting=True), workers, 1, own)
+        assert lending.lent == workers.keys() | own
+        lending.choose(BESIDE, workers, 2, frozenset())  # it is starting again, and the evaluation waits
+        assert lending.lent == frozenset()
+        lending.choose(Demand(), workers, 3, own)
+        assert lending.lent == frozenset()
+
+
 def test_a_single_engine_takes_turns_and_begins_with_the_evaluation() -> None:
     lending = Lending(30)
     lent: list[tuple[float, bool]] = []

@@ -88,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.integers(1, 9),
         evaluation_rows=st.integers(0, 2),
         evaluation_every=st.integers(0, 2),
+        evaluation_pace=st.sampled_from([0.0, 0.3, 2.0]),
         max_divergence=st.sampled_from([None, 0.01]),
     )
     def begin(
@@ -99,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows: int,
         evaluation_rows: int,
         evaluation_every: int,
+        evaluation_pace: float,
         max_divergence: float | None,
     ) -> None:
         self.settings = SchedulerSettings(
@@ -111,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_failures=1000,
             evaluation_rows=evaluation_rows,
             evaluation_every=evaluation_every,
+            evaluation_pace=evaluation_pace,
             max_divergence=max_divergence,
             variants={"a": 1.0, "b": 3.0},
         )
@@ -1001,6 +1004,45 @@ def test_a_finished_row_of_an_evaluation_is_not_asked_for_again() -> None:
     assert left.id == tickets[0].id
     again.group_done(done(left, 0))
     assert again.evaluation.results[-1].samples == 3
+
+
+def test_the_rows_of_an_evaluation_beside_training_begin_as_groups_of_training_end() -> None:
+    """128 together for every two groups here, and all that are left when training rests."""
+    settings = SchedulerSettings(3, 2, 1, 9, evaluation_rows=500, evaluation_every=9, evaluation_pace=64.0)
+    scheduler = Scheduler(settings)
+    training: list[Ticket] = []
+
+    def begun() -> list[int]:
+        tickets = [each.ticket for each in scheduler.commands() if isinstance(each, Issue)]
+        training.extend(ticket for ticket in tickets if ticket.purpose == "train")
+        return [ticket.row for ticket in tickets if ticket.purpose == "eval"]
+
+    def finish_groups() -> list[int]:
+        """Finish the two newest groups."""
+        scheduler.group_done(done(training[-2], training[-2].min_version))
+        assert begun() == []
+        scheduler.group_done(done(training[-1], training[-1].min_version))
+        return begun()
+
+    scheduler.start()
+    assert begun() == []
+    assert finish_groups() == [*range(128)]
+    again = Scheduler(settings)
+    again.restore(scheduler.snapshot())
+    again.owned(1000)
+    again.start()  # the rows that have begun begin again, and no other
+    assert [ticket.row for ticket in issued(again) if ticket.purpose == "eval"] == [*range(128)]
+    scheduler.worker_gone("a", drained=False)  # they may have been on their way to it
+    assert begun() == [*range(128)]
+    training[:] = training[:2]
+    assert finish_groups() == [*range(128, 256)]
+    scheduler.step_finished()
+    begun()
+    assert finish_groups() == [*range(256, 384)]
+    scheduler.step_finished()
+    assert begun() == []
+    scheduler.step_finished()  # the last one: nothing is left to train
+    assert begun() == [*range(384, 500)]
 
 
 def test_a_run_that_evaluates_no_more_does_not_wait_for_the_evaluations_of_its_former_values() -> None:

@@ -27,6 +27,7 @@ from processes import arguments_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
+from stretto.records.timeline import StepSpan, SwapSpan, read_timeline
 from worlds import in_both_worlds, in_simulation, module_in_both_worlds
 
 # ------------------------------------------------------------------------------------- it works
@@ -62,6 +63,26 @@ def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Star
     for path in (run.folder, *run.folder.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path  # nobody else can read it
     assert "step=8" in run.text()  # one line a step in a pipe
+
+
+@in_both_worlds
+def test_training_keeps_its_engine_while_evaluations_have_their_own(start: Start, tmp_path: Path) -> None:
+    evaluation = (f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}", "evaluation.every=4")
+    slow = "training.seconds_per_step=0.5"  # so that none holds training back
+    run = start("steps=12", slow, *evaluation, "evaluation.own_engine=true")
+    run.until_step(2)
+    run.worker("inference-evaluation").kill()  # it starts again, and the evaluation waits for it
+    summary = run.assert_completed(12)
+    assert [(point["version"], point["samples"]) for point in summary["evaluation"]] == [
+        *((0, 40), (4, 40), (8, 40), (12, 40))
+    ]
+    assert summary["restarts"] == 1
+    events = list(read_timeline(run.folder))
+    lent = [event for event in events if isinstance(event, SwapSpan) and event.exact]
+    end = max(event.time for event in events if isinstance(event, StepSpan))
+    assert all(event.start > end for event in lent if event.worker == "inference-0")
+    assert {event.version for event in lent if event.worker == "inference-evaluation"} >= {4, 8}
+    run.assert_audit_is_clean()
 
 
 @in_both_worlds

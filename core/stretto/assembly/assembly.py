@@ -6,6 +6,7 @@ makes its own from the configuration that the kernel sends.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from copy import copy
@@ -16,19 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from stretto.algorithm import Algorithm
 from stretto.assembly.compose import Composed
 from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import Placement, group_of_worker, sections
 from stretto.assembly.variants import run_of_variant
-from stretto.assembly.worker_numbers import NUMBER_KEYS, WorkerNumbers
+from stretto.assembly.worker_numbers import EVALUATOR, NUMBER_KEYS, WorkerNumbers
 from stretto.component import Context
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, offer
 from stretto.launcher import Job, Resources, Role, thread_variables
+from stretto.models.files import folder_of_model, shapes_in
 
 _KERNEL = "kernel"
+_ROWS_PER_GROUP, _IN_TIME = 0.4, 0.8
+"""Rows of an evaluation for each group of training. A row costs the processor up to 0.4 of a group. And an
+evaluation is over in this share of the time until the next one is due."""
+_COPIES = 8
+"""So many copies of a model in float32 has a run with an engine for evaluations: the trainer's parameters,
+gradients and two of AdamW, those of two engines, and what they keep beside them."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ class Assembly:
         self, composed: Composed, *, folder: str | Path | None = None, run: str = "", worker: str = _KERNEL
     ) -> None:
         path = self.folder = _new_folder(composed.config) if folder is None else Path(folder)
+        composed = _decided(composed) if folder is None else composed
         self.numbers = WorkerNumbers(composed, path if worker == _KERNEL else None)
         self.composed = composed.with_numbers(self.numbers.in_force())
         self.context = Context(
@@ -144,12 +154,37 @@ class Assembly:
             for group in self.placement.groups.values()
             for rank, name in enumerate(group.workers)
         ]
-        return trainers + [
-            Worker(name, role, self.resources_of(name))
-            for role, is_needed in roles.items()
-            if is_needed
-            for name in (f"{role}-{index}" for index in range(self.composed.section(NUMBER_KEYS[role])))
+        evaluator = [Worker(EVALUATOR, "inference", self.config.inference)] if self.has_evaluator else []
+        return [
+            *trainers,
+            *(
+                Worker(name, role, self.resources_of(name))
+                for role, is_needed in roles.items()
+                if is_needed
+                for name in (f"{role}-{index}" for index in range(self.composed.section(NUMBER_KEYS[role])))
+            ),
+            *evaluator,
         ]
+
+    @cached_property
+    def has_evaluator(self) -> bool:
+        """Whether the run has an inference worker for evaluations alone, which samples while others train."""
+        evaluation = self.config.evaluation
+        is_wanted = evaluation is not None and bool(evaluation.own_engine)
+        return is_wanted and bool(self.config.steps) and self.graph.samples
+
+    def evaluation_pace(self, rows: int) -> float:
+        """Return how many of an evaluation's rows begin for each group of training that ends: a few, so that
+        training loses little, or as many as are needed to finish before the next evaluation is due. 0: all
+        begin at once, because the engine that they get is away from training.
+
+        Args:
+            rows: number of an evaluation's rows.
+        """
+        if not self.has_evaluator or self.config.evaluation is None:
+            return 0.0
+        groups = self.config.evaluation.every * self.config.queue.batch_size
+        return max(_ROWS_PER_GROUP, rows / (groups * _IN_TIME)) if groups else _ROWS_PER_GROUP
 
     def resources_of(self, worker: str) -> Resources:
         """Return the resources of a worker's process.
@@ -186,6 +221,26 @@ class Assembly:
         variant = copy(self)
         variant.composed = run_of_variant(self.composed, name)
         return variant
+
+
+def _decided(composed: Composed) -> Composed:
+    """Return a new run with the values that depend on the machine on which it begins."""
+    evaluation = composed.config.evaluation
+    if evaluation is None or evaluation.own_engine is not None:
+        return composed
+    return composed.with_value("evaluation.own_engine", _has_room(composed.config))
+
+
+def _has_room(config: RunConfig) -> bool:
+    """Return whether an engine for evaluations costs a run little: the run has one engine, on processors of
+    this machine, and half of the memory holds all copies of the model."""
+    section = config.inference
+    is_alone = section.replicas == 1 and config.elastic.inference is None and config.launcher.use == "local"
+    folder = folder_of_model(config.model)
+    if not section.may_be_doubled or section.gpus or not is_alone or folder is None:
+        return False
+    parameters = sum(math.prod(shape) for shape in shapes_in(folder).values())
+    return 0 < parameters * 4 * _COPIES <= psutil.virtual_memory().total / 2
 
 
 def _new_folder(config: RunConfig) -> Path:

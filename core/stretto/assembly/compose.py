@@ -81,6 +81,15 @@ class Composed:
 
         return replace(self, config=config, place=place)
 
+    def with_value(self, path: str, value: object) -> Composed:
+        """Return the run with another value at a dotted key, also in its document."""
+        *sections, key = path.split(".")
+        document = node = dict(self.document)
+        for section in sections:
+            node[section] = node = dict(node[section])
+        node[key] = value
+        return replace(self, config=_replaced(self.config, [*sections, key], value), document=document)
+
     def make(self, path: str, context: Context, section: Any = None) -> Any:
         """Make the object of the component that the section at `path` chose.
 

@@ -27,6 +27,10 @@ NUMBER_KEYS: dict[Role, str] = {
 """Role -> key of the run file that has its number of workers."""
 
 
+EVALUATOR = "inference-evaluation"
+"""Id of the inference worker that serves evaluations alone, if the run has one."""
+
+
 class _ChangedNumber(msgspec.Struct, frozen=True):
     """A changed number."""
 

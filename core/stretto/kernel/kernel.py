@@ -148,6 +148,7 @@ class Kernel:
             self._contexts,
             waits=setup.waits,
             turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
+            has_evaluator=setup.assembly.has_evaluator,
         )
         self._routes = RouteSender(
             bus, setup.names, setup.fleet, lease_epoch, finish_s=self._config.workflow.timeout_s

@@ -10,7 +10,6 @@ import structlog
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed
 from stretto.assembly.contracts import expect_contract
-from stretto.assembly.dataflow import Graph
 from stretto.assembly.variants import variants_of
 from stretto.bus.listening import url_host
 from stretto.bus.messages.events import RunOwned
@@ -118,7 +117,7 @@ class RunSetup:
     def new_scheduler(self) -> Scheduler:
         """Return a scheduler of the run to which nothing has happened."""
         return Scheduler(
-            _settings(self.composed, self.datasets, self.graph),
+            _settings(self.assembly, self.datasets),
             self.assembly.algorithm.keep,
             curriculum=curriculum_of(self.composed, self.datasets["dataset"]),
             evaluation_source=self.sources.get("evaluation.dataset", _no_source),
@@ -198,10 +197,11 @@ def _no_source(row: int) -> str:
     return ""
 
 
-def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) -> SchedulerSettings:
-    config = composed.config
+def _settings(assembly: Assembly, datasets: dict[str, Dataset]) -> SchedulerSettings:
+    config, graph = assembly.config, assembly.graph
     queue, evaluation = config.queue, config.evaluation
     rows = len(datasets["evaluation.dataset"]) if evaluation else 0
+    rows = min(rows, evaluation.rows or rows) if evaluation else 0
     return SchedulerSettings(
         steps=config.steps,
         batch_size=queue.batch_size,
@@ -215,9 +215,10 @@ def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) ->
         max_filtered=queue.max_filtered or 16 * queue.batch_size,
         shuffle=config.dataset.shuffle,
         seed=config.seed,
-        evaluation_rows=min(rows, evaluation.rows or rows) if evaluation else 0,
+        evaluation_rows=rows,
         evaluation_every=evaluation.every if evaluation else 0,
         evaluation_samples=evaluation.samples if evaluation else 1,
+        evaluation_pace=assembly.evaluation_pace(rows),
         stops_on_collapse=config.on_collapse == "stop",
         variants={name: variant.weight for name, variant in variants_of(config).items()},
     )

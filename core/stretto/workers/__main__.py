@@ -22,6 +22,7 @@ import msgspec
 import structlog
 
 from stretto.assembly.logs import log_to
+from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.bus.server import Bootstrap
 from stretto.errors import leaves
 from stretto.workers.output import limit_output
@@ -29,6 +30,9 @@ from stretto.workers.process import HostProcess
 from stretto.workers.worker import work
 
 log = structlog.get_logger()
+
+_NICE = 10
+"""An evaluation gets the processor time that training and its engine leave, and a tenth of theirs."""
 
 
 def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
@@ -47,6 +51,8 @@ def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
     # Without the run's folder, the log is part of the output, which a launcher collects.
     shows_logs = lock is not None and lock.shows_folder and Path(bootstrap.logs).is_dir()
     file = Path(bootstrap.logs, f"{worker}.jsonl") if shows_logs else None
+    if worker == EVALUATOR:
+        os.nice(_NICE)
     if by_hand:
         bootstrap = msgspec.structs.replace(bootstrap, lock=None)
     log_to(file, console=by_hand or file is None, run=bootstrap.run, role=bootstrap.role, worker=worker)

@@ -32,6 +32,7 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     kind of processor, the number of threads, and the versions of torch and its libraries.
     """
 
+    may_be_doubled: ClassVar[bool] = True
     sends_kept_tokens: ClassVar[bool] = True
 
     slots: PositiveInt | None = None

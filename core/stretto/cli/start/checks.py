@@ -23,6 +23,7 @@ from stretto.assembly.compose import marks_of
 from stretto.assembly.plugins import missing_extra
 from stretto.assembly.sections import kind_of
 from stretto.assembly.variants import own_sections, variants_of
+from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.base.cores import available_cores
 from stretto.base.remote_folder import missing_file_system
 from stretto.bus.listening import is_loopback
@@ -630,7 +631,8 @@ def _thread_problems(assembly: Assembly) -> Iterator[Problem]:
     cores = available_cores()
     threads = Counter({"trainer": 0, "inference": 0})
     for worker in assembly.workers:
-        threads[worker.role] += worker.resources.threads
+        if worker.id != EVALUATOR:  # it leaves the others their time
+            threads[worker.role] += worker.resources.threads
     training, inference = threads["trainer"] if assembly.config.steps else 0, threads["inference"]
     if training + inference > cores:
         yield Problem(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.placement import DEFAULT_GROUP, Placement
 from stretto.assembly.variants import own_sections, variants_of
+from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.cli.start.check_models import path_of
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
@@ -59,7 +60,11 @@ def describe(assembly: Assembly) -> str:
     if config.evaluation is not None:
         every = f", every {config.evaluation.every} versions" if config.evaluation.every else ""
         final = f" and {config.steps}" if config.steps else ""
-        lines.append(f"evaluation version 0{final}{every}")
+        takes_turns = (
+            final and graph.samples and config.inference.replicas == 1 and not assembly.has_evaluator
+        )
+        meanwhile = "; training waits meanwhile" if takes_turns else ""
+        lines.append(f"evaluation version 0{final}{every}{meanwhile}")
     every = f"every {config.checkpoint.every} steps and " if config.checkpoint.every else ""
     lines.append(f"checkpoint {every}at the end, the newest {config.checkpoint.keep} kept")
     lines += _copy_lines(config, placement)
@@ -86,10 +91,13 @@ def _worker_rows(assembly: Assembly) -> Iterator[list[str]]:
     sections = {"inference": "inference", "rollout": "workflow"}
     sections["verifier"] = "reward" if assembly.config.reward is not None else "workflow"
     for role, section in sections.items():
-        members = [worker for worker in assembly.workers if worker.role == role]
+        members = [each for each in assembly.workers if each.role == role and each.id != EVALUATOR]
         if members:
             component = f"{section}: {components[section].name}"
             yield _row(role, len(members), members[0].resources, component)
+    if assembly.has_evaluator:
+        component = f"inference: {components['inference'].name}, for evaluations alone"
+        yield _row("inference", 1, assembly.config.inference, component)
 
 
 def _row(role: str, processes: int, resources: Resources, component: str) -> list[str]:

@@ -31,6 +31,7 @@ import yaml
 
 from stretto.assembly.assembly import Assembly, Worker
 from stretto.assembly.compose import compose
+from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.base.cores import available_cores
 from stretto.base.private_file import write_private
 from stretto.cli.start.checks import faults_and_warnings
@@ -106,7 +107,8 @@ def this_machine() -> Machine:
 def needs_of(assembly: Assembly) -> Needs:
     """Return what a run needs: the threads of its engines, the memory of its processes, its GPUs."""
     every = assembly.workers
-    engines = [worker.resources.threads for worker in every if worker.role in ("trainer", "inference")]
+    computing = [each for each in every if each.role in ("trainer", "inference") and each.id != EVALUATOR]
+    engines = [worker.resources.threads for worker in computing]
     memory_gb = sum(worker.resources.memory_gb or _ASSUMED_GB for worker in every) + _ASSUMED_GB
     return Needs(sum(engines), memory_gb, _gpus_of(every))
 

@@ -1,5 +1,5 @@
 """The kernel's side of the inference workers. It keeps each engine at the newest weights, or at the weights
-of the evaluation that the engine is lent to.
+of the evaluation that the engine is lent to. An evaluator is only lent.
 
 The kernel names an engine to rollout workers only when the engine serves the right weights. The run fails if
 an engine serves other weights than the announced ones. With `inference.canary.on_drift: stop` it also fails
@@ -45,6 +45,7 @@ class Engines:
     Args:
         waits: receives the engines that sample for training.
         turn_s: length of an evaluation's first turn at a single engine, in seconds.
+        has_evaluator: whether the run has an engine for evaluations alone.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Engines:
         *,
         waits: Waits,
         turn_s: float,
+        has_evaluator: bool,
     ) -> None:
         self._bus = bus
         self._names = names
@@ -76,6 +78,7 @@ class Engines:
         self._lending_news = anyio.Event()
         self._numbers = count()
         self._lending = Lending(turn_s)
+        self._has_evaluator = has_evaluator
         self._demand = Demand()
         self._busy: dict[str, float] = {}
         """Seconds of work of each engine, by the nonce of its process, at the last call of `busy_s`."""
@@ -162,7 +165,8 @@ class Engines:
                 for member in self._fleet.of("inference")
                 if not member.leaving
             }
-            again = self._lending.choose(self._demand, workers, now)
+            own = self._fleet.evaluators() if self._has_evaluator else None
+            again = self._lending.choose(self._demand, workers, now, own)
             if self._lending.lent != former:
                 log.info("engines lent", version=self._demand.version, workers=sorted(self._lending.lent))
                 self._notify_engines()
@@ -250,11 +254,11 @@ class Engines:
         them."""
         if member.worker in self._lending.lent and self._demand.version in self.notes:
             return self.notes[self._demand.version], True
-        return (self.note, False) if self.note is not None else None
+        return (self.note, False) if self.note is not None and not member.is_evaluator else None
 
     async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone | None:
         """Ask a worker to swap. Return None if the weights are published again meanwhile."""
-        if exact:  # from now until the next swap, the worker takes no request of training
+        if exact and not member.is_evaluator:  # until the next swap, it takes no request of training
             self._waits.away(member.worker, Cause("evaluation", note.version))
         cause = self._contexts.cause_of_swap(note.version, exact=exact)
         with (

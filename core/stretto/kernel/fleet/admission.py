@@ -11,6 +11,7 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
+from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.bus.client import Bus
 from stretto.bus.joining import own_version
 from stretto.bus.lock import KernelLock
@@ -168,8 +169,9 @@ class Admission:
         return {worker: self._fleet.members[worker].nonce for worker in trainers}
 
     def _missing(self) -> list[str]:
-        """Return the workers that cannot be called yet."""
-        return sorted(worker.id for worker in self._setup.workers if not self._is_callable(worker.id))
+        """Return the workers that cannot be called yet. The evaluator can be when it has an evaluation."""
+        every = (worker.id for worker in self._setup.workers if worker.id != EVALUATOR)
+        return sorted(worker for worker in every if not self._is_callable(worker))
 
     def _is_callable(self, worker: str) -> bool:
         member = self._fleet.members.get(worker)

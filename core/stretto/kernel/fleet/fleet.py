@@ -20,6 +20,7 @@ from anyio.abc import TaskGroup
 
 from stretto.assembly.assembly import Worker
 from stretto.assembly.contracts import expect_contract
+from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.health import sleep_and_measure_delay
@@ -85,6 +86,11 @@ class FleetMember:
     """Why its reward or environment pauses; empty if it does not."""
     has_beaten: bool = False
     """Whether it has sent a heartbeat to this kernel."""
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether it is the inference worker that serves evaluations alone."""
+        return self.worker == EVALUATOR
 
 
 class Fleet:
@@ -319,9 +325,10 @@ class Fleet:
 
     def started(self, role: Role) -> list[str]:
         """Return the workers of a role that the fleet has started and that stay, in the order of their
-        numbers. Workers that were started by hand are not among them."""
-        mine = [worker for worker in self._handles if worker.startswith(f"{role}-")]
-        return sorted((each for each in mine if each not in self._retired), key=number_of)
+        numbers. The evaluator has none, and workers that were started by hand are not among them."""
+        gone = self._retired | {EVALUATOR}
+        mine = [each for each in self._handles if each.startswith(f"{role}-") and each not in gone]
+        return sorted(mine, key=number_of)
 
     def free_ids(self, role: Role, count: int) -> list[str]:
         """Return ids for new workers of a role: the lowest numbers that no worker has."""
@@ -401,8 +408,8 @@ class Fleet:
         if member is None or member.nonce != message.nonce:
             return False
         if member.again and not member.has_beaten:  # what it did for the former kernel does not count
-            busy_s = self._ended_busy.get(member.role, 0.0)
-            self._ended_busy[member.role] = busy_s - message.busy_s
+            if not member.is_evaluator:
+                self._ended_busy[member.role] = self._ended_busy.get(member.role, 0.0) - message.busy_s
             self._ended_tokens -= message.load.generated_tokens if message.load else 0
             self._ended_refused -= message.refused
         member.heard, member.has_beaten = clock.now(), True
@@ -414,7 +421,7 @@ class Fleet:
         if message.leaving and not member.leaving:
             member.leaving = True
             self.on_change(member)
-        if message.load is not None:
+        if message.load is not None and not member.is_evaluator:
             self._loads.append(message.load)
         if message.ready and not member.ready:
             member.ready = True
@@ -489,21 +496,31 @@ class Fleet:
         del self.members[member.worker]
         if member.worker not in self._handles:  # nobody starts it again
             self.starting.pop(member.worker, None)
-        self._ended_busy[member.role] = self._ended_busy.get(member.role, 0.0) + member.busy_s
+        if not member.is_evaluator:
+            self._ended_busy[member.role] = self._ended_busy.get(member.role, 0.0) + member.busy_s
         self._ended_tokens += member.load.generated_tokens if member.load else 0
         self._ended_refused += member.refused
 
     # ----------------------------------------------------------------------------------- figures
 
     def of(self, role: Role) -> list[FleetMember]:
-        """Return the ready members of a role."""
-        return [member for member in self.members.values() if member.role == role and member.ready]
+        """Return the ready members of a role, without the evaluator."""
+        return [
+            member
+            for member in self.members.values()
+            if member.role == role and member.ready and not member.is_evaluator
+        ]
+
+    def evaluators(self) -> frozenset[str]:
+        """Return the evaluator's id, if it is ready and stays."""
+        member = self.members.get(EVALUATOR)
+        return frozenset([EVALUATOR] if member is not None and member.ready and not member.leaving else ())
 
     def busy_s(self, role: Role) -> float:
         """Return the seconds of work of a role since the start: the sum over its workers, including previous
-        ones."""
-        now = sum(member.busy_s for member in self.members.values() if member.role == role)
-        return self._ended_busy.get(role, 0.0) + now
+        ones, without the evaluator."""
+        present = (each for each in self.members.values() if each.role == role and not each.is_evaluator)
+        return self._ended_busy.get(role, 0.0) + sum(each.busy_s for each in present)
 
     def generated_tokens(self) -> int:
         """Return the number of tokens sampled since the start, including those of previous workers."""

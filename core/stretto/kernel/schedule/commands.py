@@ -34,6 +34,8 @@ class SchedulerSettings:
     """Number of rows in a held-out evaluation; 0 turns evaluation off."""
     evaluation_every: int = 0
     evaluation_samples: int = 1
+    evaluation_pace: float = 0.0
+    """Rows of an evaluation that begin for each group of training that ends; 0 begins all at once."""
     stops_on_collapse: bool = False
     """Whether the run ends when its reward has collapsed."""
     variants: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -1,4 +1,9 @@
-"""The rounds of held-out evaluation. A plain class without I/O."""
+"""The rounds of held-out evaluation. A plain class without I/O.
+
+Where evaluations have an engine of their own, the rows of one begin in parts, as groups of training end: each
+costs rollout workers, verifiers and the bus as much as a small group. When training rests, all rows
+begin. Otherwise they begin at once, because the engine that they get is away from training.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,9 @@ from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.tickets import GroupDone
 from stretto.kernel.schedule.commands import Command, EvaluationDone, HeldBack, Retire, SchedulerSettings
 from stretto.kernel.schedule.open_tickets import OpenTicket, OpenTickets
+
+_TOGETHER = 128
+"""Rows that begin together. An engine samples so many at once in little more time than one."""
 
 
 class Round(msgspec.Struct):
@@ -48,6 +56,8 @@ class EvaluationState(msgspec.Struct):
     """Versions to evaluate after the evaluation under way."""
     issued: int = 0
     """Number of tickets so far."""
+    credit: float = 0.0
+    """Rows that may begin, of those that have not; see `SchedulerSettings.evaluation_pace`."""
     held_back: int = 0
     holding_back: bool = False
 
@@ -92,6 +102,9 @@ class EvaluationRounds:
         """Versions to evaluate after the evaluation under way."""
         self._holding_back = False
         self._ids = 0
+        self._waiting: deque[OpenTicket] = deque()
+        """The rows of the evaluation under way that have not begun."""
+        self._credit = 0.0
 
     @property
     def under_way(self) -> int | None:
@@ -118,6 +131,7 @@ class EvaluationRounds:
             open=[msgspec.structs.replace(ticket) for ticket in self.tickets.open.values()],
             due=list(self._due),
             issued=self._ids,
+            credit=self._credit,
             held_back=self.held_back,
             holding_back=self._holding_back,
         )
@@ -159,13 +173,36 @@ class EvaluationRounds:
             self.begin(self._due.popleft())
 
     def begin(self, version: int) -> None:
-        """Begin the evaluation of a version, and issue its tickets."""
-        self._round = Round(version)
+        """Begin the evaluation of a version, and issue its tickets, if all begin at once."""
+        self._round, self._credit = Round(version), 0.0
         for row in range(self._settings.evaluation_rows):
             ticket = OpenTicket(self._ids, row, version, version)
             self._ids += 1
             self.tickets.open[ticket.id] = ticket
-            self.reissue(ticket, "")
+            self._waiting.append(ticket)
+        if not self._settings.evaluation_pace:
+            self.begin_rows(everything=True)
+
+    def grant(self) -> None:
+        """A group of training has ended, so more rows may begin."""
+        if self._waiting:
+            self._credit += self._settings.evaluation_pace
+
+    def begin_rows(self, *, everything: bool) -> None:
+        """Issue the tickets of the rows that may begin, or of all."""
+        while self._waiting:
+            number = len(self._waiting) if everything else min(_TOGETHER, len(self._waiting))
+            if not everything and self._credit < number:
+                return
+            self._credit -= number
+            for _ in range(number):
+                self.reissue(self._waiting.popleft(), "")
+
+    def issue_again(self) -> None:
+        """Issue the begun tickets that nobody works on."""
+        for ticket in list(self.tickets.open.values()):
+            if ticket.attempt and not ticket.worker:
+                self.reissue(ticket, "")
 
     def reissue(self, ticket: OpenTicket, reason: str) -> None:
         """Issue the next attempt of a ticket, or give its row up."""
@@ -198,6 +235,8 @@ class EvaluationRounds:
         self._round = under_way and msgspec.structs.replace(under_way, scores=list(under_way.scores))
         tickets = (msgspec.structs.replace(stored, bounds=dict(stored.bounds)) for stored in state.open)
         self.tickets.restore(tickets, attempts_from)
+        self._waiting = deque(ticket for ticket in self.tickets.open.values() if not ticket.attempt)
+        self._credit = state.credit
         self._due = deque(state.due)
         self._ids = state.issued
         self.held_back, self._holding_back = state.held_back, state.holding_back
@@ -207,4 +246,5 @@ class EvaluationRounds:
         due = self.needed_versions if self._settings.evaluation_rows else ()
         self._due = deque(due)
         self._round, self._holding_back = None, False
+        self._waiting.clear()
         self.tickets.restore((), self.tickets.attempts_from)

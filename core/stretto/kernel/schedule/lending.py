@@ -1,8 +1,8 @@
 """The choice of the inference workers that are lent to the evaluation under way. A plain class without I/O.
 
 A lent worker serves the weights of the evaluation, and only to the evaluation. While training needs no
-engine, all workers are lent. While training continues, one of several workers is lent, or half of them if
-another evaluation waits.
+engine, all workers are lent. While training continues, a run whose evaluations have a worker of their own
+lends that one alone. Else one of several workers is lent, or half of them if another evaluation waits.
 
 A single worker takes turns. Before the first step it serves training, so that a fault of the training shows
 before an evaluation that may take long. Then it first serves the evaluation for some time, then training for
@@ -46,17 +46,25 @@ class Lending:
         `_ends` is the time at which the turn ends, infinite before the turn begins."""
         self.lent: frozenset[str] = frozenset()
 
-    def choose(self, demand: Demand, workers: Mapping[str, int | None], now: float) -> float:
+    def choose(
+        self,
+        demand: Demand,
+        workers: Mapping[str, int | None],
+        now: float,
+        own: frozenset[str] | None = None,
+    ) -> float:
         """Set `lent` to the workers that are lent now.
 
         Args:
             workers: worker -> the version that it serves only to an evaluation; None if it serves training.
             now: seconds, of any clock.
+            own: other workers, which serve evaluations alone; None if the run has none. It has one that is
+                not ready while this is empty: then the evaluation waits.
 
         Returns:
             The time of the next call if nothing changes before; infinite if no such call is needed.
         """
-        must_share = len(workers) == 1 and not demand.resting
+        must_share = len(workers) == 1 and not demand.resting and own is None
         if demand.version is not None and must_share and not demand.untrained:
             ((worker, serves),) = workers.items()
             turn_version = None if self._number % 2 else demand.version
@@ -66,11 +74,15 @@ class Lending:
             number = 0
         elif demand.resting:
             number = len(workers)
+        elif own is not None:
+            number = 0
         else:
             number = max(1, len(workers) // 2) if len(demand.needed) > 1 else 1
         # A lent worker stays lent, because each change costs two swaps.
         first = sorted(workers, key=lambda worker: (worker not in self.lent, worker))
         self.lent = frozenset(first[:number])
+        if own is not None and demand.version is not None:
+            self.lent |= own
         return math.inf
 
     def _take_turns(self, worker: str, now: float, *, is_loaded: bool) -> float:

@@ -135,6 +135,7 @@ class OpenTicket(msgspec.Struct):
     drops: int = 0
     """How often earlier tickets with the same prompt expired because they were late."""
     attempt: int = 0
+    """The current attempt; 0 before the first."""
     tries: int = 0
     """Number of attempts that a worker has begun."""
     worker: str = ""
@@ -191,7 +192,7 @@ class OpenTickets:
         self.open = {ticket.id: ticket for ticket in tickets}
         self._holders = Holders()
         for ticket in self.open.values():
-            if ticket.done is None:
+            if ticket.done is None and ticket.attempt:
                 self._holders.put(ticket.id, ticket.worker)
 
     def take_over(self, held: Iterable[TicketStarted]) -> None:

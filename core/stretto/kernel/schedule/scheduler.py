@@ -235,7 +235,6 @@ class Scheduler:
     def snapshot(self) -> Snapshot:
         """Return the state, for `restore`."""
         gate = None if self.settings.max_divergence is None else msgspec.structs.replace(self._gate)
-        setbacks = self._setbacks
         return Snapshot(
             version=self.version,
             phase=self._phase,
@@ -248,7 +247,7 @@ class Scheduler:
             held=self._held,
             closing=self._closing,
             waits_for=self.waits_for,
-            setbacks=msgspec.structs.replace(setbacks, rows=set(setbacks.rows)),
+            setbacks=copy.deepcopy(self._setbacks),
             health=copy.deepcopy(self._health),
             failure=self.failure,
             staleness=dict(self.staleness),
@@ -291,8 +290,7 @@ class Scheduler:
         self.evaluation.tickets.take_over(held)
         self._expire_unfit()
         self._issue([each for each in self.tickets.open.values() if each.done is None and not each.worker])
-        for ticket in [each for each in self.evaluation.tickets.open.values() if not each.worker]:
-            self.evaluation.reissue(ticket, "")
+        self.evaluation.issue_again()
         self._proceed()
 
     def restore(self, snapshot: Snapshot, recorded: Mapping[int, RecordedDraw] | None = None) -> None:
@@ -305,7 +303,7 @@ class Scheduler:
         self._phase = snapshot.phase
         self._held, self._closing = snapshot.held, snapshot.closing
         self.waits_for = snapshot.waits_for
-        self._setbacks = msgspec.structs.replace(snapshot.setbacks, rows=set(snapshot.setbacks.rows))
+        self._setbacks = copy.deepcopy(snapshot.setbacks)
         self._health, self.failure = copy.deepcopy(snapshot.health), snapshot.failure
         self._ledger = msgspec.structs.replace(snapshot.ledger, in_flight=0)
         self._commands.clear()
@@ -397,6 +395,7 @@ class Scheduler:
             self._proceed()
             return
         self._setbacks.failed = self._setbacks.left_out = 0
+        self.evaluation.grant()
         self.variants.observe(group)
         found.done = group
         self.failures.finish(group, self.members, self.reasons)
@@ -536,6 +535,8 @@ class Scheduler:
                 if is_missing and not self._closing:
                     self.waits_for = Cause("evaluation", self.version)
                     evaluation.begin(self.version)
+        if self._phase in ("training", "ending") and not self._closing:
+            evaluation.begin_rows(everything=self.tickets.resting)
         if self._phase == "ending" and evaluation.under_way is None:
             self._phase = "over"
             self._commands.append(Finish())
@@ -623,10 +624,9 @@ class Scheduler:
         if self.training or self._held:
             return
         needed = self.evaluation.needed_versions
-        self.waits_for = None
-        if self.version == self.settings.steps and needed:
-            self.waits_for = Cause("evaluation", needed[0])
-        if self._closing or self.version == self.settings.steps:
+        is_last = self.version == self.settings.steps
+        self.waits_for = Cause("evaluation", needed[0]) if is_last and needed else None
+        if self._closing or is_last:
             return
         if len(self.tickets.finished) < self.settings.batch_size:
             self.waits_for = Cause("groups")
