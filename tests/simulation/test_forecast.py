@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.cli.main import app
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, RunError
 from stretto.testing.simulation import ServiceTimes, forecast
 from stretto.testing.simulation.host import Host
 from stretto.testing.simulation.loop import SimulatedLoop
@@ -151,7 +152,32 @@ def test_the_command_recommends_what_makes_a_run_faster(tmp_path: Path) -> None:
     assert "recommended" not in only.output
 
 
-@pytest.mark.parametrize("override", ["inference.use=sglang", "inference.gpus=1"])
+def test_a_run_is_compared_with_its_forecast(tmp_path: Path) -> None:
+    """A step takes 0.5 s there, without 0.25 s of waits for evaluations."""
+    rows, run, times = tmp_path / "rows.jsonl", tmp_path / "run", tmp_path / "times.json"
+    rows.write_text("".join(f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(64)))
+    run.mkdir()
+    (run / "config.yaml").write_bytes(
+        msgspec.json.encode(run_file(dataset={"use": "jsonl", "path": str(rows)}))
+    )
+    waits = {"wait/evaluation_s": 0.25, "wait/checkpoint_s": 0.0}
+    lines = [
+        {"step": step, "step_s": 0.75, "tokens": 100, "staleness": 1.5, **waits} for step in range(1, 31)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    times.write_bytes(msgspec.json.encode(CHEAP))
+    arguments = ["plan", str(run), "--times", str(times), "--only"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    forecast, itself = (line.split() for line in result.output.splitlines()[1:3])
+    assert itself == ["the", "run", "itself", "0.500", "200", "1.50"]
+    assert f"{float(forecast[3]) / 0.5 - 1:+.0%} from what the run took" in result.output
+    (run / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    with pytest.raises(RunError, match="the run has 1 steps; expected at least 18"):
+        plan(run, times=times, only=True)
+
+
+@pytest.mark.parametrize("override", ["inference.use=sglang", "inference.gpus=1", "algorithm.use=sft"])
 def test_what_has_no_forecast_is_refused(override: str) -> None:
     quickstart = Path(__file__).parents[2] / "examples" / "quickstart" / "run.yaml"
     with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}: a forecast"):

@@ -12,6 +12,7 @@ import typer
 from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
+    from stretto.run_folder import RunFolder
     from stretto.testing.simulation import Forecast, ServiceTimes
 
 _ENGINES = {"inference": ("torch", "mock"), "training": ("torch", "mock")}
@@ -21,7 +22,10 @@ _WORTH = 1.1
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The run file.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="The run file, or the folder of a run to compare."),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's.")
     ] = None,
@@ -44,8 +48,11 @@ def plan(
     The kernel and the workers are the real ones. What engines and processes cost is measured first, in about
     a minute with the run itself. docs/plan.md says what the forecast does not contain.
     """
+    from stretto.run_folder import RunFolder
     from stretto.testing.simulation import composed
 
+    ran = RunFolder(file) if file.is_dir() else None
+    file = file / "config.yaml" if ran else file
     run = composed(file, overrides or ())
     _expect_known_engines(run)
     number = cores or len(os.sched_getaffinity(0))
@@ -57,6 +64,8 @@ def plan(
     )
     typer.echo(f"{'':34} {titles}")
     planner.show("the run file", base)
+    if ran:
+        planner.compare(ran)
     if not only:
         best = planner.search()
         for eta in _STALENESS:
@@ -141,6 +150,16 @@ class _Planner:
         typer.echo(
             f"{what:34} {seen.step_s:>8.3f} {seen.tokens_per_s:>9,.0f} {speed:>6.2f} "
             f"{seen.mean_staleness:>5.2f} {engine:>7.0%} {trainer:>8.0%} {sum(seen.cores.values()):>6.2f}"
+        )
+
+    def compare(self, folder: RunFolder) -> None:
+        """Print what the run itself did, and how far its forecast is from it."""
+        from stretto_plan.measuring import steady_part
+
+        step_s, tokens, staleness = steady_part(folder.steps)
+        typer.echo(
+            f"{'the run itself':34} {step_s:>8.3f} {tokens / step_s:>9,.0f} {'':6} {staleness:>5.2f}\n"
+            f"the forecast of a step is {self.forecast({}).step_s / step_s - 1:+.0%} from what the run took"
         )
 
     def search(self) -> dict[str, Any]:

@@ -86,6 +86,27 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
         return _read(run, RunFolder(out), first, last)
 
 
+def steady_part(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Return seconds, sampled tokens and mean staleness of a step of a run, without its first third, in which
+    the queue fills, and without the waits for evaluations and checkpoints.
+
+    Args:
+        steps: lines of `metrics.jsonl`.
+
+    Raises:
+        RunError: if the run has too few steps.
+    """
+    steady = steps[len(steps) // 3 :]
+    if len(steady) < _LEAST:
+        raise RunError(f"the run has {len(steps)} steps; expected at least {3 * _LEAST // 2} to compare with")
+    waits = ("wait/evaluation_s", "wait/checkpoint_s")
+    return (
+        statistics.mean(line["step_s"] - sum(line[wait] for wait in waits) for line in steady),
+        statistics.mean(line["tokens"] for line in steady),
+        statistics.mean(line["staleness"] for line in steady),
+    )
+
+
 def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Reading | None, _Reading | None]:
     """Wait for the steps, and read the processes at the first and at the last one."""
     first: _Reading | None = None

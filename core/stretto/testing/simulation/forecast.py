@@ -19,7 +19,7 @@ import msgspec
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.engine import slots_for
-from stretto.errors import RunError
+from stretto.errors import ConfigError, RunError
 from stretto.testing.simulation import patches, processes
 from stretto.testing.simulation.faults import Tape
 from stretto.testing.simulation.host import Host
@@ -81,13 +81,19 @@ def composed(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     of slots to the engine, it has the engine's number.
 
     Raises:
-        ConfigError: if it cannot be composed.
+        ConfigError: if it cannot be composed, or if its policy does not sample what it trains on.
     """
     run = compose(file, overrides)
+    assembly = Assembly(run, folder="")
+    if not assembly.graph.samples:
+        use = run.components["algorithm"].name
+        raise ConfigError(
+            f"algorithm.use: a forecast is of a run whose policy samples; {use!r} trains on a dataset's rows",
+            path="algorithm.use",
+        )
     document, inference = dict(run.document), run.document["inference"]
     if inference.get("slots", 0) is None:
-        flying = Assembly(run, folder="").samples_in_flight
-        slots = slots_for(flying, deterministic=inference["deterministic"])
+        slots = slots_for(assembly.samples_in_flight, deterministic=inference["deterministic"])
         document["inference"] = {**inference, "slots": slots}
     return document
 
