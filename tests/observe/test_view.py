@@ -108,7 +108,7 @@ async def show_failures(setup: RunSetup, terminal: int) -> str:
                 await anyio.sleep(0.02)
             view.stop()
             tasks.cancel_scope.cancel()
-    log_to(setup.folder / "kernel.jsonl", console=True, run="test", role="kernel")
+    log_to(None, console=True, run="test", role="kernel")
     structlog.get_logger().warning("ticket failed", reason=SAID, agent="\x1b[2J")
     ending = Ending()
     ending.end("failed", SAID)
