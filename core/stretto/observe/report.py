@@ -12,6 +12,7 @@ from typing import Any, cast
 import msgspec
 import structlog
 
+from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.base import clock
 from stretto.bus.messages.events import (
     CAUSES,
@@ -134,9 +135,10 @@ class Report:
                 self._steady.clear()
                 self._recent.clear()
             case WeightsServed(are_new=True):
-                self.swaps += 1
-                self.swap_pause_s += event.pause_s
-                self.swap_pause_max_s = max(self.swap_pause_max_s, event.pause_s)
+                if event.worker != EVALUATOR:  # for its pauses nobody waits
+                    self.swaps += 1
+                    self.swap_pause_s += event.pause_s
+                    self.swap_pause_max_s = max(self.swap_pause_max_s, event.pause_s)
                 self._drifts.add(event)
             case Replaced():
                 self._replaced.append(event)
