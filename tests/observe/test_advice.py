@@ -365,6 +365,15 @@ def test_evaluations_that_take_the_only_engine_are_named_in_place_of_generation(
     rows = {**RUN, "evaluation": {"every": 15, "rows": 500}}
     message = only(advised(evaluated_steps(25.0), rows), "evaluation_waits").message
     assert "set `evaluation.rows` to 250 (now 500)" in message
+    shared = {**RUN, "evaluation": {"every": 15, "rows": None, "own_engine": False}}
+    message = only(advised(evaluated_steps(25.0), shared), "evaluation_waits").message
+    assert (
+        "because they take all inference engines; set `evaluation.own_engine` to true (now false), "
+        in message
+    )
+    own = {**RUN, "evaluation": {"every": 15, "rows": None, "own_engine": True}}
+    message = only(advised(evaluated_steps(25.0), own), "evaluation_waits").message
+    assert "because they are due faster than their engine samples; raise `evaluation.every`" in message
 
 
 def test_short_evaluations_are_given_no_advice() -> None:

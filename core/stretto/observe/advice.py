@@ -9,6 +9,7 @@ Rules compare means over steps. For the spread of the rewards see `stretto.kerne
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -215,7 +216,8 @@ class _Knobs:
         section, now = self.get(parent) if parent else self._document, self.get(path)
         if not isinstance(section, Mapping) or key not in section or now == value:
             return ""
-        if isinstance(now, (int, float)) and isinstance(value, (int, float)) and value > now:
+        are_numbers = isinstance(now, (int, float)) and isinstance(value, (int, float))
+        if are_numbers and not isinstance(value, bool) and value > now:
             return f"raise `{path}` from {_text(now)} to {_text(value)}"
         return f"set `{path}` to {_text(value)} (now {_text(now)})"
 
@@ -750,6 +752,6 @@ def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 def _text(value: Any) -> str:
     """Return a value as a run file would write it."""
-    if value is None:
-        return "null"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
