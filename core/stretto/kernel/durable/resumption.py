@@ -150,7 +150,7 @@ class Resumption:
         for command in recovered.retired:
             await self._do(command)
         self._journal.incarnation = recovered.incarnation
-        self._tickets.log_sequence = recovered.log_sequence
+        self._continue_tickets_from(recovered.log_sequence)
         self._engines.remember(recovered.notes)
         failure = setup.scheduler.failure  # the former kernel could not say it
         is_over = setup.continues and failure
@@ -167,6 +167,10 @@ class Resumption:
             self._ending.next_values = recovered.next_values
             self._ending.end("repeated" if setup.replays is None else "completed", "")
         return recovered
+
+    def _continue_tickets_from(self, log_sequence: int) -> None:
+        is_evaluating = self._setup.scheduler.evaluation.under_way is not None
+        self._tickets.continue_from(log_sequence, self._state.lowest_sequence, evaluating=is_evaluating)
 
     async def _change_values(self, notes: tuple[WeightsNote, ...]) -> None:
         """Change to this kernel's values: write a checkpoint with them.
@@ -186,6 +190,6 @@ class Resumption:
         former = yaml.safe_load(values_file(setup.folder, setup.values - 1).read_text())
         changes = differences(former, setup.composed.document)
         log.info("values changed", version=note.version, **{key: new for key, (_, new) in changes.items()})
-        self._tickets.log_sequence = self._state.log_sequence
+        self._continue_tickets_from(self._state.log_sequence)
         self._engines.remember(notes)
         await self._checkpointer.save_required(note, checkpoint_name(note.version, setup.values))

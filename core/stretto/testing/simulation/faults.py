@@ -207,8 +207,8 @@ def happen(universe: Universe, fault: Fault) -> None:
 
 def _lasts_s(fault: Fault, victim: SimulatedProcess | None) -> float:
     """Return for how long a fault hinders the run. A worker whose heartbeats end is replaced; the kernel
-    waits for one that has sent none yet."""
-    is_replaced = fault.kind in _SILENCING and victim is not None and victim.beats
+    waits for one that has not joined yet."""
+    is_replaced = fault.kind in _SILENCING and victim is not None and victim.joined
     return min(fault.seconds, _REPLACED_S) if is_replaced else fault.seconds
 
 

@@ -85,8 +85,8 @@ class SimulatedProcess:
         self.status: int | None = None
         """Exit status; negative for a signal; None while it runs."""
         self.stopped_until = 0.0
-        self.beats = False
-        """Whether the server has got a heartbeat of it."""
+        self.joined = False
+        """Whether the kernel has answered that it joins the run."""
         self.ended = loop.create_future()
         """Done when the process has ended."""
         self.on_end: list[Callable[[], None]] = []

@@ -179,6 +179,8 @@ class SimulatedServer:
         self._connections: dict[int, SimulatedConnection] = {}
         self._asked: dict[str, float] = {}
         """Where a worker sends its answer to a request -> when it was asked first."""
+        self._joining: dict[str, SimulatedProcess] = {}
+        """Where the kernel sends its answer to a process that wants to join -> the process."""
         self.strangers: list[str] = []
         """Processes that have answered what somebody else was asked."""
         self._numbered = 0
@@ -321,8 +323,10 @@ class SimulatedServer:
             if reply and not self.happens(self.weather.unconfirmed):
                 self.send(sender.name, reply, "", b"", json.dumps(answer).encode())
         else:
-            if sender.process and subject.endswith(".heartbeat"):
-                sender.process.beats = True
+            if sender.process and subject.endswith(".join"):
+                self._joining[reply] = sender.process
+            elif process := self._joining.pop(subject, None):
+                process.joined = True
             self._show(sender.name, subject, data, head)
             self._match(sender, subject, reply)
             if self.happens(self.weather.lost):
