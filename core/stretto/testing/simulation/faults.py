@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stretto.launcher import LauncherConfig
 from stretto.testing.simulation.loop import SimulatedProcess
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ KINDS = {
 _VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 2, "kernel": 4}
 _OF_THE_SERVER = ("outage", "hang", "full store", "full disk")
 _SILENCING = ("stop", "cut")
+_DRAINING = ("int", "scale")
 _SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0, 100.0)
 
 
@@ -207,7 +209,9 @@ def happen(universe: Universe, fault: Fault) -> None:
 
 def _lasts_s(fault: Fault, victim: SimulatedProcess | None) -> float:
     """Return for how long a fault hinders the run. A worker whose heartbeats end is replaced; the kernel
-    waits for one that has not joined yet."""
+    waits for one that has not joined yet. A worker that drains may hold tickets for which no engine is there."""
+    if fault.kind in _DRAINING:
+        return LauncherConfig().drain_s
     is_replaced = fault.kind in _SILENCING and victim is not None and victim.joined
     return min(fault.seconds, _REPLACED_S) if is_replaced else fault.seconds
 
