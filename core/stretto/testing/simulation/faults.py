@@ -209,7 +209,7 @@ def happen(universe: Universe, fault: Fault) -> None:
 
 def _lasts_s(fault: Fault, victim: SimulatedProcess | None) -> float:
     """Return for how long a fault hinders the run. A worker whose heartbeats end is replaced; the kernel
-    waits for one that has not joined yet. A worker that drains may hold tickets for which no engine is there."""
+    waits for one that has not joined yet. One that drains may hold tickets for which no engine is there."""
     if fault.kind in _DRAINING:
         return LauncherConfig().drain_s
     is_replaced = fault.kind in _SILENCING and victim is not None and victim.joined
