@@ -32,12 +32,14 @@ from stretto.launcher import Job, Resources, Role, thread_variables
 from stretto.models.files import folder_of_model, shapes_in
 
 _KERNEL = "kernel"
-_ROWS_PER_GROUP, _IN_TIME = 0.4, 0.8
-"""Rows of an evaluation for each group of training. A row costs the processor up to 0.4 of a group. And an
-evaluation is over in this share of the time until the next one is due."""
+_ROWS_PER_GROUP = 0.4
+"""Rows of an evaluation that begin for each group of training. For tiny models a row costs the processor 0.4
+of a group."""
+_IN_TIME = 0.8
+"""An evaluation is over in this share of the time until the next one is due."""
 _COPIES = 8
-"""So many copies of a model in float32 has a run with an engine for evaluations: the trainer's parameters,
-gradients and two of AdamW, those of two engines, and what they keep beside them."""
+"""Copies of the model in float32 for which a run with an engine for evaluations needs memory: the trainer's
+parameters, gradients and two of AdamW, those of two engines, and two for what the engines keep beside."""
 
 
 @dataclass(frozen=True)

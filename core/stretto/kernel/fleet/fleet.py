@@ -92,6 +92,11 @@ class FleetMember:
         """Whether it is the inference worker that serves evaluations alone."""
         return self.worker == EVALUATOR
 
+    @property
+    def kind(self) -> str:
+        """What its figures count for: its role, or the evaluator."""
+        return EVALUATOR if self.is_evaluator else self.role
+
 
 class Fleet:
     """Starts the workers, receives their messages, and restarts workers that end unexpectedly."""
@@ -118,7 +123,7 @@ class Fleet:
         """Worker -> the wait for the end of its process."""
         self._retired: set[str] = set()
         """Workers that the fleet has started and does not restart, because the run needs fewer."""
-        self._ended_busy: dict[Role, float] = {}
+        self._ended_busy: dict[str, float] = {}
         self._ended_tokens = 0
         self._ended_refused = 0
         self._loads: list[Load] = []
@@ -408,8 +413,7 @@ class Fleet:
         if member is None or member.nonce != message.nonce:
             return False
         if member.again and not member.has_beaten:  # what it did for the former kernel does not count
-            if not member.is_evaluator:
-                self._ended_busy[member.role] = self._ended_busy.get(member.role, 0.0) - message.busy_s
+            self._ended_busy[member.kind] = self._ended_busy.get(member.kind, 0.0) - message.busy_s
             self._ended_tokens -= message.load.generated_tokens if message.load else 0
             self._ended_refused -= message.refused
         member.heard, member.has_beaten = clock.now(), True
@@ -496,8 +500,7 @@ class Fleet:
         del self.members[member.worker]
         if member.worker not in self._handles:  # nobody starts it again
             self.starting.pop(member.worker, None)
-        if not member.is_evaluator:
-            self._ended_busy[member.role] = self._ended_busy.get(member.role, 0.0) + member.busy_s
+        self._ended_busy[member.kind] = self._ended_busy.get(member.kind, 0.0) + member.busy_s
         self._ended_tokens += member.load.generated_tokens if member.load else 0
         self._ended_refused += member.refused
 
@@ -505,11 +508,7 @@ class Fleet:
 
     def of(self, role: Role) -> list[FleetMember]:
         """Return the ready members of a role, without the evaluator."""
-        return [
-            member
-            for member in self.members.values()
-            if member.role == role and member.ready and not member.is_evaluator
-        ]
+        return [member for member in self.members.values() if member.kind == role and member.ready]
 
     def evaluators(self) -> frozenset[str]:
         """Return the evaluator's id, if it is ready and stays."""
@@ -519,8 +518,8 @@ class Fleet:
     def busy_s(self, role: Role) -> float:
         """Return the seconds of work of a role since the start: the sum over its workers, including previous
         ones, without the evaluator."""
-        present = (each for each in self.members.values() if each.role == role and not each.is_evaluator)
-        return self._ended_busy.get(role, 0.0) + sum(each.busy_s for each in present)
+        now = sum(member.busy_s for member in self.members.values() if member.kind == role)
+        return self._ended_busy.get(role, 0.0) + now
 
     def generated_tokens(self) -> int:
         """Return the number of tokens sampled since the start, including those of previous workers."""

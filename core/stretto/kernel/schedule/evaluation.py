@@ -1,8 +1,8 @@
 """The rounds of held-out evaluation. A plain class without I/O.
 
-Where evaluations have an engine of their own, the rows of one begin in parts, as groups of training end: each
-costs rollout workers, verifiers and the bus as much as a small group. When training rests, all rows
-begin. Otherwise they begin at once, because the engine that they get is away from training.
+Where evaluations have an engine of their own, the rows of an evaluation begin in parts, as groups of training
+end: each row costs rollout workers, verifiers and the bus as much as a small group. When training rests, all
+rows that are left begin. Without such an engine all begin at once, because training waits meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stretto.kernel.schedule.commands import Command, EvaluationDone, HeldBack, 
 from stretto.kernel.schedule.open_tickets import OpenTicket, OpenTickets
 
 _TOGETHER = 128
-"""Rows that begin together. An engine samples so many at once in little more time than one."""
+"""Rows that begin together. An engine samples 128 answers at once in little more time than one."""
 
 
 class Round(msgspec.Struct):
