@@ -290,6 +290,8 @@ class Kernel:
         self._facts.note = "waiting for all workers"
         await self._admission.until_all_callable()
         await self._samples.until_followed()
+        if self._ending.over.is_set():
+            return
         # Not before: workers of a former kernel would leave the engines that do not serve this one yet.
         self._tasks.start_soon(self._routes.send_changes)
         self._tasks.start_soon(self._routes.refresh)
