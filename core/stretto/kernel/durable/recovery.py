@@ -419,8 +419,10 @@ class Repetition:
                 break
         else:
             self._writer.events_after = stored.fold.position
-            if self._living is not None and self._notes and scheduler.version > self._state.version:
-                await self._compare(self._notes[-1])
+            # Trainers that are ahead have no note of this version, only of those that evaluations need.
+            newest = self._notes[-1] if self._living is not None and self._notes else None
+            if newest is not None and newest.version == scheduler.version > self._state.version:
+                await self._compare(newest)
             if expires_batch and scheduler.training:
                 self.has_expired, expired = True, BatchExpired(scheduler.version)
                 self._writer.hear(expired)
