@@ -6,7 +6,6 @@ makes its own from the configuration that the kernel sends.
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from copy import copy
@@ -29,7 +28,7 @@ from stretto.component import Context
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, offer
 from stretto.launcher import Job, Resources, Role, thread_variables
-from stretto.models.files import folder_of_model, shapes_in
+from stretto.models.files import folder_of_model, parameters_in
 
 _KERNEL = "kernel"
 _ROWS_PER_GROUP = 0.4
@@ -238,10 +237,10 @@ def _has_room(config: RunConfig) -> bool:
     this machine, and half of the memory holds all copies of the model."""
     section = config.inference
     is_alone = section.replicas == 1 and config.elastic.inference is None and config.launcher.use == "local"
-    folder = folder_of_model(config.model)
-    if not section.may_be_doubled or section.gpus or not is_alone or folder is None:
+    if not section.may_be_doubled or section.gpus or not is_alone:
         return False
-    parameters = sum(math.prod(shape) for shape in shapes_in(folder).values())
+    folder = folder_of_model(config.model)
+    parameters = 0 if folder is None else parameters_in(folder)
     return 0 < parameters * 4 * _COPIES <= psutil.virtual_memory().total / 2
 
 

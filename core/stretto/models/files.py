@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,11 @@ def end_tokens_in(folder: str) -> frozenset[int]:
 def shapes_in(folder: str) -> dict[str, tuple[int, ...]]:
     """Return tensor name -> shape, for the safetensors files in a folder; empty if there are none."""
     return {name: place.shape for name, place in places_in(Path(folder)).items()}
+
+
+def parameters_in(folder: str) -> int:
+    """Return the number of parameters in the safetensors files in a folder."""
+    return sum(math.prod(shape) for shape in shapes_in(folder).values())
 
 
 def tensors_of_model(folder: Path) -> dict[str, Place]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from stretto.assembly.assembly import Assembly
@@ -13,7 +12,7 @@ from stretto.cli.start.check_models import path_of
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
 from stretto.launcher import Resources
-from stretto.models.files import folder_of_model, shapes_in
+from stretto.models.files import folder_of_model, parameters_in
 from stretto.training.config import ModelTrainingConfig
 
 
@@ -128,7 +127,7 @@ def _copy_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
             if not isinstance(section, ModelTrainingConfig) or folder is None:
                 break
             if placement.graph.models[name].trainable:
-                parameters = sum(math.prod(shape) for shape in shapes_in(folder).values())
+                parameters = parameters_in(folder)
                 trained_whole = section.optimizer == "adamw" and section.lora is None
                 size += parameters * 4e-9 * (3 if trained_whole else 1) / section.processes  # float32
         else:
