@@ -176,3 +176,33 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
                 if len(again) == 2:
                     break
         assert again == seen
+
+
+async def test_a_checkpoint_keeps_the_log_from_its_oldest_ticket_under_way_on(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    """Data of a ticket may come before its outcome. A ticket that is not issued yet has no data."""
+
+    def ignore(sequence: int, outcome: Outcome) -> None: ...
+
+    async with open_bus("kernel") as kernel:
+        await kernel.store.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=60)
+        scheduler = Scheduler(SchedulerSettings(2, 2, 0, 8))
+        scheduler.start()
+        first, second = (command.ticket for command in scheduler.commands() if isinstance(command, Issue))
+        queue = TicketQueue(kernel, names, 1, samples=True)
+        queue.take_in(9, group(GOOD), ignore)
+        assert queue.lowest_sequence(scheduler.snapshot()) == 10
+        await queue.issue(first)
+        queue.take_in(20, group(GOOD), ignore)
+        assert queue.lowest_sequence(scheduler.snapshot()) == 10
+        member = msgspec.structs.replace(GOOD, id="0/1/0", sequence=12)
+        scheduler.group_done(group(member, ticket=first.id))
+
+        adopted = TicketQueue(kernel, names, 2, samples=True)
+        adopted.continue_from(20, 7, tickets=[second.id], evaluating=False)
+        assert adopted.lowest_sequence(scheduler.snapshot()) == 7
+        adopted.continue_from(20, 7, tickets=[], evaluating=True)
+        assert adopted.lowest_sequence(scheduler.snapshot()) == 7
+        adopted.evaluation_ended()
+        assert adopted.lowest_sequence(scheduler.snapshot()) == 12

@@ -169,8 +169,13 @@ class Resumption:
         return recovered
 
     def _continue_tickets_from(self, log_sequence: int) -> None:
-        is_evaluating = self._setup.scheduler.evaluation.under_way is not None
-        self._tickets.continue_from(log_sequence, self._state.lowest_sequence, evaluating=is_evaluating)
+        scheduler = self._setup.scheduler
+        self._tickets.continue_from(
+            log_sequence,
+            self._state.lowest_sequence,
+            tickets=(ticket.id for ticket in scheduler.snapshot().open if ticket.done is None),
+            evaluating=scheduler.evaluation.under_way is not None,
+        )
 
     async def _change_values(self, notes: tuple[WeightsNote, ...]) -> None:
         """Change to this kernel's values: write a checkpoint with them.

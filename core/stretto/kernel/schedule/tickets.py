@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 
@@ -37,22 +37,24 @@ class TicketQueue:
         self._log_at_evaluation: int | None = None
         """`log_sequence` when the first ticket of the evaluation under way was issued; None if none is under
         way."""
-        self._log_at_former_issues = 0
-        """The same for the tickets that a former kernel issued, and for its evaluation."""
         self.log_sequence = 0
         """Sequence number of the last log message that the scheduler has taken in."""
 
-    def continue_from(self, log_sequence: int, lowest_sequence: int, *, evaluating: bool) -> None:
+    def continue_from(
+        self, log_sequence: int, lowest_sequence: int, *, tickets: Iterable[int], evaluating: bool
+    ) -> None:
         """Continue the queue of a former kernel. Workers may go on with its tickets, and may have stored some
         of their data.
 
         Args:
             log_sequence: see `log_sequence`.
             lowest_sequence: sequence number of the first log message that the run's newest checkpoint needs.
+            tickets: the former kernel's training tickets that have no outcome yet.
             evaluating: whether an evaluation is under way.
         """
-        self.log_sequence, self._log_at_former_issues = log_sequence, lowest_sequence - 1
-        self._log_at_evaluation = self._log_at_former_issues if evaluating else None
+        self.log_sequence = log_sequence
+        self._log_at_issue = dict.fromkeys(tickets, lowest_sequence - 1)
+        self._log_at_evaluation = lowest_sequence - 1 if evaluating else None
 
     async def issue(self, ticket: Ticket) -> None:
         """Put a ticket into the work queue. If the trainers read the sequences from the dataset, append the
@@ -116,11 +118,7 @@ class TicketQueue:
             if ticket.done and self._samples
             for member in ticket.done.members
         ]
-        outcomes = [
-            self._log_at_issue.get(ticket.id, self._log_at_former_issues) + 1
-            for ticket in snapshot.open
-            if ticket.done is None or ticket.id in self._log_at_issue
-        ]
+        outcomes = [sequence + 1 for sequence in self._log_at_issue.values()]
         evaluation = [] if self._log_at_evaluation is None else [self._log_at_evaluation + 1]
         return min([*bundles, *outcomes, *evaluation, self.log_sequence + 1])
 
