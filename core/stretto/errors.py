@@ -38,14 +38,19 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import anyio
+import anyio.lowlevel
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from anyio.abc import TaskGroup
 
 __all__ = [
     "BusError",
@@ -299,3 +304,13 @@ def one_error() -> Generator[None]:
         yield
     except ExceptionGroup as group:
         raise leaves(group)[0] from group
+
+
+@asynccontextmanager
+async def one_job() -> AsyncGenerator[TaskGroup]:
+    """Yield a task group for the parts of one job. Raise the first error as itself, and the cancellation also
+    if it came when the block had just ended: anyio then ends a group as if its cancelled tasks were done."""
+    with one_error():
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    await anyio.lowlevel.checkpoint_if_cancelled()

@@ -31,7 +31,7 @@ from stretto.agents.anthropic_api import MessageCall, anthropic_error
 from stretto.agents.api_call import MODEL, APICall, ApiError, Event, Reply
 from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, openai_error
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
-from stretto.errors import ConfigError, EngineError, RequestError, one_error
+from stretto.errors import ConfigError, EngineError, RequestError, one_job
 from stretto.models.tokenizer import ByteTokenizer, shows_tools, work_on_text
 from stretto.tools import ParserName, parse_calls
 
@@ -290,10 +290,9 @@ class Endpoint:
         async def answer_choice(choice: int, thread: Thread) -> None:
             replies[choice] = await self._reply(agent_run, call, thread)
 
-        with one_error():
-            async with anyio.create_task_group() as tasks:
-                for choice, thread in enumerate(threads):
-                    tasks.start_soon(answer_choice, choice, thread)
+        async with one_job() as tasks:
+            for choice, thread in enumerate(threads):
+                tasks.start_soon(answer_choice, choice, thread)
         return _json(call.response([replies[choice] for choice in range(len(threads))]))
 
     async def _stream(self, request: web.Request, agent_run: _AgentRun, call: APICall) -> web.StreamResponse:
@@ -315,8 +314,8 @@ class Endpoint:
 
         stream = _EventStream(request)
         try:
-            with one_error(), receive:
-                async with anyio.create_task_group() as tasks:
+            with receive:
+                async with one_job() as tasks:
                     for choice, thread in enumerate(threads):
                         tasks.start_soon(stream_choice, choice, thread, send.clone())
                     send.close()

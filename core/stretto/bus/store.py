@@ -46,7 +46,7 @@ from stretto.bus.messages.base import Message
 from stretto.bus.messages.membership import SERVER
 from stretto.bus.payloads import decoder, encode, join_stored, list_parts, split, with_parts
 from stretto.bus.server import Bootstrap
-from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Superseded, one_error
+from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Superseded, one_job
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -245,10 +245,9 @@ class Store:
                 found[sequence] = await self.read(stream, sequence, kind)
 
         limit = anyio.CapacityLimiter(_READ_AT_ONCE)
-        with one_error():
-            async with anyio.create_task_group() as tasks:
-                for sequence in missing:
-                    tasks.start_soon(read, sequence)
+        async with one_job() as tasks:
+            for sequence in missing:
+                tasks.start_soon(read, sequence)
         return found
 
     async def read_newest(self, stream: str, subject: str, kind: type[M]) -> M:

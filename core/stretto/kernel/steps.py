@@ -11,9 +11,10 @@ from anyio.abc import TaskGroup
 from stretto import tracing
 from stretto.bus.messages.events import BatchesReleased, Input, StepMeasured, StepTrained, VersionPublished
 from stretto.bus.messages.training import RowRef
+from stretto.errors import one_job
 from stretto.kernel.calls.engine_errors import EngineErrors
 from stretto.kernel.calls.engines import Engines
-from stretto.kernel.calls.trainers import StepResult, Trainers, one_job
+from stretto.kernel.calls.trainers import StepResult, Trainers
 from stretto.kernel.contexts import StepTrace, TraceContexts
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter

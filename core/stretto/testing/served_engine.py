@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load, Sampling, SwapReport
-from stretto.errors import EngineError, one_error
+from stretto.errors import EngineError, one_job
 from stretto.models.digest import tensor_hash
 from stretto.models.version_files import FolderPublisher, open_version
 from stretto.testing.component import composed_run
@@ -255,13 +255,12 @@ class ServedEngine:
 
     async def _live(self, *, task_status: TaskStatus[None]) -> None:
         try:
-            with one_error():
-                async with anyio.create_task_group() as tasks:
-                    with anyio.fail_after(self.under_test.start_s):
-                        await self.engine.start(self._emit, tasks)
-                    task_status.started()
-                    await self._over.wait()
-                    tasks.cancel_scope.cancel()
+            async with one_job() as tasks:
+                with anyio.fail_after(self.under_test.start_s):
+                    await self.engine.start(self._emit, tasks)
+                task_status.started()
+                await self._over.wait()
+                tasks.cancel_scope.cancel()
         except BaseException as error:
             self._broken = error
             self._news.set()

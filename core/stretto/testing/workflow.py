@@ -15,7 +15,7 @@ from stretto.children.environment import with_files
 from stretto.component import Kind
 from stretto.engine import Sampling
 from stretto.environment import EnvironmentConfig, Feedback, columns_of_turn, feedback_of
-from stretto.errors import EngineError, one_error
+from stretto.errors import EngineError, one_job
 from stretto.models.images import files_of
 from stretto.models.tokenizer import ByteTokenizer
 from stretto.reward import is_number
@@ -63,10 +63,9 @@ async def together(size: int, sample: Callable[[int], Awaitable[T]]) -> list[T]:
     async def run_one(number: int) -> None:
         results[number] = await sample(number)
 
-    with one_error():
-        async with anyio.create_task_group() as tasks:
-            for number in range(size):
-                tasks.start_soon(run_one, number)
+    async with one_job() as tasks:
+        for number in range(size):
+            tasks.start_soon(run_one, number)
     return [results[number] for number in range(size)]
 
 
@@ -426,10 +425,9 @@ class WorkflowConformance(ComponentConformance):
                 ids = session.tokenizer.encode_prompt(self.row["prompt"])
                 results[index] = await workflow.run(Prompt(self.row, ids), session)
 
-            with one_error():
-                async with anyio.create_task_group() as tasks:
-                    for index, session in enumerate(sessions):
-                        tasks.start_soon(play, index, session)
+            async with one_job() as tasks:
+                for index, session in enumerate(sessions):
+                    tasks.start_soon(play, index, session)
 
         anyio.run(play_all)
         return [results[index] for index in range(len(sessions))]

@@ -16,7 +16,7 @@ import anyio.to_thread
 import yaml
 
 from stretto import Context, Problem
-from stretto.errors import LaunchError, one_error
+from stretto.errors import LaunchError, one_job
 from stretto.launcher import Job, Submission
 from stretto_kubernetes import KubernetesConfig
 from stretto_kubernetes.cluster import Cluster, Gone, context_namespace, model_of
@@ -222,10 +222,9 @@ class KubernetesLauncher:
                 view = PodView(pod)
                 watch.add(view)
                 handles.append(KubernetesHandle(job, cluster, view))
-            with one_error():
-                async with anyio.create_task_group() as tasks:
-                    for handle in handles:
-                        tasks.start_soon(handle.until_started, self._config.start_s)
+            async with one_job() as tasks:
+                for handle in handles:
+                    tasks.start_soon(handle.until_started, self._config.start_s)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as tasks:

@@ -18,7 +18,7 @@ import psutil
 
 from stretto import Context, Problem
 from stretto.base.former_process import FormerProcess
-from stretto.errors import LaunchError, one_error
+from stretto.errors import LaunchError, one_job
 from stretto.launcher import UNKNOWN_STATUS, Job, Submission
 from stretto.nodes import Node, Spot, place
 from stretto_slurm import SlurmConfig
@@ -227,10 +227,9 @@ class SlurmLauncher:
         try:
             for job in jobs:
                 handles.append(await self._start(job, spots[job.worker], self._allocation))
-            with one_error():
-                async with anyio.create_task_group() as tasks:
-                    for handle in handles:
-                        tasks.start_soon(handle.until_started, self._config.start_s)
+            async with one_job() as tasks:
+                for handle in handles:
+                    tasks.start_soon(handle.until_started, self._config.start_s)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 for handle in handles:

@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from stretto.errors import BusError, WeightsError, one_error
+from stretto.errors import BusError, WeightsError, one_job
 from stretto.models.version_files import AskOutline, FolderUpdate, Outline
 from stretto.models.version_receiver import VersionReceiver
 from stretto_bus.serving import AskPiece, Question, TensorPiece, checksum
@@ -115,10 +115,9 @@ class _Fetch:
         Raises:
             WeightsError: if a piece cannot be fetched; those that have arrived are kept.
         """
-        with one_error():
-            async with anyio.create_task_group() as tasks:
-                for _ in range(in_flight):
-                    tasks.start_soon(self._fetch_pieces)
+        async with one_job() as tasks:
+            for _ in range(in_flight):
+                tasks.start_soon(self._fetch_pieces)
 
     async def _fetch_pieces(self) -> None:
         while self._missing:

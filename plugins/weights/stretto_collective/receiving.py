@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from stretto.errors import BusError, StrettoError, WeightsError, one_error
+from stretto.errors import BusError, StrettoError, WeightsError, one_job
 from stretto.models.version_files import FolderUpdate, Outline
 from stretto.models.version_receiver import VersionReceiver
 from stretto_collective.meeting import (
@@ -73,11 +73,10 @@ class _RanksSource:
         transfer, deadline_s = secrets.token_hex(8), self._config.deadline_s
         number = sum(-(-size // (self._config.bucket_mb * 2**20)) for size in files.values())
         store = _Meeting(self._wire, note.address, transfer, deadline_s)
-        with one_error():
-            async with anyio.create_task_group() as tasks:
-                question = Send(transfer, note.version, self._gpu, tuple(path.name for path in files))
-                tasks.start_soon(self._ask, note, question, deadline_s * (number + 2))
-                await anyio.to_thread.run_sync(self._fill, note, store, files, abandon_on_cancel=True)
+        async with one_job() as tasks:
+            question = Send(transfer, note.version, self._gpu, tuple(path.name for path in files))
+            tasks.start_soon(self._ask, note, question, deadline_s * (number + 2))
+            await anyio.to_thread.run_sync(self._fill, note, store, files, abandon_on_cancel=True)
 
     def _fill(self, note: WeightsNote, store: Store, files: Mapping[Path, int]) -> None:
         config = self._config

@@ -17,7 +17,7 @@ from anyio.abc import ByteReceiveStream, ByteSendStream
 from stretto import Context, StrettoError
 from stretto.agents.endpoint import Endpoint, base_url
 from stretto.agents.recorder import CallRecorder
-from stretto.errors import one_error
+from stretto.errors import one_job
 from stretto.user_code.forwarded_port import ForwardedPort
 from stretto.user_code.sandbox import SandboxedCommand, can_show, kill, sandbox_command
 from stretto.workflow import Prompt, Session, Trajectory
@@ -109,8 +109,8 @@ class AgentWorkflow:
         if self._shares_network:
             yield None
             return
-        with ForwardedPort(_PORT) as port, one_error():
-            async with anyio.create_task_group() as tasks:
+        with ForwardedPort(_PORT) as port:
+            async with one_job() as tasks:
                 tasks.start_soon(self._serve, port)
                 yield port
                 tasks.cancel_scope.cancel()

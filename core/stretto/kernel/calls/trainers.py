@@ -6,8 +6,8 @@ of different groups run at the same time.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import anyio
 import msgspec
-from anyio.abc import TaskGroup
 
 from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.base import clock
@@ -43,7 +42,7 @@ from stretto.bus.messages.training import (
     StepEnded,
     TrainerState,
 )
-from stretto.errors import BusError, one_error
+from stretto.errors import BusError, one_job
 from stretto.kernel.contexts import UNTRACED, StepTrace
 from stretto.kernel.durable.checkpoint import Draft, place_of
 from stretto.kernel.durable.journal import JournalWriter
@@ -94,16 +93,6 @@ class StepResult:
             total += max(0.0, each.end_s - max(each.start_s, covered))
             covered = max(covered, each.end_s)
         return total
-
-
-@asynccontextmanager
-async def one_job() -> AsyncGenerator[TaskGroup]:
-    """Yield a task group for the parts of one job. Raise the first error as itself, and the cancellation also
-    if it came when the block had just ended: anyio then ends a group as if its cancelled tasks were done."""
-    with one_error():
-        async with anyio.create_task_group() as tasks:
-            yield tasks
-    await anyio.lowlevel.checkpoint_if_cancelled()
 
 
 class Trainers:

@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 
 from stretto.bus.messages.tickets import FailedSample
-from stretto.errors import MembersError, one_error
+from stretto.errors import MembersError, one_job
 from stretto.user_code.faults import FaultKind, SampleFault
 from stretto.workflow import FailureReward, Score, Trajectory, parts_of_sample, sample_numbers
 
@@ -92,10 +92,9 @@ class Members:
                         self.redrawn += attempts.answered_differently(number, self._sampled(number))
                     return
 
-        with one_error():
-            async with anyio.create_task_group() as tasks:
-                for number in range(self._size):
-                    tasks.start_soon(run_one, number)
+        async with one_job() as tasks:
+            for number in range(self._size):
+                tasks.start_soon(run_one, number)
         failed = [number for number in range(self._size) if number not in results]
         for number in failed:
             self._count(attempts, number)

@@ -53,7 +53,7 @@ from stretto.bus.messages.training import (
 )
 from stretto.bus.server import free_port
 from stretto.engine import TrainingEngine
-from stretto.errors import ConfigError, EngineError, Refused, one_error
+from stretto.errors import ConfigError, EngineError, Refused, one_job
 from stretto.weights import Publisher, WeightsNote
 from stretto.workers.context import ComputeThread, WorkerContext
 from stretto.workers.shared_rows import choose_rows, score_rows
@@ -275,11 +275,10 @@ class TrainerWorker:
                     )
                 )
 
-            with one_error():
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(run_here)
-                    for worker in other_workers if self._runs_on_all_ranks(message) else ():
-                        tasks.start_soon(pass_on, worker)
+            async with one_job() as tasks:
+                tasks.start_soon(run_here)
+                for worker in other_workers if self._runs_on_all_ranks(message) else ():
+                    tasks.start_soon(pass_on, worker)
             return join(own[0], others)
 
         await self._context.bus.serve(self._context.subject(verb), kind, run_on_all_ranks)
