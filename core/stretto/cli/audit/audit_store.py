@@ -13,9 +13,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,8 +26,8 @@ import nats
 import nats.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
-from nats.js.errors import APIError, NotFoundError
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamState
+from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from stretto.bus.connection import open_once, without_logins
 from stretto.bus.guard import is_locked
@@ -41,9 +42,12 @@ from stretto.records.event_files import FOLDER as EVENTS
 from stretto.records.files import open_record, read_record
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 _START_S = 60.0
 _CONNECT_S = 5.0
+_ANSWER_S = 4.0
+_PAUSE_S = 0.2
 _BATCH = 32
 _GONE = 2**63 - 1
 """Sequence number of the first message of a log that is gone: nothing comes before it."""
@@ -79,7 +83,7 @@ async def open_store(folder: Path) -> AsyncGenerator[StoredRun]:
         require_own_server(folder, bootstrap)
         client = await _connect_to_any(foreign)
         try:
-            yield StoredRun(client.jetstream(timeout=_START_S), foreign.run)
+            yield StoredRun(client.jetstream(timeout=_ANSWER_S), foreign.run)
         finally:
             await client.close()
     if _last_owner(folder) != before:
@@ -118,10 +122,7 @@ class StoredRun:
         """
         if self._jetstream is None:
             return _GONE, 0
-        try:
-            state = (await self._jetstream.stream_info(stream)).state
-        except (APIError, nats.errors.Error, TimeoutError) as error:
-            raise BusError(f"{stream} cannot be read: {error}") from error
+        state = await _state(self._jetstream, stream)
         return (state.first_seq, state.last_seq) if state.messages else (state.last_seq + 1, state.last_seq)
 
     async def messages(self, stream: str, kinds: Mapping[str, Any]) -> AsyncIterator[StoredMessage]:
@@ -153,29 +154,26 @@ class StoredRun:
         Raises:
             BusError: if the stream cannot be read.
         """
-
         jetstream = self._jetstream
         if jetstream is None:
             return None
 
         async def read(sequence: int) -> bytes:
-            return (await jetstream.get_msg(stream, sequence)).data or b""
+            return (await _answer(partial(jetstream.get_msg, stream, sequence), stream)).data or b""
 
         try:
-            data = (await jetstream.get_last_msg(stream, subject)).data or b""
-            return decoder(kind)(await join_stored(data, read))
+            newest = await _answer(partial(jetstream.get_last_msg, stream, subject), subject)
+            return decoder(kind)(await join_stored(newest.data or b"", read))
         except (NotFoundError, msgspec.DecodeError, ValueError):
             return None
-        except (APIError, nats.errors.Error, TimeoutError) as error:
-            raise BusError(f"{subject} cannot be read: {error}") from error
 
     async def _raw(self, stream: str) -> AsyncIterator[tuple[str, int, bytes]]:
         """Yield subject, sequence number and bytes of every message of a stream."""
         if self._jetstream is None:
             return
-        left = (await self._jetstream.stream_info(stream)).state.messages
+        left = (await _state(self._jetstream, stream)).messages
         everything = ConsumerConfig(deliver_policy=DeliverPolicy.ALL, ack_policy=AckPolicy.NONE)
-        consumer = await self._jetstream.add_consumer(stream, everything)
+        consumer = await _answer(partial(self._jetstream.add_consumer, stream, everything), stream)
         subscription = await self._jetstream.pull_subscribe_bind(
             consumer=consumer.name, stream=stream, pending_bytes_limit=-1
         )
@@ -190,6 +188,35 @@ class StoredRun:
 
 
 # --------------------------------------------------------------------------------------- private
+
+
+async def _state(jetstream: JetStreamContext, stream: str) -> StreamState:
+    try:
+        return (await _answer(partial(jetstream.stream_info, stream), stream)).state
+    except NotFoundError as error:
+        raise BusError(f"{stream} cannot be read: {error}") from error
+
+
+async def _answer(question: Callable[[], Awaitable[T]], name: str) -> T:
+    """Return the server's answer to a question about `name`. A cluster that has just lost a server may give
+    the question to that one: what nobody answers is asked again.
+
+    Raises:
+        NotFoundError: if there is no such stream or message.
+        BusError: if the server refuses, or does not answer for a minute.
+    """
+    deadline = anyio.current_time() + _START_S
+    while True:
+        try:
+            return await question()
+        except NotFoundError:
+            raise
+        except (TimeoutError, ServiceUnavailableError, nats.errors.NoRespondersError) as error:
+            if anyio.current_time() > deadline:
+                raise BusError(f"{name} cannot be read: {error}") from error
+        except (APIError, nats.errors.Error) as error:
+            raise BusError(f"{name} cannot be read: {error}") from error
+        await anyio.sleep(_PAUSE_S)
 
 
 def _run_of(folder: Path) -> str:
