@@ -44,7 +44,9 @@ LONGEST = (
     *("test_advice", "test_runs", "test_user_code", "test_real_run", "test_resumed_with_changes"),
     *("test_conformance", "test_templates", "test_trackers", "test_page", "test_replay", "test_vision"),
     *("test_torch_requests", "test_math", "test_doc_blocks", "test_benchmarks"),
-    *("test_universe", "test_check", "test_reasoning_gym", "test_liveness", "test_anthropic", "test_nats"),
+    *("test_universe", "test_tapes", "test_check", "test_reasoning_gym", "test_liveness", "test_anthropic"),
+    *("test_nats", "test_workflows", "test_forecast", "test_mirror", "test_online", "test_writer"),
+    *("test_worker_groups", "test_checkpoint_store", "test_agent", "test_weights", "test_metrics_and_timeline"),
 )
 """The files whose tests take longest, by processor time or by waiting, in the order in which they begin."""
 
