@@ -206,12 +206,14 @@ class Engine:
         await self._engine.stop()
 
     async def generate(self, work: Work) -> None:
-        """Request all answers at once, and wait for them."""
+        """Request all answers at once, and wait for them. The prompts are others in each round, so that no
+        engine has them in its cache."""
         self._rounds += 1
         self._unfinished, self._tokens, self._finished = len(work.prompts), 0, anyio.Event()
         for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
             sampling = Sampling(max_tokens=length, ignore_eos=True)
-            request = GenerateRequest(f"{self._rounds}/{i}", Array.of(prompt), (i,), sampling, 0)
+            tokens = (prompt + self._rounds) % VOCABULARY
+            request = GenerateRequest(f"{self._rounds}/{i}", Array.of(tokens), (i,), sampling, 0)
             self._engine.generate(request)
         await self._finished.wait()
         assert self._tokens == work.tokens, f"{self._tokens} tokens arrived of {work.tokens}"

@@ -27,9 +27,8 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     With `deterministic` a prompt is computed only together with prompts of the same length, rounded up to a
     multiple of 16. Prefixes that several prompts share are computed for each prompt, and a sample waits until
     it fits into the cache at its largest possible length. The engine tests at its start that a sample's bits
-    do not depend on the others; docs/benchmarks.md has the cost. On AMD processors with AVX-512 set `linear:
-    onednn` as well, or models from about 1 M parameters on lose another third. The bits then depend on the
-    kind of processor, the number of threads, and the versions of torch and its libraries.
+    do not depend on the others; docs/benchmarks.md has the cost. The bits depend on the kind of processor,
+    the number of threads, and the versions of torch and its libraries.
     """
 
     may_be_doubled: ClassVar[bool] = True
@@ -60,8 +59,7 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     linear: Literal["auto", "torch", "onednn"] = "auto"
     """Kernels for large float32 products on a CPU. torch calls MKL, which on AMD is slower than oneDNN: half
     the speed on Zen 5, three quarters on Zen 3 with few samples at once. oneDNN is called through private
-    operators of torch, and keeps a second copy of the weights. `auto` measures once at the start; with
-    `deterministic` it uses torch, because the bits must not depend on a measurement."""
+    operators of torch, and keeps a second copy of the weights. `auto` uses it on AMD processors."""
 
 
 def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[Problem]:

@@ -88,9 +88,7 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
 
 
 def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:
-    # The bits must not depend on a measurement.
-    choice = "torch" if config.deterministic and config.linear == "auto" else config.linear
-    onednn = prefers_onednn(choice, shapes.most_rows, model.device, model.dtype)
+    onednn = prefers_onednn(config.linear, model.device, model.dtype)
     rows, length = shapes.most_rows, shapes.length
     try:
         check_suitable(model)
