@@ -72,6 +72,19 @@ def ends(folder: Path, *, keep: int = 3, shard_gb: float = 2.0) -> tuple[FolderP
     return FolderPublisher(folder / "versions", keep, shard_gb), file_subscriber()
 
 
+async def test_a_copy_leaves_the_workers_other_folders(tmp_path: Path) -> None:
+    publisher = FolderPublisher(tmp_path / "versions", 3, 2.0, deltas=True)
+    notes = [publisher.publish(version, iter(halves(version))) for version in range(2)]
+    folders = RunFolders(context("inference-0"), str(tmp_path / "own"))
+    merged = folders.own("whole")
+    subscriber = FileSubscriber(folders)
+    for note in notes:
+        (await subscriber.receive(note)).close()
+    assert merged.exists()
+    assert len(list((tmp_path / "own").iterdir())) == 2
+    subscriber.close()
+
+
 async def test_frozen_tensors_are_written_and_hashed_once(tmp_path: Path) -> None:
     publisher, subscriber = ends(tmp_path, keep=1)
     publisher.freeze(iter(tensors(1.5)[1:]))
@@ -368,6 +381,57 @@ async def test_bus_goes_on_with_the_pieces_that_are_missing(open_bus: OpenBus, t
         # One of the 40 was for the manifest. Of two pieces under way, one may be dropped with the other.
         assert wire.asked - before - (all_well.asked - 40) in (0, 1)
         assert torch.equal(update.tensors()["big"], BIG[0][1])
+
+
+def halves(version: int) -> list[tuple[str, torch.Tensor]]:
+    """40 pieces of a KiB; in each version 3,000 values of 20,000 are others."""
+    values = torch.zeros(20_000)
+    drawn = torch.Generator().manual_seed(0)
+    for _ in range(version):
+        values[torch.randperm(20_000, generator=drawn)[:3_000]] = torch.randn(3_000, generator=drawn)
+    return [("big", values.bfloat16())]
+
+
+async def test_bus_asks_for_the_delta_again_and_keeps_what_it_changes(
+    open_bus: OpenBus, tmp_path: Path
+) -> None:
+    broken_from = 10**6
+
+    def damaged(number: int, data: bytes) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1]) if number > broken_from else data
+
+    async with bus_ends(open_bus, tmp_path, in_flight=2) as made:
+        notes = [made.publisher.publish(version, iter(halves(version))) for version in range(2)]
+        subscriber, wire = made.subscriber(damaged)
+        (await subscriber.receive(notes[0])).close()
+        whole, broken_from = wire.asked, wire.asked + 3
+        with pytest.raises(WeightsError, match=r"version 1 .*: a piece of .* damaged 3"):
+            await subscriber.receive(notes[1])
+        before, broken_from = wire.asked, 10**6
+        update = await subscriber.receive(notes[1])
+        assert 5 < wire.asked - before < whole / 2
+        assert torch.equal(update.tensors()["big"], halves(1)[0][1])
+        update.close()
+
+
+async def test_files_that_an_engine_keeps_of_a_version_stay_as_they_are(
+    open_bus: OpenBus, tmp_path: Path
+) -> None:
+    """A server that starts again loads the version that it served, while the next one is on its way."""
+    async with bus_ends(open_bus, tmp_path) as made:
+        notes = [made.publisher.publish(version, iter(halves(version))) for version in range(2)]
+        subscriber, _ = made.subscriber()
+        kept = tmp_path / "kept"
+        kept.mkdir()
+        update = await subscriber.receive(notes[0])
+        assert update.folder is not None
+        for file in update.folder.iterdir():
+            os.link(file, kept / file.name)
+        update.close()
+        newer = await subscriber.receive(notes[1])
+        assert torch.equal(newer.tensors()["big"], halves(1)[0][1])
+        old = open_version(notes[0], kept)
+        assert torch.equal(old.tensors()["big"], halves(0)[0][1])
 
 
 async def test_bus_says_what_is_gone_and_who_is_silent(open_bus: OpenBus, tmp_path: Path) -> None:

@@ -78,12 +78,14 @@ class FileBytes:
             old[places] = new[places]
 
     def delta(self) -> bytes | None:
-        """Return what `put` has changed since `begin`; None if too much has changed, or the file is new."""
+        """Return what `put` has changed since `begin`, once; None if too much has changed, or the file is
+        new."""
+        changed, xors, self._changed, self._xor = self._changed, self._xor, [], []  # large, and used once
         words = len(self._words)
         if self._is_new or self._number * _FEWEST > words or words >= _MOST_WORDS:
             return None
-        places = np.concatenate([np.empty(0, np.int64), *self._changed])
-        xor = np.concatenate([np.empty(0, self._words.dtype), *self._xor])
+        places = np.concatenate([np.empty(0, np.int64), *changed])
+        xor = np.concatenate([np.empty(0, self._words.dtype), *xors])
         gaps = np.diff(places, prepend=-1) - 1
         content = zlib.compress(_planes(gaps.astype("<u4")) + _planes(xor), _LEVEL)
         return _HEAD.pack(self._width, words, len(places)) + content

@@ -140,7 +140,9 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def write(self, folder: Path) -> None:
         """Complete a folder that already has its files."""
-        (folder / "manifest.json").write_bytes(msgspec.json.encode(self))
+        file = folder / "manifest.json"
+        file.unlink(missing_ok=True)  # a former version's may have a second name elsewhere
+        file.write_bytes(msgspec.json.encode(self))
 
     @property
     def deltas(self) -> dict[str, str]:
@@ -348,6 +350,7 @@ class FolderPublisher:
             is_whole = self._is_long(base, sum(map(len, newest.deltas.values())), newest.bytes)
         if is_whole:
             newest.write(folder)
+        newest.deltas.clear()
         self._newest = newest
         return msgspec.structs.replace(manifest, followed=True, whole=is_whole)
 
@@ -447,8 +450,13 @@ def bring_up_to_date(folder: Path, manifest: Manifest, deltas: Path) -> None:
         WeightsError: if a file in the folder is damaged.
     """
     for name, delta in manifest.deltas.items():
-        start = min(place.start for place in places(folder / name))
-        tensors = np.memmap(folder / name, np.uint8, "r+", offset=start)
+        file = folder / name
+        if file.stat().st_nlink > 1:  # an engine keeps the version before, for a restart of its server
+            copy = file.with_suffix(".copy")
+            shutil.copyfile(file, copy)
+            copy.replace(file)
+        start = min(place.start for place in places(file))
+        tensors = np.memmap(file, np.uint8, "r+", offset=start)
         apply_delta((deltas / delta).read_bytes(), tensors)
 
 
@@ -580,7 +588,6 @@ def lay_out(
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
-        (folder / "manifest.json").write_bytes(outline.manifest)
         for name in manifest.deltas.values():
             del sizes[name]
         for name in manifest.frozen:

@@ -6,6 +6,7 @@ Every weight transport of which both ends have files shares this, and gives the 
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -79,9 +80,9 @@ class VersionReceiver:
         try:
             return await self._receive(note, links)
         except WeightsError:
-            if not takes_deltas:
-                raise
-            self.drop()
+            is_damaged = self._here is None and self._begun is None
+            if not (takes_deltas and is_damaged):
+                raise  # what has come is good: the next call asks for the rest
             return await self._receive(note, await self._links(note))
 
     def begins_here(self, manifest: Manifest) -> bool:
@@ -103,8 +104,7 @@ class VersionReceiver:
         else:
             manifest, outline = links.pop()
             folder = await self._fetch_whole(_note_of(manifest, note), outline)
-        deltas = self._root / "deltas"
-        shutil.rmtree(deltas, ignore_errors=True)
+        deltas = self._deltas(note)
         try:
             for manifest, outline in links:
                 await self._fetch_deltas(_note_of(manifest, note), outline, deltas)
@@ -113,6 +113,14 @@ class VersionReceiver:
             return await anyio.to_thread.run_sync(self._complete, note, newest, folder, manifests, deltas)
         finally:
             shutil.rmtree(deltas, ignore_errors=True)
+
+    def _deltas(self, note: WeightsNote) -> Path:
+        """Make a folder for deltas. It has another name each time: what an interrupted fetch has brought is
+        gone, and the source must not continue it."""
+        try:
+            return Path(tempfile.mkdtemp(prefix="deltas-", dir=self._root))
+        except OSError as error:
+            raise WeightsError(f"{self._root} cannot be written: {error}", version=note.version) from error
 
     async def _links(self, note: WeightsNote) -> list[tuple[Manifest, Outline]]:
         """Return the version, and those before it, to one whose deltas begin with what is here, or to one
@@ -147,7 +155,7 @@ class VersionReceiver:
         manifest, sizes = read_outline(outline, note)
         own = folder / f"{note.version}"
         try:
-            own.mkdir(mode=0o700, parents=True)
+            own.mkdir(mode=0o700)
         except OSError as error:
             raise WeightsError(f"{own} cannot be written: {error}", version=note.version) from error
         await self._source.fetch(note, {own / name: sizes[name] for name in manifest.deltas.values()})
@@ -176,5 +184,5 @@ class VersionReceiver:
 
 
 def _note_of(manifest: Manifest, note: WeightsNote) -> WeightsNote:
-    """Return the announcement of a version before the announced one."""
-    return msgspec.structs.replace(note, version=manifest.version, digest=manifest.digest)
+    """Return the announcement of the announced version, or of one before it, as far as a source needs it."""
+    return msgspec.structs.replace(note, version=manifest.version, digest=manifest.digest, canary="")

@@ -129,16 +129,16 @@ def _slots_for(model: Any, config: TorchInferenceConfig, length: int, samples_in
     """Return the number of slots of a run file without one."""
     slots = slots_for(samples_in_flight, deterministic=config.deterministic)
     if config.cache_gb is None:
-        bytes_of_a_sample = length * _bytes_of_a_token(model)
-        while slots > FEW_SLOTS and slots * bytes_of_a_sample > _memory(model.device) * _CACHE_SHARE:
+        bytes_of_a_sample, memory = length * _bytes_of_a_token(model), _memory(model.device, config.share)
+        while slots > FEW_SLOTS and slots * bytes_of_a_sample > memory * _CACHE_SHARE:
             slots = max(FEW_SLOTS, slots // 2)
     return slots
 
 
-def _memory(device: torch.device) -> int:
-    """Return the bytes of memory of a device."""
+def _memory(device: torch.device, share: float) -> float:
+    """Return the bytes of memory of a device; of a GPU, the share that this process may take."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.get_device_properties(device).total_memory * share
     return psutil.virtual_memory().total
 
 

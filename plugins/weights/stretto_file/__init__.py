@@ -100,7 +100,7 @@ class FileSubscriber:
             open_update = partial(open_version, note, stored.folder, frozen=self._frozen)
             return await anyio.to_thread.run_sync(open_update)
         if self._copy is None:
-            folder = await anyio.to_thread.run_sync(self._folders.own)
+            folder = await anyio.to_thread.run_sync(self._folders.own, "copy")
             self._copy = folder, VersionReceiver(folder, _FileSource())
         return await self._copy[1].receive(note)
 

@@ -153,7 +153,7 @@ class RolloutWorker:
             *(names.tickets_stream, names.ticket(purpose), Ticket), room=free_slots, until=self._draining
         )
         async for delivery in tickets:
-            slots.acquire_nowait()
+            await slots.acquire()
             tasks.start_soon(self._work, delivery, runner)
         self._takers -= 1
 
