@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+import structlog
 
 from commands import STRETTO, output_of
 from fixture_types import OpenBus
@@ -46,7 +47,7 @@ LONGEST = (
     *("test_torch_requests", "test_math", "test_doc_blocks", "test_benchmarks"),
     *("test_universe", "test_tapes", "test_check", "test_reasoning_gym", "test_liveness", "test_anthropic"),
     *("test_nats", "test_workflows", "test_forecast", "test_mirror", "test_online", "test_writer"),
-    *("test_worker_groups", "test_checkpoint_store", "test_agent", "test_weights", "test_metrics_and_timeline"),
+    *("test_worker_groups", "test_checkpoint_store", "test_agent", "test_weights"),
 )
 """The files whose tests take longest, by processor time or by waiting, in the order in which they begin."""
 
@@ -114,6 +115,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for seconds in (files, tests):
         for name, value in seconds.most_common(40):
             terminalreporter.write_line(f"{value:8.1f} s  {name}")
+
+
+# --------------------------------------------------------------------------------------- logs
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """A command that a test runs in this process may drop the log, for all later tests."""
+    yield
+    structlog.reset_defaults()
 
 
 # --------------------------------------------------------------------------------------- the bus

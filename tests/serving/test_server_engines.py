@@ -78,6 +78,14 @@ def run_file(tmp_path: Path) -> Path:
             "excludes inference.python",
         ),
         (["inference.urls=[http://a:1]", "inference.args={x: 1}"], "inference.args", "urls are running"),
+        (
+            [
+                *("inference.urls=[http://a:1, http://b:1]", "evaluation.own_engine=true"),
+                "evaluation.dataset={use: jsonl, path: rows.jsonl}",
+            ],
+            "evaluation.own_engine",
+            "needs one more server",
+        ),
         (["inference.deterministic=true"], "inference.deterministic", "cannot repeat answers"),
         (["inference.args={port: 1}"], "inference.args.port", "the worker sets --port"),
         (

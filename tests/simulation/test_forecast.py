@@ -177,7 +177,9 @@ def test_a_run_is_compared_with_its_forecast(tmp_path: Path) -> None:
         plan(run, times=times, only=True)
 
 
-@pytest.mark.parametrize("override", ["inference.use=sglang", "inference.gpus=1", "algorithm.use=sft"])
+@pytest.mark.parametrize(
+    "override", ["inference.use=sglang", "inference.gpus=1", "algorithm.use=sft", "launcher.use=slurm"]
+)
 def test_what_has_no_forecast_is_refused(override: str) -> None:
     quickstart = Path(__file__).parents[2] / "examples" / "quickstart" / "run.yaml"
     with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}: a forecast"):

@@ -87,7 +87,7 @@ class Assembly:
         self, composed: Composed, *, folder: str | Path | None = None, run: str = "", worker: str = _KERNEL
     ) -> None:
         path = self.folder = _new_folder(composed.config) if folder is None else Path(folder)
-        composed = _decided(composed) if folder is None else composed
+        composed = decided(composed) if folder is None else composed
         self.numbers = WorkerNumbers(composed, path if worker == _KERNEL else None)
         self.composed = composed.with_numbers(self.numbers.in_force())
         self.context = Context(
@@ -224,8 +224,8 @@ class Assembly:
         return variant
 
 
-def _decided(composed: Composed) -> Composed:
-    """Return a new run with the values that depend on the machine on which it begins."""
+def decided(composed: Composed) -> Composed:
+    """Return a run with the values that depend on the machine on which it begins, or begins to have them."""
     evaluation = composed.config.evaluation
     if evaluation is None or evaluation.own_engine is not None:
         return composed

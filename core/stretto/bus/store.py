@@ -544,6 +544,8 @@ class Store:
             else:
                 sequence = int(headers["Nats-Sequence"])
                 messages[sequence] = RawStreamMsg(seq=sequence, data=msg.data)
+                if "Nats-Num-Pending" not in headers:  # a server before 2.11 sends one message, and no end
+                    over.set()
 
         self._questions += 1
         inbox = f"{self._inbox}.get.{self._questions}"

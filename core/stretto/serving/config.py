@@ -94,6 +94,12 @@ def check_server_engine(
         )
     if config.urls:
         yield from _check_attached(config)
+        if run.evaluation is not None and run.evaluation.own_engine:
+            yield Problem(
+                "evaluation.own_engine",
+                "needs one more server, and `inference.urls` names those of the replicas; remove it, or let "
+                "the workers start their servers (`inference.python`)",
+            )
     elif config.api_key is not None:
         yield Problem(
             "inference.api_key", "is for the servers in urls; a server that the worker starts gets a new key"

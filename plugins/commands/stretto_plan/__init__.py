@@ -54,7 +54,7 @@ def plan(
     ran = RunFolder(file) if file.is_dir() else None
     file = file / "config.yaml" if ran else file
     run = composed(file, overrides or ())
-    _expect_known_engines(run)
+    _expect_known_parts(run)
     number = cores or len(os.sched_getaffinity(0))
     service = _service_times(file, overrides or (), run, times, number)
     planner = _Planner(run, service, number)
@@ -70,7 +70,9 @@ def plan(
         best = planner.search()
         for eta in _STALENESS:
             if eta != run["queue"]["max_staleness"]:
-                planner.show(f"queue.max_staleness={eta}", planner.forecast({"queue.max_staleness": eta}))
+                value = f"queue.max_staleness={eta}"
+                changed = composed(file, [*(overrides or ()), value])  # slots may follow from it
+                planner.show(value, _Planner(changed, service, number).forecast({}))
         typer.echo(planner.advice(best))
     hours = base.step_s * run["steps"] / 3600
     typer.echo(
@@ -80,7 +82,12 @@ def plan(
     )
 
 
-def _expect_known_engines(run: Mapping[str, Any]) -> None:
+def _expect_known_parts(run: Mapping[str, Any]) -> None:
+    if (launcher := run["launcher"]["use"]) != "local":
+        raise ConfigError(
+            f"launcher.use: a forecast measures the run on this machine; expected 'local', not {launcher!r}",
+            path="launcher.use",
+        )
     for section, known in _ENGINES.items():
         use = run[section]["use"]
         if use not in known:

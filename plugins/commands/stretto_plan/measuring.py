@@ -72,7 +72,12 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
     run = composed(file, overrides)
     with tempfile.TemporaryDirectory(prefix="stretto-plan-") as folder:
         out = Path(folder, "run")
-        fixed = (f"out={out}", f"steps={_FIRST + _MOST + 2}", "evaluation=null", "checkpoint.every=0")
+        # Nothing of the run is to be seen elsewhere, or left there.
+        fixed = (
+            *(f"out={out}", f"steps={_FIRST + _MOST + 2}", "evaluation=null", "checkpoint.every=0"),
+            *("checkpoint.store=null", "trackers=[]"),
+            *("bus.url=null", "bus.credentials=null", "bus.tls=null", "bus.replicas=1"),
+        )
         command = [sys.executable, "-m", "stretto", "run", str(file), *overrides, *fixed]
         with Path(folder, "output").open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

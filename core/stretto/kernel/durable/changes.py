@@ -21,7 +21,7 @@ import msgspec
 import structlog
 import yaml
 
-from stretto.assembly.assembly import Assembly, new_run_id
+from stretto.assembly.assembly import Assembly, decided, new_run_id
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import Placement
 from stretto.assembly.variants import variants_of
@@ -151,7 +151,7 @@ def compose_changes(current: Assembly, overrides: Sequence[str]) -> Assembly:
     document = document_of(folder, newest_values(folder))
     elsewhere = (folder / MIRROR).exists()
     composed = compose(folder / "config.yaml", overrides, document=document, elsewhere=elsewhere)
-    changed = assemble_existing(composed, folder)
+    changed = assemble_existing(decided(composed), folder)
     if faults := list(_faults(current, changed)):
         raise ConfigError("\n".join(f"{composed.place(fault.path)}: {fault.message}" for fault in faults))
     return changed

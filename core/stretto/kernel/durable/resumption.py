@@ -173,7 +173,7 @@ class Resumption:
         self._tickets.continue_from(
             log_sequence,
             self._state.lowest_sequence,
-            tickets=(ticket.id for ticket in scheduler.snapshot().open if ticket.done is None),
+            tickets=(id for id, ticket in scheduler.tickets.open.items() if ticket.done is None),
             evaluating=scheduler.evaluation.under_way is not None,
         )
 

@@ -25,6 +25,7 @@ from stretto.bus.messages.tickets import (
     WireTrajectory,
     bundles_of,
 )
+from stretto.config import RunConfig
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
 from stretto.models.tokenizer import characters_of, fault_of, work_on_text
@@ -37,6 +38,8 @@ from stretto.workflow import Prompt, Trajectory
 
 log = structlog.get_logger()
 
+_SLOW = 10
+"""How many times as long an engine of low priority may take: it gets a tenth of a core that others want."""
 _CHARACTERS_PER_TOKEN = 4
 """About the number of characters per token of text."""
 
@@ -71,7 +74,7 @@ class TicketRunner:
             reason = f"the run of this worker has no variant {ticket.variant!r}"
             return GroupFailed(ticket.purpose, ticket.id, ticket.attempt, context.worker, reason)
         attempt = _RunningTicket(ticket, self._variants[ticket.variant])
-        timeout_s = attempt.services.config.workflow.timeout_s
+        timeout_s = _timeout_s(ticket, attempt.services.config)
         try:
             with self._limits.of(ticket, timeout_s):
                 await self._roll_out(attempt)
@@ -297,6 +300,13 @@ class _TicketLimits:
             if self._serving and exact_version not in self._serving:
                 limit.deadline += elapsed
         self._serving = {peer.exact_version for peer in routes.peers if peer.role == "inference"}
+
+
+def _timeout_s(ticket: Ticket, config: RunConfig) -> float:
+    """Return the limit of a ticket's rollout. It means the time with an engine that computes at full speed:
+    one of low priority would fail the rows with the longest answers."""
+    has_own = config.evaluation is not None and config.evaluation.own_engine
+    return config.workflow.timeout_s * (_SLOW if ticket.purpose == "eval" and has_own else 1)
 
 
 class _Unfit(Exception):
