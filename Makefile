@@ -21,8 +21,8 @@
 # PYTHON=python3.12       another interpreter than the first that is new enough
 # PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
 #                         handed to pip, here for builds of torch without CUDA
-# JOBS=3                  processes that run the tests. Tests also wait: one process more than there are cores keeps
-#                         all cores busy
+# JOBS=3                  processes that run the tests. Tests also wait: one or two more than there are cores keep all
+#                         cores busy. Unset: 4 for `make test`, 3 for the others, whose tests compute more
 # SGLANG_PYTHON, VLLM_PYTHON   interpreters with these servers, for `make test-integration` to install none
 # ARGS="seed=2"           handed to stretto run by `make quickstart` and `make vision`, and to pytest by `make test` and the like
 
@@ -33,7 +33,7 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 	command -v $$python >/dev/null 2>&1 && $$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 PIP_ARGS ?=
 ARGS ?=
-JOBS ?= 3
+JOBS ?=
 # Hundreds of processes import the same modules: they keep them compiled, also where the environment forbids it.
 export PYTHONDONTWRITEBYTECODE :=
 # A file's tests run in one process, which makes their shared fixtures once; conftest.py has the order of the files.
@@ -53,13 +53,13 @@ vision: $(VENV)/installed
 	$(BIN)/stretto run examples/vision/run.yaml $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(or $(JOBS),4) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m slow $(ARGS)
+	$(BIN)/python -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m slow $(ARGS)
 
 test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "not integration and not chaos and not cluster and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m "not integration and not chaos and not cluster and not gpu" $(ARGS)
 
 test-universes: $(VENV)/installed
 	$(BIN)/python tests/helpers/universe_search.py small 0 300
@@ -87,7 +87,7 @@ test-clusters: $(VENV)/installed
 coverage: $(VENV)/installed
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/python -m coverage run -m pytest -q -n $(JOBS) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
+	$(BIN)/python -m coverage run -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

@@ -59,9 +59,9 @@ def test_the_slots_follow_the_samples_in_flight_and_the_memory(
     memory_gb: float,
     slots: int,
 ) -> None:
-    def memory(device: torch.device) -> int:
+    def memory(device: torch.device, share: float) -> float:
         del device
-        return int(memory_gb * 2**30)
+        return share * memory_gb * 2**30
 
     monkeypatch.setattr(model_module, "_memory", memory)
     chosen = TorchInferenceConfig(context_length=64, device="cpu", **config)

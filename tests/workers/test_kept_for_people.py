@@ -85,6 +85,7 @@ async def test_a_long_sample_is_kept() -> None:
 
     config: Any = SimpleNamespace(
         workflow=WorkflowConfig(),
+        evaluation=None,
         queue=QueueConfig(),
         dataset=SimpleNamespace(max_prompt_tokens=None),
         samples=SamplesConfig(keep="all"),
