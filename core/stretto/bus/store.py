@@ -539,13 +539,12 @@ class Store:
 
         async def take(msg: Msg) -> None:
             headers = msg.headers or {}
-            if "Status" in headers:
-                over.set()
-            else:
+            if "Nats-Sequence" in headers:
                 sequence = int(headers["Nats-Sequence"])
                 messages[sequence] = RawStreamMsg(seq=sequence, data=msg.data)
-                if "Nats-Num-Pending" not in headers:  # a server before 2.11 sends one message, and no end
-                    over.set()
+            # A server before 2.11 sends one message, and no end.
+            if "Status" in headers or "Nats-Num-Pending" not in headers:
+                over.set()
 
         self._questions += 1
         inbox = f"{self._inbox}.get.{self._questions}"
