@@ -100,7 +100,7 @@ def test_a_reward_that_fails_sometimes_fails_its_tickets_only(faulty: Any) -> No
 def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(faulty: Any) -> None:
     text = json.dumps(faulty.summary()["reasons"])
     assert "RuntimeError: no luck" in text
-    assert "took longer than workflow.timeout_s=4" in text
+    assert "took longer than 4 s (workflow.timeout_s)" in text
     assert "returned no trajectory" in text
 
 

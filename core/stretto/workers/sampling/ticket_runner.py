@@ -83,7 +83,7 @@ class TicketRunner:
         except _Unfit as unfit:
             return await self._failed(attempt, str(unfit), filtered=True)
         except TimeoutError:
-            return await self._failed(attempt, f"took longer than workflow.timeout_s={timeout_s:g}")
+            return await self._failed(attempt, f"took longer than {timeout_s:g} s (workflow.timeout_s)")
         except Exception as error:
             first = leaves(error)[0]
             log.warning("ticket failed", error=f"{type(first).__name__}: {first}", exc_info=first)
