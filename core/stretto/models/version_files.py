@@ -141,7 +141,7 @@ class Manifest(msgspec.Struct, frozen=True):
     def write(self, folder: Path) -> None:
         """Complete a folder that already has its files."""
         file = folder / "manifest.json"
-        file.unlink(missing_ok=True)  # a former version's may have a second name elsewhere
+        file.unlink(missing_ok=True)  # that of the version before may have a second name
         file.write_bytes(msgspec.json.encode(self))
 
     @property

@@ -49,7 +49,7 @@ class TicketQueue:
         Args:
             log_sequence: see `log_sequence`.
             lowest_sequence: sequence number of the first log message that the run's newest checkpoint needs.
-            tickets: the former kernel's training tickets that have no outcome yet.
+            tickets: training tickets of the kernel before that have no outcome yet.
             evaluating: whether an evaluation is under way.
         """
         self.log_sequence = log_sequence

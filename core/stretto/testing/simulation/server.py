@@ -438,13 +438,13 @@ class SimulatedServer:
             return
         is_batch = "batch" in question
         found = stream.find_some(question) if is_batch else [stream.find(question)]
-        for left, message in zip(range(len(found) - 1, -1, -1), found, strict=True):
+        for number, message in enumerate(found, 1):
             if message is None:
                 continue
             head = (
                 f"NATS/1.0\r\nNats-Stream: {stream.name}\r\nNats-Subject: {message.subject}\r\n"
                 f"Nats-Sequence: {message.sequence}\r\nNats-Time-Stamp: {_CREATED}\r\n"
-                + (f"Nats-Num-Pending: {left}\r\n\r\n" if is_batch else "\r\n")
+                + (f"Nats-Num-Pending: {len(found) - number}\r\n\r\n" if is_batch else "\r\n")
             )
             self.send("server", reply, "", head.encode(), message.data)
         if not any(found):
