@@ -102,7 +102,7 @@ def keep_live_view(folder: Path, run: subprocess.Popen[bytes]) -> None:
     """Keep what the live view shows in the middle of the run."""
     while run.poll() is None:
         status = read_status(folder)
-        if status is not None and status.version >= LIVE_AT and status.bottleneck:
+        if status is not None and status.version >= LIVE_AT and status.verdict:
             view = {"status": msgspec.to_builtins(status), "sample": newest_sample(folder)}
             LIVE.write_text(json.dumps(view))
             return
@@ -128,18 +128,22 @@ def samples(page: Page) -> None:
     """A group whose samples differ in their rewards, with tokens coloured by their logprob."""
     show(page, "samples?step_from=20&step_to=20&purpose=train", "#samples tbody tr.link")
     ticket = page.driver.execute_script(
-        "const rows = [...document.querySelectorAll('#samples tbody tr')].map((row) =>"
-        " [row.dataset.id.split('/')[0], row.cells[3].textContent]);"
-        "return rows.find(([one, reward]) => rows.some(([other, its]) => one === other && reward !== its))[0]"
+        "const rows = [...document.querySelectorAll('#samples tbody tr')];"
+        "return rows.find((row) => /[1-7].8 right/.test(row.textContent)).dataset.id.split('/')[0]"
     )
     show(page, f"samples?ticket={ticket}&group=1", "[data-value=logprob]")
     page.one("[data-value=logprob]").click()
     page.one("#legend .ramp")  # drawn when all tokens are
 
 
+def groups(page: Page) -> None:
+    """The groups of a step."""
+    show(page, "samples?step_from=20&step_to=20&purpose=train", "#samples tbody tr.link")
+
+
 def timeline(page: Page) -> None:
     """Generation and training over the newest steps."""
-    show(page, "timeline", "#waits .bars")
+    show(page, "timeline", "#share .legend")
 
 
 def comparison(page: Page) -> None:
@@ -176,6 +180,7 @@ def terminal(page: Page) -> None:
 
 PICTURES: dict[str, tuple[Callable[[Page], None], tuple[int, int]]] = {
     "page": (overview, (1280, 955)),
+    "page-groups": (groups, SIZE),
     "page-samples": (samples, SIZE),
     "page-timeline": (timeline, SIZE),
     "page-comparison": (comparison, SIZE),

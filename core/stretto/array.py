@@ -3,7 +3,6 @@ the ids from which a sampler drew each token, as two arrays."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +30,11 @@ def _dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
+@lru_cache(maxsize=64)
+def _item_bytes(name: str) -> int:
+    return _dtype(name).itemsize
+
+
 class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One array in a message. `Array.of(x).numpy()` equals `x`; the result is read-only."""
 
@@ -44,11 +48,12 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
         Raises:
             ValueError: if the dtype is not accepted, or dtype, shape and number of bytes do not match.
         """
-        size = _dtype(self.dtype).itemsize * math.prod(self.shape)
-        if size != self.data.nbytes or min(self.shape, default=0) < 0:
+        shape, size = self.shape, _item_bytes(self.dtype)
+        for length in shape:
+            size *= length
+        if size != self.data.nbytes or (shape and min(shape) < 0):
             raise ValueError(
-                f"an array of shape {self.shape} and dtype {self.dtype!r} has {size} bytes, not "
-                f"{self.data.nbytes}"
+                f"an array of shape {shape} and dtype {self.dtype!r} has {size} bytes, not {self.data.nbytes}"
             )
 
     @classmethod

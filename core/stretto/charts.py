@@ -13,15 +13,25 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.bus.messages.events import CAUSES
 from stretto.errors import printable
 from stretto.records.comparison import labels_of
-from stretto.records.figures import FIGURES, Figure, change, duration_text, figure, recent
-from stretto.records.metrics import ACCURACY, MAIN_FIGURES
+from stretto.records.figures import (
+    FIGURES,
+    RECENT_STEPS,
+    VERDICT_STEPS,
+    Figure,
+    change,
+    duration_text,
+    figure,
+    recent,
+)
+from stretto.records.metrics import ACCURACY, MAIN_FIGURES, is_figure
 
 if TYPE_CHECKING:
     from stretto.run_folder import RunFolder
@@ -29,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = [
     "COLOURS",
     "FIGURES",
+    "RECENT_STEPS",
+    "STEP_PARTS",
     "Bar",
     "Colour",
     "Figure",
@@ -36,6 +48,7 @@ __all__ = [
     "Panel",
     "Points",
     "RunCurve",
+    "StepTimes",
     "bar_chart",
     "change",
     "chart_file",
@@ -45,9 +58,13 @@ __all__ = [
     "lane_chart",
     "line_chart",
     "panels_of",
+    "part_class",
+    "part_texts",
     "recent",
     "safe",
     "smooth",
+    "step_time_chart",
+    "step_times",
     "thin",
     "thin_points",
 ]
@@ -107,6 +124,9 @@ _MOST_CHARACTERS = 4000
 _LANE = 18
 _LANE_NAMES = 120
 _LINE_OF_TEXT = 22
+_MOST_COLUMNS = 100
+STEP_PARTS = ("train_s", *(f"wait/{cause}_s" for cause in reversed(CAUSES)))
+"""Keys of the parts of a step's time, from the bottom of a chart upwards."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +216,66 @@ def thin_points(points: Points, most: int) -> list[tuple[float, float]]:
     return list(zip(xs.tolist(), ys.tolist(), strict=True))
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """Where the time of a run's steps went. The first step is left out: it waits for the first groups."""
+
+    steps: int
+    """Number of newest steps that `parts` is about: those of the verdict."""
+    parts: tuple[tuple[str, float], ...]
+    """Each part that took some time in any step: its key, and its mean seconds in the newest steps."""
+    columns: tuple[tuple[int, int, dict[str, float]], ...]
+    """Equal numbers of steps: the first and the last, and the mean seconds of each part that took some."""
+
+    @property
+    def head(self) -> str:
+        """The mean time of a step, in words."""
+        all_s = math.fsum(seconds for _, seconds in self.parts)
+        return f"{duration_text(all_s)} in the mean of the newest {self.steps} steps"
+
+
+def part_texts(parts: Sequence[tuple[str, float]]) -> list[tuple[str, str, float]]:
+    """Return parts of the time of steps, each with its words and share: key, text, seconds.
+
+    Args:
+        parts: keys of `STEP_PARTS`, with seconds.
+    """
+    all_s = math.fsum(seconds for _, seconds in parts) or 1.0
+    return [
+        (part, f"{FIGURES[part].label} {duration_text(seconds)} · {100 * seconds / all_s:.0f} %", seconds)
+        for part, seconds in parts
+    ]
+
+
+def step_times(run: RunFolder) -> StepTimes | None:
+    """Return where the time of a run's steps went; None before the second step.
+
+    Raises:
+        ConfigError: if the run's metrics are damaged.
+    """
+    lines = [line for line in run.steps if line["step"] > 1]
+    if not lines:
+        return None
+    every = math.ceil(len(lines) / _MOST_COLUMNS)
+    columns = tuple(
+        (
+            some[0]["step"],
+            some[-1]["step"],
+            {part: mean for part in STEP_PARTS if (mean := _mean(some, part)) > 0},
+        )
+        for some in (lines[first : first + every] for first in range(0, len(lines), every))
+    )
+    newest = lines[-VERDICT_STEPS:]
+    drawn = {part for _, _, seconds in columns for part in seconds}
+    parts = tuple((part, _mean(newest, part)) for part in STEP_PARTS if part in drawn)
+    return StepTimes(len(newest), parts, columns)
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float:
+    values = [line.get(key) for line in lines]
+    return math.fsum(value for value in values if is_figure(value)) / len(lines)
+
+
 # ------------------------------------------------------------------------------------------- drawing
 
 
@@ -240,7 +320,7 @@ def chart_style() -> str:
 
 def line_chart(curves: Sequence[RunCurve]) -> str:
     """Return a chart of curves over steps. At least one of them has a point."""
-    return _svg(_WIDTH, _HEIGHT, _line_parts(curves))
+    return _svg(_curves_of(curves), _WIDTH, _HEIGHT, _line_parts(curves))
 
 
 def chart_file(panels: Sequence[Panel]) -> str:
@@ -262,7 +342,12 @@ def chart_file(panels: Sequence[Panel]) -> str:
         parts.append(f'<g transform="translate({x},{y + _LINE_OF_TEXT})">{drawn}</g>')
     width, height = _WIDTH * min(2, len(panels)), top + cell * ((len(panels) + 1) // 2)
     own = f' xmlns="http://www.w3.org/2000/svg" width="{width}"'
-    return _svg(width, height, parts, own) + "\n"
+    every = [curve for panel in panels for curve in panel.curves]
+    return _svg(_curves_of(every), width, height, parts, own) + "\n"
+
+
+def _curves_of(curves: Sequence[RunCurve]) -> str:
+    return f"curves of {', '.join(dict.fromkeys(curve.label for curve in curves))}"
 
 
 def _line_parts(curves: Sequence[RunCurve]) -> list[str]:
@@ -306,7 +391,38 @@ def bar_chart(counts: Sequence[Mapping[int, int]], labels: Sequence[str]) -> str
                 f'height="{up(0) - up(share):.1f}">'
                 f"<title>{safe(label)}: {share:.1%} at {value}</title></rect>"
             )
-    return _svg(_WIDTH, _HEIGHT, parts)
+    return _svg(f"histogram of {', '.join(labels)}", _WIDTH, _HEIGHT, parts)
+
+
+def step_time_chart(times: StepTimes) -> str:
+    """Return the time of steps as stacked bars: training at the bottom, then each wait. Each part has
+    the class that `part_class` names."""
+    width = 1000
+    most = max(math.fsum(seconds.values()) for _, _, seconds in times.columns)
+    up = _Scale(0, most or 1.0, _HEIGHT - _BOTTOM, _TOP)
+    across = _Scale(0, len(times.columns), _LEFT, width - _RIGHT)
+    wide = 0.9 * (across(1) - across(0))
+    parts = [_horizontal_lines(up, "{:.4g} s", width)]
+    for place in range(0, len(times.columns), max(1, len(times.columns) // 10)):
+        parts.append(_text(across(place + 0.5), _HEIGHT - 8, str(times.columns[place][0]), "middle"))
+    for place, (first, last, seconds) in enumerate(times.columns):
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        text = ", ".join(f"{FIGURES[part].label} {duration_text(each)}" for part, each in seconds.items())
+        below, bars = 0.0, ""
+        for part, each in seconds.items():
+            top = up(below + each)
+            bars += (
+                f'<rect class="{part_class(part)}" x="{across(place):.1f}" y="{top:.1f}" width="{wide:.1f}" '
+                f'height="{up(below) - top:.1f}"/>'
+            )
+            below += each
+        parts.append(f"<g><title>{steps}: {text}</title>{bars}</g>")
+    return _svg("time of steps", width, _HEIGHT, parts, ' xmlns="http://www.w3.org/2000/svg"')
+
+
+def part_class(part: str) -> str:
+    """Return the class with the colour of a part of a step's time."""
+    return _class(STEP_PARTS.index(part))
 
 
 def lane_chart(lanes: Mapping[str, Sequence[Bar]], start: float, end: float) -> str:
@@ -328,7 +444,7 @@ def lane_chart(lanes: Mapping[str, Sequence[Bar]], start: float, end: float) -> 
                 f'<rect class="{bar.kind}" x="{left:.1f}" y="{top + 2}" width="{max(0.5, right - left):.1f}" '
                 f'height="{_LANE - 4}"><title>{safe(bar.text)}</title></rect>'
             )
-    return _svg(width, height, parts)
+    return _svg("timeline", width, height, parts)
 
 
 # ----------------------------------------------------------------------------------------- helpers
@@ -350,9 +466,9 @@ def _frame(across: _Scale, up: _Scale) -> str:
     )
 
 
-def _horizontal_lines(up: _Scale, form: str) -> str:
+def _horizontal_lines(up: _Scale, form: str, width: int = _WIDTH) -> str:
     return "".join(
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>'
+        f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>'
         + _text(_LEFT - 6, up(tick) + 4, form.format(tick), "end")
         for tick in up.ticks(5)
     )
@@ -373,5 +489,6 @@ def _class(run: int) -> str:
     return f"run{run % len(COLOURS)}"
 
 
-def _svg(width: int, height: int, parts: Sequence[str], attributes: str = "") -> str:
-    return f'<svg{attributes} viewBox="0 0 {width} {height}" role="img">{"".join(parts)}</svg>'
+def _svg(label: str, width: int, height: int, parts: Sequence[str], attributes: str = "") -> str:
+    named = f'role="img" aria-label="{safe(label)}"'
+    return f'<svg{attributes} viewBox="0 0 {width} {height}" {named}>{"".join(parts)}</svg>'

@@ -29,6 +29,7 @@ from stretto.weights import WeightsConfig
 from stretto.workflow import WorkflowConfig
 
 __all__ = [
+    "Bounds",
     "BusConfig",
     "CheckpointConfig",
     "ElasticConfig",
@@ -294,14 +295,35 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     need no entry; requests for other names are refused."""
 
 
+class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bounds of a number that stretto changes while the run goes on."""
+
+    min: PositiveInt
+    """The smallest value."""
+    max: PositiveInt
+    """The largest value."""
+
+    def __post_init__(self) -> None:
+        """Check the relation between the fields."""
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min} and max is {self.max}; expected min <= max")
+
+
 class RolloutConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The workers that run workflows."""
 
     processes: PositiveInt = 1
     """Number of rollout workers."""
-    concurrency: PositiveInt = 64
+    concurrency: PositiveInt | Bounds = 64
     """Number of training tickets that each worker runs at once. Each worker also runs up to this many
-    evaluation tickets at once."""
+    evaluation tickets at once. `{min: 8, max: 64}` is for conversations of many turns: the number begins at
+    `min`, grows while it is reached, and falls while engines compute texts again that they had no room to
+    keep. With `inference.deterministic` it is `max`."""
+
+    @property
+    def most(self) -> int:
+        """The largest number of tickets of one purpose that each worker runs at once."""
+        return self.concurrency if isinstance(self.concurrency, int) else self.concurrency.max
 
 
 class VerifierConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):

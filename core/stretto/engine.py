@@ -244,6 +244,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Longest pause of a swap, in seconds."""
     kv_used: float | None = None
     """Share of the KV cache memory that running samples use; None when the engine does not know it."""
+    lost_tokens: int | None = None
+    """Total number of tokens that the engine computed again because its prefix cache had no room to keep
+    them; None when the engine does not know it."""
 
 
 class InferenceEngine(Protocol):

@@ -14,6 +14,7 @@ docs/metrics.md and docs/samples.md; `stretto.charts` has how their figures are 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -23,18 +24,30 @@ from typing import Any, Literal
 import msgspec
 
 from stretto.bus.guard import is_locked
-from stretto.bus.messages.events import CauseKind
 from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
-from stretto.records.comparison import Comparison, RunFigures, compare_runs, labels_of
+from stretto.records.accuracy import estimate_share
+from stretto.records.comparison import (
+    Comparison,
+    RunFigures,
+    SeedGroup,
+    caution,
+    compare_runs,
+    differences,
+    labels_of,
+    setting,
+)
 from stretto.records.document import read_document
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
 from stretto.records.kept.answers import KeptAnswer, read_answers
 from stretto.records.kept.sample_images import SampleImages
 from stretto.records.kept.samples import Bounds, SampleFilter, SampleOutcome, SampleStore, open_samples
+from stretto.records.living import living
+from stretto.records.logs import log_files, log_text, open_log, whole_lines
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES, METRICS, MetricsReader, is_figure
-from stretto.records.status import STATUS, Status, read_status, standstill
+from stretto.records.origin import RunOrigin, read_origin
+from stretto.records.status import STATUS, Status, Verdict, read_status, standstill
 from stretto.records.timeline import (
     CallSpan,
     EvaluationSpan,
@@ -58,7 +71,6 @@ __all__ = [
     "MAIN_FIGURES",
     "Bounds",
     "CallSpan",
-    "CauseKind",
     "Comparison",
     "Estimate",
     "EvaluationSpan",
@@ -69,9 +81,11 @@ __all__ = [
     "Purpose",
     "RunFigures",
     "RunFolder",
+    "RunOrigin",
     "SampleFilter",
     "SampleOutcome",
     "SampleStore",
+    "SeedGroup",
     "State",
     "Status",
     "StepSpan",
@@ -81,12 +95,17 @@ __all__ = [
     "TicketRetired",
     "TicketTaken",
     "WorkerChanged",
+    "caution",
     "compare_runs",
+    "differences",
+    "estimate_share",
     "find_runs",
     "is_figure",
     "is_run",
     "labels_of",
+    "living_runs",
     "open_samples",
+    "setting",
 ]
 
 State = Literal["running", "completed", "interrupted", "failed", "stopped"]
@@ -101,6 +120,7 @@ class _KnownSummary(msgspec.Struct, kw_only=True):
 
     status: str = ""
     reason: str = ""
+    verdict: Verdict | None = None
     version: int = 0
     steps: int = 0
     wall_s: float = 0.0
@@ -187,6 +207,13 @@ class RunFolder:
         return standstill(self.folder, self.status)
 
     @property
+    def verdict(self) -> str:
+        """Whether the run learns, and what it waits for, in one line; empty if no kernel has said it."""
+        if self.summary is not None and self.state != "running":
+            return self.summary.get("verdict", {}).get("text", "")
+        return self.status.verdict.text if self.status is not None and self.status.verdict else ""
+
+    @property
     def started(self) -> float:
         """Unix time at which the run was started for the first time."""
         first = self.folder / "config-1.yaml"  # the first values, if a resume has changed them
@@ -212,13 +239,17 @@ class RunFolder:
         return [(line["step"], float(value)) for line in lines if is_figure(value := line.get(key))]
 
     def figures(self) -> list[str]:
-        """Return the keys that `series` knows, in the order of their first line. Lines of one run differ in
-        their keys."""
-        return [key for key in self._metrics.figures if key != "step"]
+        """Return the keys of figures, in the order of their first line. Lines of one run differ in their
+        keys."""
+        return [key for key in self._metrics.figures if key not in ("step", "time")]
 
     def values(self) -> dict[str, str]:
         """Return the values of `config` by their dotted keys, such as `training.lr`, as JSON."""
         return dict(dotted_values(self.config))
+
+    def origin(self) -> RunOrigin | None:
+        """Return what the run was started with; None if its kernel was older."""
+        return read_origin(self.folder)
 
     def events(self, since: float | None = None, until: float | None = None) -> Iterator[Event]:
         """Yield the events of `timeline.jsonl` in order: what happened when, as the kernel saw it.
@@ -245,6 +276,29 @@ class RunFolder:
     def answers(self, version: int) -> list[KeptAnswer]:
         """Return the kept answers of the evaluation of a version, with their texts, in the order of rows."""
         return read_answers(self.samples, version, texts=True)
+
+    def logs(self) -> list[str]:
+        """Return the names of the logs: `kernel`, and the workers."""
+        return list(log_files(self.folder))
+
+    def log(self, name: str, newest: int, *, containing: str = "", problems: bool = False) -> list[str]:
+        """Return the newest lines of a log as text, in order. A traceback belongs to its line.
+
+        Args:
+            name: one of `logs`.
+            newest: at most this many lines.
+            containing: only lines that contain this text, in any case.
+            problems: only warnings and errors.
+
+        Raises:
+            ConfigError: if there is no such log.
+        """
+        wanted = containing.casefold()
+        with open_log(self.folder, name) as log:
+            if not wanted and not problems:  # only these lines need become text
+                return [log_text(line) for line in deque(whole_lines(log), maxlen=newest)]
+            texts = (log_text(line, problems=problems) for line in whole_lines(log))
+            return list(deque((text for text in texts if text and wanted in text.casefold()), maxlen=newest))
 
     def checkpoints(self) -> dict[int, Path]:
         """Return the folders of the checkpoints by their versions, in order. Files may be damaged."""
@@ -274,6 +328,11 @@ def find_runs(folder: Path) -> list[RunFolder]:
     if not folder.is_dir():
         raise ConfigError(f"no folder {str(folder)!r}")
     return [RunFolder(path) for path in _run_folders(folder)]
+
+
+def living_runs() -> list[RunFolder]:
+    """Return the runs of this user on this machine that a kernel owns, in the order of their paths."""
+    return [RunFolder(folder) for folder in living() if is_run(folder)]
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -40,7 +41,7 @@ from stretto.engine import Load
 from stretto.errors import NoAnswer
 from stretto.kernel.fleet import fleet
 from stretto.kernel.fleet.fleet import Fleet
-from stretto.launcher import Job, Resources
+from stretto.launcher import Job, Resources, Role
 from stretto.workers.context import WorkerContext
 from stretto.workers.heartbeats import heartbeats
 from stretto.workers.kernel_watch import KernelWatch
@@ -213,6 +214,7 @@ async def test_a_kernel_ends_a_former_guard_that_hangs(
 ) -> None:
     monkeypatch.setattr(server_module, "_GUARD_END_S", 0.5)
     os.kill(server.process.pid, signal.SIGSTOP)
+    await until(lambda: psutil.Process(server.process.pid).status() == psutil.STATUS_STOPPED)
     second = await NatsServer.start(tmp_path / "bus", "test-run", bus_config, tmp_path / "logs")
     assert isinstance(server.process, subprocess.Popen)
     assert server.process.wait(10) == -signal.SIGKILL
@@ -223,11 +225,50 @@ async def test_a_kernel_ends_a_former_guard_that_hangs(
 # ------------------------------------------------------------------- the fleet while the bus is out
 
 
-def _join(workers: Fleet, bus: Path) -> None:
+def _join(workers: Fleet, bus: Path, role: Role = "rollout") -> None:
     foreign_bootstrap(bus, "r", BusConfig(url="nats://127.0.0.1:1"), bus)
     (bus / "kernel.lock").touch()
-    token = Bootstrap.read(write_bootstrap(bus, "rollout-0")).token
-    workers.join("rollout", Join("rollout-0", "rollout", "here", "n", token))
+    token = Bootstrap.read(write_bootstrap(bus, f"{role}-0")).token
+    workers.join(role, Join(f"{role}-0", role, "here", "n", token))
+
+
+def test_tokens_computed_again_are_counted_for_each_sampled_token(tmp_path: Path) -> None:
+    no_launcher: Any = None
+    workers = Fleet(no_launcher, tmp_path, tmp_path, lambda worker: (), max_restarts=0)
+    foreign_bootstrap(tmp_path, "r", BusConfig(url="nats://127.0.0.1:1"), tmp_path)
+    (tmp_path / "kernel.lock").touch()
+    for number in (0, 1):
+        token = Bootstrap.read(write_bootstrap(tmp_path, f"inference-{number}")).token
+        workers.join("inference", Join(f"inference-{number}", "inference", "here", "n", token))
+
+    def beat(number: int, sampled: int, lost: int | None) -> None:
+        load = Load(0, 4, 0, 8, sampled, 0.0, 0, 0.0, 0.0, lost_tokens=lost)
+        workers.beat(Heartbeat(f"inference-{number}", "n", ready=True, load=load))
+
+    beat(0, 100, 1000)  # totals, since before
+    beat(1, 100, None)
+    assert "lost_per_token" not in workers.load_figures()
+    beat(0, 300, 1600)
+    beat(1, 200, None)
+    assert workers.load_figures()["lost_per_token"] == 600 / 300
+    beat(0, 300, 1600)
+    assert "lost_per_token" not in workers.load_figures()
+
+
+def test_the_used_share_of_verifiers_is_a_mean_over_heartbeats(tmp_path: Path) -> None:
+    no_launcher: Any = None
+    workers = Fleet(no_launcher, tmp_path, tmp_path, lambda worker: (), max_restarts=0)
+    _join(workers, tmp_path, "verifier")
+
+    def beat(used: float, *, ready: bool = True) -> None:
+        workers.beat(Heartbeat("verifier-0", "n", ready=ready, used=used))
+
+    beat(0.0, ready=False)  # it loads
+    assert workers.load_figures() == {}
+    for used in (0.25, 0.75, 9.0, -9.0, math.nan):  # what a process of a run says of itself
+        beat(used)
+    assert workers.load_figures() == {"verifiers_used": (0.25 + 0.75 + 1 + 0 + 0) / 5}
+    assert workers.load_figures() == {}
 
 
 async def test_a_worker_by_hand_is_lost_without_ending_the_run(

@@ -19,6 +19,7 @@ from stretto.assembly.contracts import expect_contract
 from stretto.bus import probe
 from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import NatsServer
+from stretto.children import row_check
 from stretto.cli.start.checks import problems
 from stretto.config import BusConfig
 from stretto.dataset import Dataset
@@ -474,6 +475,10 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         ((*TORCH, "inference=mock"), "warning inference.use: 'mock' samples answers without"),
         (("workflow.timeout_s=0.001",), "warning workflow.timeout_s: is 0.001: nothing ends in so short"),
         (("queue.batch_size=8", "rollout.concurrency=1"), "warning rollout.concurrency: is 1"),
+        (
+            ("rollout.concurrency={min: 8, max: 64}", "elastic.rollout=[1, 2]"),
+            "warning elastic.rollout: is a range, and rollout.concurrency has bounds",
+        ),
         (("sampling.temperature=5",), "warning sampling.temperature: is 5"),
         ((*TORCH, "sampling.ignore_eos=true"), "warning sampling.ignore_eos: is true"),
         (("algorithm.eps_clip=5",), "warning algorithm.eps_clip: is 5"),
@@ -740,3 +745,17 @@ def test_a_tracker_that_breaks_its_contract_is_refused_before_the_run_starts(
     assert run.end() == 2
     assert "tracker 'mute' of mute.py does not keep its contract" in run.text()
     assert not run.folder.exists()
+
+
+def test_what_the_first_row_takes_leaves_the_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its check imports the library of the reward."""
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    rows = row_check.drawn_rows(100, 4.0)
+    next(rows)
+    now = 60.0
+    next(rows)
+    now = 63.9
+    next(rows)
+    now = 64.1
+    assert list(rows) == []

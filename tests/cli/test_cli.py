@@ -32,6 +32,12 @@ def test_a_key_written_as_an_option_is_refused_with_what_to_write(arguments: lis
     assert done.stderr.endswith("write steps=3\n")
 
 
+def test_a_page_for_the_run_of_another_process_is_refused() -> None:
+    done = stretto("run", QUICKSTART, "--ui", "--detach", "out=elsewhere")
+    assert done.returncode == 2
+    assert "--ui: another process owns this run; start it, then stretto ui " in done.stderr
+
+
 def test_options_that_are_no_keys_are_refused_as_options() -> None:
     done = stretto("evaluate", "somewhere", "--temprature", "0")
     assert done.returncode == 2

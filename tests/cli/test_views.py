@@ -25,7 +25,7 @@ from stretto.bus.server import lock_run
 from stretto.charts import RunCurve, line_chart, smooth, thin_points
 from stretto.cli.main import app
 from stretto.errors import ConfigError
-from stretto.records.comparison import compare_runs
+from stretto.records.comparison import caution, compare_runs
 from stretto.records.kept.samples import SampleFilter, SampleStore
 from stretto.records.status import STATUS
 from stretto.run_folder import RunFolder
@@ -133,6 +133,12 @@ def test_a_comparison_has_the_figures_of_the_files(runs: list[RunFolder]) -> Non
         "seed": ["1", "2", "1"],
         "training.lr": ["0.0001", "0.0001", "0.0003"],
     }
+    assert comparison.caution == ""
+    one_values = {"training.lr": "1", "reward.use": '"exact"', "reward.timeout_s": "1"}
+    assert caution([one_values, one_values | {"training.lr": "2", "reward.timeout_s": "2"}]) == ""
+    assert caution([one_values, one_values | {"reward.use": '"math"', "evaluation.rows": "64"}]) == (
+        "the runs differ in reward.use, evaluation.rows: their accuracies are not the same measure"
+    )
     # At version 10, rows 0 to 2 of 8 pass; in the better run also rows 4 and 6.
     assert dict(comparison.accuracies)[10] == [3 / 8, 3 / 8, 5 / 8]
     assert one.last is not None
@@ -146,6 +152,39 @@ def test_a_comparison_has_the_figures_of_the_files(runs: list[RunFolder]) -> Non
     assert group.runs == ["one", "two"]
     assert group.reward == pytest.approx(fmean([one.reward or 0, two.reward or 0]))
     assert group.reward_sd == pytest.approx(stdev([one.reward or 0, two.reward or 0]))
+
+
+def test_settings_are_compared_over_their_seeds(tmp_path: Path) -> None:
+    def runs(*seeds: tuple[int, int]) -> list[RunFolder]:
+        folder = tmp_path / str(seeds)
+        return [
+            RunFolder(
+                keep_run(folder / f"{lr}-{seed}", steps=10, seed=seed, lr=1e-4 * (1 + lr), shift=lr / 2)
+            )
+            for lr in (0, 1)
+            for seed in seeds[lr]
+        ]
+
+    first, second = compare_runs(runs((1, 2), (2, 1))).groups
+    assert first.difference is None
+    # Of 8 rows, the runs with the other rate have rows 4 and 6 right in addition, whatever the seed.
+    assert second.difference is not None
+    assert (second.difference.mean, second.difference.ci95, second.paired) == (0.25, 0.0, 2)
+    _, second = compare_runs(runs((1, 2), (3, 4))).groups
+    assert second.difference is not None
+    assert (second.difference.mean, second.difference.ci95, second.paired) == (0.25, 0.0, 0)
+
+
+def test_runs_of_the_same_seed_count_each(tmp_path: Path) -> None:
+    runs = [RunFolder(keep_run(tmp_path / str(steps), steps=steps)) for steps in (10, 20)]
+    for run in runs[1:]:
+        (run.folder / "config.yaml").write_text((runs[0].folder / "config.yaml").read_text())
+    [group] = compare_runs([RunFolder(run.folder) for run in runs]).groups
+    accuracies = [
+        dict(run.series("evaluation/accuracy"))[steps] for steps, run in zip((10, 20), runs, strict=True)
+    ]
+    assert accuracies[0] != accuracies[1]
+    assert group.accuracy == pytest.approx(fmean(accuracies))
 
 
 def test_a_difference_is_paired_by_row_where_the_rows_are_the_same(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_the_view_follows_a_real_run(start: Callable[..., Any], tmp_path: Path) 
         for row in (
             "left (until",
             "workers  4 ready",
-            "bottleneck  ",
+            "verdict  ",
             "now  ",
             "(version 0)",
             "reward  0",

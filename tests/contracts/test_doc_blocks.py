@@ -180,8 +180,12 @@ def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) 
             exec(compile(block.text, f"{page.name}", "exec"), {"__name__": "page"})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", TUTORIALS, ids=name_of)
+def _by_day_or_night(page: Path) -> Any:
+    mark = pytest.mark.slow if page.name in ("README.md", "first-run.md") else pytest.mark.nightly
+    return pytest.param(page, marks=mark)
+
+
+@pytest.mark.parametrize("page", [*map(_by_day_or_night, TUTORIALS)], ids=name_of)
 def test_the_page_runs(page: Path, folder: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}

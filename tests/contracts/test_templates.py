@@ -15,10 +15,11 @@ from stretto.assembly.plugins import KINDS, Plugins
 from stretto.cli.make.new import new_package
 from stretto.component import Kind
 
+_ENGINES = ("inference", "training")
+_MARKS = {kind: pytest.mark.nightly if kind in _ENGINES else pytest.mark.slow for kind in KINDS}
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=_MARKS[kind]) for kind in KINDS])
 def test_a_new_package_works_as_it_is(kind: Kind, tmp_path: Path) -> None:
     package = new_package(kind, "acme", tmp_path / "package", Plugins())
     python, env = _environment(tmp_path)

@@ -48,7 +48,7 @@ VALUES = {
 }
 """Extra -> a value of a run file that needs it."""
 
-slow = pytest.mark.slow
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def test_without_extras_the_page_shows_runs(base: Installed) -> None:
             page.terminate()
 
 
-@slow
+@nightly
 def test_with_torch_all_commands_work(with_torch: Installed) -> None:
     for line in WITH_TORCH:
         with_torch.works(line)
@@ -155,7 +155,7 @@ def test_with_torch_all_commands_work(with_torch: Installed) -> None:
         with_torch.works(line)
 
 
-@slow
+@nightly
 def test_each_extra_that_a_run_file_needs_is_named(with_torch: Installed) -> None:
     said = with_torch.run(f"check {FILE} {' '.join(VALUES.values())}").stderr
     assert [extra for extra in VALUES if f"stretto[{extra}]" not in said] == [], said

@@ -1,7 +1,6 @@
 """What only a GPU shows (`make test-gpu`): numbers, memory, placement, NCCL. Skipped where there is none.
 
-Those with one GPU passed on an H200, but for the one about new shapes, which is newer. Those with two were
-not tried.
+Those with one GPU passed on an H100. Those with two were not tried.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ def make_run(
     groups: int = 4,
     samples: int = 4,
     seed: int = 1,
+    lr: float | None = None,
     finished: bool = True,
     answer: str = "8 17",
     row: str = '{"prompt": "3+5+9=", "answer": "8 17"}',
@@ -45,6 +46,7 @@ def make_run(
     Args:
         groups: tickets per step.
         samples: trajectories a ticket.
+        lr: by default another one for each seed.
         finished: write a summary.
         answer: text of every answer. A token is a byte of it.
         row: JSON of the row of every ticket.
@@ -57,7 +59,7 @@ def make_run(
         "steps": steps,
         "seed": seed,
         "algorithm": {"use": "grpo", "group_size": samples},
-        "training": {"use": "torch", "lr": 3e-4 * seed},
+        "training": {"use": "torch", "lr": lr or 3e-4 * seed},
         "model": None,
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
@@ -81,6 +83,9 @@ def _lines(steps: int, groups: int, samples: int, draw: np.random.Generator) -> 
             "time_s": round(step * _STEP_S, 3),
             "step_s": _STEP_S,
             "train_s": 1.2,
+            "wait/groups_s": 0.5,
+            "wait/evaluation_s": 3.0 if step % 10 == 0 else 0.0,
+            "wait/overhead_s": 0.3,
             "reward": round(1 - np.exp(-step / (0.4 * steps)) + 0.05 * draw.normal(), 6),
             "reward_std": round(0.4 + 0.01 * draw.normal(), 6),
             "zero_variance_groups": 0.25,
@@ -122,12 +127,13 @@ def _summary(name: str, lines: list[dict[str, Any]], steps: int, groups: int, sa
         "since": 3,
         "said": 8,
         "until": None,
-        "message": "12 % of the answers are truncated",
+        "message": "12 % of the answers are truncated; raise `sampling.max_tokens` from 32 to 64",
     }
     return {
         "run": name,
         "status": "completed",
         "reason": "",
+        "verdict": {"state": "learning", "text": "finished, learned: reward +0.300; bound by training"},
         "steps": steps,
         "version": steps,
         "wall_s": steps * _STEP_S,
@@ -235,7 +241,7 @@ def _tables(
         "step": step,
         "incarnation": np.zeros(count),
         "advantages": _lists(rewards - 0.5, 1, pa.float32()),
-        "importance_weights": _lists(np.tile(1.0, count * len(ids)), len(ids), pa.float32()),
+        "importance_weights": _lists(np.exp(draw.normal(0, 0.1, count * len(ids))), len(ids), pa.float32()),
     }
     return _table("samples", values), _table("trained", trained)
 

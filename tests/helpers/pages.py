@@ -98,6 +98,6 @@ def curve_of(page: Page, key: str) -> list[tuple[float, float]]:
         "arguments[0].scrollIntoView()", page.one(chart)
     )  # what is not seen is not loaded
     page.one(f"{chart} canvas")
-    page.driver.execute_script("arguments[0].click()", page.one(f"{chart} header button"))
+    page.driver.execute_script("arguments[0].click()", page.one(f"{chart} [title*=table]"))
     rows = page.until(lambda: page.cells(f"{chart} .data"))
     return [(float(x.replace(",", "")), float(y.replace(",", ""))) for x, y in rows]

@@ -13,6 +13,7 @@ from stretto.records.status import (
     EvaluationStatus,
     Stall,
     Status,
+    Verdict,
     WorkerStatus,
 )
 
@@ -30,7 +31,7 @@ def make_status(**changes: Any) -> Status:
         wall_s=3725.0,
         left_s=600.0,
         now="training",
-        bottleneck="generation: training waits for it 70 % of the time",
+        verdict=Verdict("learning", "learning: reward +0.250 in 60 steps; bound by generation"),
         newest={"step": 60, "reward": 0.5, "loss": -0.0312, "entropy": 1.25, "grad_norm": 0.5, "step_s": 2.0}
         | {"wait/evaluation_s": 1.2, "wait/groups_s": 0.25, "wait/late_ticket_s": 0.05, "wait/swap_s": 0.0}
         | {"train_s": 0.5, "length": 12.0, "staleness": 1.5, "staleness_max": 2, "train_tokens_per_s": 4000},

@@ -37,7 +37,7 @@ def apply(candidates: Candidates, event: str, number: int) -> None:
             candidates.remove(f"{'inference' if number % 2 else 'verifier'}-{number}")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(EVENTS)
 def test_everyone_is_known_and_the_same_events_give_the_same_candidates(
     events: list[tuple[str, int]],

@@ -213,7 +213,7 @@ def run_of(max_staleness: int, batch_size: int) -> SchedulerSettings:
     )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     make=st.sampled_from([Chain, pools, documented]),
     batch_size=st.integers(1, 4),
@@ -228,7 +228,7 @@ def test_synchronous_draws_depend_on_neither_kills_nor_the_order_of_groups(
     assert World(run, make, random.Random(orders[1]), kill_every).run() == undisturbed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     make=st.sampled_from([Chain, pools, documented]),
     max_staleness=st.integers(1, 3),

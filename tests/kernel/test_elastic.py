@@ -91,7 +91,7 @@ speeds = st.floats(0.5, 8.0)
 number = st.integers(1, 6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     speeds=st.fixed_dictionaries({"rollout": speeds, "inference": speeds, "verifier": speeds}),
     train=st.floats(1.0, 60.0),

@@ -46,7 +46,7 @@ from stretto.kernel.durable.checkpoint import KernelState, LostData
 from stretto.kernel.durable.journal import own_journal
 from stretto.kernel.durable.recovery import Recovered, Repetition, Stored, read_store
 from stretto.kernel.ending import Ending
-from stretto.kernel.kernel import own_run
+from stretto.kernel.ownership import own_run
 from stretto.kernel.schedule.commands import Issue, SchedulerSettings
 from stretto.kernel.schedule.fold import apply, decisions
 from stretto.kernel.schedule.outcomes import Outcome

@@ -562,7 +562,6 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
     max_examples=300,
     stateful_step_count=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

@@ -131,7 +131,7 @@ def cut(data: st.DataObject, matrix: NDArray[np.uint8], row: int, byte: int, dep
     return [part for each in parts for part in cut(data, *each, data.draw(st.integers(0, depth - 1)))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_cut_of_a_tensor_gives_the_hash_of_the_whole(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 700)), data.draw(st.integers(1, 1300))

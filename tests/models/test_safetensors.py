@@ -111,7 +111,9 @@ DAMAGED = st.fixed_dictionaries(
         "data_offsets": st.lists(OFFSET, max_size=3) | JSON,
     },
 )
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @pytest.fixture

@@ -321,7 +321,7 @@ def train_as_rank(model: Path, folder: Path, rank: int) -> None:
         engine.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_ranks_change_no_gradient(vision_models: Models, architecture: str, tmp_path: Path) -> None:
     """The batch has sequences with 0, 1 and 3 images; a rank without one goes along."""
@@ -453,7 +453,7 @@ def look(prompt, completion, messages, turn, state, answer):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_of_several_turns_adds_images(
     start: Start, vision_models: Models, rows: Path, tmp_path: Path
 ) -> None:
@@ -500,7 +500,7 @@ def replay(run: Path, out: Path, status: int = 0) -> str:
     return output_of("replay", run, "--out", out, status=status)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_with_a_frozen_tower_goes_on_after_kills(
     start: Start, vision_models: Models, rows: Path, tmp_path: Path
 ) -> None:

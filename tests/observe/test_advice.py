@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,74 +12,12 @@ import pytest
 import yaml
 
 from fixture_types import Start
+from step_lines import RUN, Line, Steps, advised
 from stretto.kernel.step_meter import causes
 from stretto.observe.advice import RULES, Advice, Adviser
 from stretto.observe.bottleneck import bottleneck
+from stretto.observe.verdict import RunState, verdict
 from worlds import in_simulation
-
-Line = dict[str, Any]
-
-RUN: dict[str, Any] = {
-    "algorithm": {"group_size": 8, "correction": {"use": "decoupled"}, "entropy_coef": 0.0},
-    "training": {"lr": 3e-4, "clip_norm": 1.0, "threads": 1, "processes": 1, "dtype": "float32"},
-    "inference": {"slots": 16, "replicas": 1, "cache_gb": 1.0, "dtype": "bfloat16", "canary": {"bound": 0.1}},
-    "queue": {"batch_size": 32, "max_staleness": 2},
-    "sampling": {"max_tokens": 32},
-    "reward": {"timeout_s": 30.0},
-    "verifier": {"processes": 1, "children": 1},
-}
-
-
-class Steps:
-    """Lines of a healthy run, 32 groups of 8 answers with rewards 0 and 1, but for what a test changes."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self._random = np.random.default_rng(seed)
-        self._step = 0
-
-    def __call__(self, count: int, reward: float | tuple[float, float] = 0.5, **changed: Any) -> list[Line]:
-        """Lines of more steps, with a constant mean reward or one that goes from one value to another."""
-        means = np.linspace(*reward, count) if isinstance(reward, tuple) else np.full(count, reward)
-        return [self._line(float(mean)) | changed for mean in means]
-
-    def _line(self, mean: float) -> Line:
-        self._step += 1
-        random = self._random
-        rates = random.beta(2 * mean + 1e-9, 2 * (1 - mean) + 1e-9, 32)  # rows are of mixed difficulty
-        answers = random.binomial(8, rates)
-        rewards = np.repeat([0.0, 1.0], [256 - answers.sum(), answers.sum()])
-        return {
-            "step": self._step,
-            "step_s": 1.0,
-            "train_s": float(random.uniform(0.55, 0.9)),
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
-            "reward_max": float(rewards.max()),
-            "zero_variance_groups": float(np.mean((answers == 0) | (answers == 8))),
-            "truncated": float(random.uniform(0, 0.1)),
-            "entropy": float(random.uniform(0.25, 0.35)),
-            "grad_norm": float(random.lognormal(0, 0.7)),
-            "lr": 3e-4,
-            "lr_scale": 1.0,
-            "behaviour_kl": 0.002,
-            "masked_fraction": float(random.uniform(0, 0.05)),
-            "canary_mean": 1e-5,
-            "generate_busy_s": float(random.uniform(0.5, 0.9)),
-            "ticket_generate_s": 0.6,
-            "ticket_score_s": 0.05,
-            "swap_pause_s": 0.01,
-            "slots_used": float(random.uniform(0.3, 1.0)),
-            "samples_waiting": float(random.uniform(0, 10)),
-            "kv_used": float(random.uniform(0.1, 0.6)),
-            "not_trained": {},
-        }
-
-
-def advised(lines: Iterable[Line], run: dict[str, Any] = RUN) -> list[Advice]:
-    adviser = Adviser(run)
-    for line in lines:
-        adviser.step(line)
-    return adviser.given
 
 
 def only(given: list[Advice], rule: str) -> Advice:
@@ -124,9 +61,9 @@ def test_a_policy_that_the_first_steps_destroy_is_said_with_the_learning_rate_al
     advice = only(advised(lines), "reward_collapse")
     assert advice.said < 20
     assert (
-        "the policy is broken: its answers are nearly certain (entropy 0.01 nats per token), they all end at "
-        "the limit of tokens, the gradient is 0, so no step changes it any more; set `training.lr` to 3e-05 "
-        "(now 0.0003), or set `queue.max_staleness` to 1"
+        "the policy is broken: its answers are nearly certain (entropy 0.01 nats per token), 100% of the "
+        "answers end at the limit of tokens, the gradient is 0, so no step changes it any more; "
+        "set `training.lr` to 3e-05 (now 0.0003), or set `queue.max_staleness` to 1"
     ) in advice.message
 
 
@@ -292,6 +229,10 @@ SPEED = {
         {"train_s": 0.2, "slots_used": 0.4, "samples_waiting": 60.0, "kv_used": 0.9},
         "raise `inference.cache_gb` from 1 to 2",
     ),
+    "lost_prefixes": (
+        {"train_s": 0.2, "lost_per_token": 5.0},
+        "set `rollout.concurrency` to {min: 8, max: 64} (now 64)",
+    ),
     "verifier_bound": ({"train_s": 0.2, "ticket_score_s": 3.0}, "raise `verifier.children` from 1 to 2"),
     "slow_swaps": ({"swap_pause_s": 0.3}, "raise `queue.batch_size` from 32 to 64"),
 }
@@ -303,6 +244,17 @@ def test_what_a_run_waits_for_is_said(rule: str) -> None:
     advice = only(advised(Steps()(60, **figures)), rule)
     assert advice.since == 2  # the first step waits for the first groups
     assert suggestion in advice.message
+
+
+def test_late_tools_are_given_more_processes_of_their_own() -> None:
+    figures, _ = SPEED["verifier_bound"]
+    run = {
+        **RUN,
+        "workflow": {"tools": ["tools.py:look"]},
+        "verifier": {**RUN["verifier"], "tool_children": 4},
+    }
+    advice = only(advised(Steps()(60, **figures), run), "verifier_bound")
+    assert "; raise `verifier.tool_children` from 4 to 8, or raise `verifier.children`" in advice.message
 
 
 @pytest.mark.parametrize("rule", ["training_waits", "generation_waits", "slot_bound", "verifier_bound"])
@@ -385,6 +337,7 @@ def test_the_bottleneck_is_what_the_others_wait_for() -> None:
     assert bottleneck(Steps()(5))[0] == "training"
     assert bottleneck(Steps()(5, train_s=0.25)) == ("generation", 0.75)
     assert bottleneck(Steps()(5, train_s=0.2, ticket_score_s=2.0)) == ("verification", 0.8)
+    assert bottleneck(Steps()(5, train_s=0.2, ticket_own_s=2.0)) == ("workflow", 0.8)
     waits = {"wait/evaluation_s": 0.4, "wait/checkpoint_s": 0.1, "wait/groups_s": 0.3}
     assert bottleneck(Steps()(5, train_s=0.2, **waits)) == ("evaluation", 0.4)
 
@@ -548,33 +501,52 @@ def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
 @in_simulation
 def test_a_run_that_ends_with_a_worse_policy_says_so_in_its_first_line(start: Start, tmp_path: Path) -> None:
     run = start(*reward(tmp_path, COLLAPSING), "steps=40", "training.seconds_per_step=0.02")
-    reason = run.assert_completed(40)["reason"]
-    assert reason.startswith("mean reward fell from 0.")
-    assert f": {reason}" in next(line for line in run.text().splitlines() if line.startswith("completed at"))
+    verdict = run.assert_completed(40)["verdict"]
+    assert verdict["state"] == "broken"  # the simulated gradient is 0 then
+    assert verdict["text"].startswith("finished, broken: mean reward fell from 0.")
+    assert f"verdict {verdict['text']}" in run.text().splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rule", "overrides", "body"),
+    ("rule", "words", "overrides", "body"),
     [
         (
             "slot_bound",
+            "generation is bound by its slots",
             ["inference.slots=2", "inference.tokens_per_s=500", "training.seconds_per_step=0.02"],
             "",
         ),
-        ("verifier_bound", ["training.seconds_per_step=0.02"], "import time; time.sleep(0.01); "),
-        ("slow_swaps", ["inference.swap_s=0.1"], ""),
-        ("training_waits", ["inference.tokens_per_s=3000", "training.seconds_per_step=0.02"], ""),
-        ("generation_waits", ["inference.tokens_per_s=200000", "training.seconds_per_step=1.0"], ""),
-        ("truncation", ["sampling.max_tokens=16"], ""),
+        (
+            "verifier_bound",
+            "bound by verifiers",
+            ["training.seconds_per_step=0.02"],
+            "import time; time.sleep(0.03); ",
+        ),
+        ("slow_swaps", "swaps of weights stop the engines", ["inference.swap_s=0.1"], ""),
+        (
+            "training_waits",
+            "bound by generation",
+            ["inference.tokens_per_s=3000", "training.seconds_per_step=0.02"],
+            "",
+        ),
+        (
+            "generation_waits",
+            "bound by training",
+            ["inference.tokens_per_s=200000", "training.seconds_per_step=2.0"],
+            "",
+        ),
+        ("truncation", "end at the limit of tokens", ["sampling.max_tokens=16"], ""),
     ],
 )
 def test_a_fault_in_a_real_run_is_said(
-    start: Start, tmp_path: Path, rule: str, overrides: list[str], body: str
+    start: Start, tmp_path: Path, rule: str, words: str, overrides: list[str], body: str
 ) -> None:
     score = f"def score(prompt, completion):\n    {body}return float(len(completion) % 2)\n"
     run = start(*reward(tmp_path, score), *overrides, "steps=34")
     run.assert_completed(34)
-    idle = [line | {"cores_idle": 0.5} for line in run.metrics()]  # whatever else this machine does
-    document = yaml.safe_load((run.folder / "config.yaml").read_text())
-    assert rule in [advice.rule for advice in advised(idle, document)]
+    adviser = Adviser(yaml.safe_load((run.folder / "config.yaml").read_text()))
+    for line in run.metrics():
+        adviser.step(line | {"cores_idle": 0.5})  # whatever else this machine does
+    assert rule in [advice.rule for advice in adviser.given]
+    assert words in verdict(adviser, RunState("completed", 34)).text

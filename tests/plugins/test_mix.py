@@ -43,7 +43,7 @@ def end(curriculum: MixCurriculum, ticket: int, row: int, *rewards: float) -> No
 # ------------------------------------------------------------------------------- parts and weights
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any), st.integers(0, 99))
 def test_no_part_is_a_whole_ticket_ahead_of_its_share(weights: list[int], seed: int) -> None:
     names = [f"part{index}" for index in range(len(weights))]
@@ -57,7 +57,7 @@ def test_no_part_is_a_whole_ticket_ahead_of_its_share(weights: list[int], seed: 
             assert weight or not drawn[index]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.integers(1, 9), in_flight=st.integers(0, 4), seed=st.integers(0, 99))
 def test_every_row_has_its_turn_before_any_has_another(rows: int, in_flight: int, seed: int) -> None:
     curriculum, open_rows = mix({"": (range(rows), 1.0)}, seed=seed), list[tuple[int, int]]()

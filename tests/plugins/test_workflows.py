@@ -249,6 +249,13 @@ def test_a_tool_that_hangs_fails_no_ticket_nor_does_a_verifier_that_dies(
     assert all(line["reward/tool_calls"] == 1 and line["reward/turns"] == 2 for line in lines)
     assert all(line["reward/tool_errors"] == line["reward/slow"] == 1 - line["reward"] for line in lines)
     assert 0 < sum(line["reward/slow"] for line in lines) < len(lines)
+    for line in lines:
+        whole_s, engine_s, verifier_s, own_s = (
+            line[f"ticket_{part}s"] for part in ("", "generate_", "score_", "own_")
+        )
+        assert 0 < line["ticket_tool_s"] <= verifier_s + 0.001
+        assert 0 < own_s <= whole_s - max(engine_s, verifier_s) + 0.001
+        assert "ticket_environment_s" not in line
 
 
 ENVIRONMENT = """
@@ -284,6 +291,9 @@ def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start
     assert "environment took longer than workflow.environment_timeout_s=0.5" in reason
     turns = [line["reward/turns"] for line in run.metrics()]
     assert 1 < sum(turns) / len(turns) < 3
+    for line in run.metrics():
+        assert 0 < line["ticket_environment_s"] <= line["ticket_score_s"] + 0.001
+        assert "ticket_tool_s" not in line
     traces = (run.folder / "traces" / "verifier-0.jsonl").read_text()
     assert traces.count('"name":"environment"') >= 2 * summary["ledger"]["trained"]
     assert "environment took longer than workflow.environment_timeout_s=0.5" in traces

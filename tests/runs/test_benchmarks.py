@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def figures_of(benchmark: str, *arguments: str, each: set[str]) -> dict[str, Any]:

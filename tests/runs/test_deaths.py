@@ -223,7 +223,7 @@ def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_noth
     assert list(Path("/dev/shm").glob(f"stretto-{id}-*"))
     run.process.kill()
     trainer.kill()  # so nobody but the guard can remove the weights
-    run.assert_nothing_is_left(within_s=3 + 12)  # grace_s is 3 here
+    run.assert_nothing_is_left(within_s=60)  # after grace_s, which is 3 here, and the end of the server
 
 
 def status(run: Any) -> str:
@@ -239,7 +239,7 @@ def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(sta
     run.process.kill()
     run.process.wait()
     assert "no kernel owns the run" in status(run)
-    run.assert_nothing_is_left(within_s=3 + 8)
+    run.assert_nothing_is_left(within_s=60)
 
 
 # ---------------------------------------------------------------------------- interrupt and resume
@@ -503,7 +503,7 @@ def test_a_run_that_has_lost_its_store_goes_on_from_its_checkpoint_or_is_refused
     run.until_step(8)
     run.process.kill()
     run.process.wait()
-    run.assert_nothing_is_left(within_s=15)
+    run.assert_nothing_is_left(within_s=60)
     before = files_of(run)
     store, checkpoints = run.folder / "bus" / "store", run.folder / "checkpoints"
     version = int(max(path.name for path in checkpoints.iterdir())[-6:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shlex
 import signal
 import socket
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import msgspec
 import pytest
@@ -287,7 +290,7 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
 
 @pytest.mark.slow
 def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) -> None:
-    """And shows what a reward raises as plain text."""
+    """And shows what a reward raises as plain text. A browser may look on."""
     del start  # it writes the run file
     (tmp_path / "mine.py").write_text(
         "def score(prompt, completion, n=0):\n"
@@ -295,13 +298,14 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
         "    return len(completion)\n"
     )
     parent, child = pty.openpty()
-    shown = b""
+    shown, address = b"", ""
     with subprocess.Popen(
         [
             sys.executable,
             "-m",
             "stretto",
             "run",
+            "--ui",
             str(tmp_path / "run.yaml"),
             f"out={tmp_path}/tty",
             "steps=12",
@@ -320,17 +324,23 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
                 shown += os.read(parent, 4096)
             except OSError:  # the other end is closed
                 break
+            found = re.search(rb"in a browser: (http\S+)\r", shown)
+            if found and not address:
+                address = found[1].decode()
+                assert urlopen(address).status == 200
         assert process.wait(30) == 0
     os.close(parent)
+    with pytest.raises(URLError, match="refused"):
+        urlopen(address)
     text = shown.decode(errors="replace")
     for word in ("step 12/12", "reward", "staleness", "tokens/s", "tickets", "workers", "4 ready", "folder"):
         assert word in text, word
     assert "failed: RewardError: reward raised ValueError: no [/INST] \\x1b]0;x\\x07 (" in text
     assert "\x1b]0;x" not in text
-    for word in (f"{tmp_path}/tty", " s left", "bottleneck", ": it works ", "stopping the workers"):
+    for word in (f"{tmp_path}/tty", " s left", "verdict", "stopping the workers"):
         assert word in text, word
     last = text[text.rindex("step 12/12") :]
-    assert not any(word in last for word in ("workers", "bottleneck", "left", "now"))
+    assert not any(word in last for word in ("workers", "left", "now"))
     assert "completed at step 12" in last
 
 

@@ -47,7 +47,7 @@ def test_nothing_is_left_of_a_run_whose_supervisor_was_killed_too(start: Start) 
     run.process.send_signal(signal.SIGSTOP)  # it starts no other kernel
     kernel_of(run).kill()
     run.process.kill()
-    run.assert_nothing_is_left(within_s=15)
+    run.assert_nothing_is_left(within_s=60)
 
 
 @pytest.mark.slow

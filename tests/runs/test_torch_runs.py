@@ -271,7 +271,7 @@ def test_a_killed_kernel_and_a_killed_engine_change_no_bit(
     assert equal(final_weights(one), final_weights(again))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_models_train_alike_in_any_layout_and_go_on_in_another(
     deterministic: Start, start: Start
 ) -> None:

@@ -128,7 +128,7 @@ def test_the_model_overlooks_small_shapes_as_its_teacher_did(script: ModuleType,
     assert accuracy(overlooked, sample=False) >= 0.7
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_run_teaches_the_model_to_see_small_shapes(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

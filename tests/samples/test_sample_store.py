@@ -116,6 +116,8 @@ def test_filters(kept: Kept) -> None:
     assert store.find(SampleFilter(ticket=6))[0]["reason"] == "RewardError: no"
     assert ids(store.find(order="-reward", limit=2, offset=1)) == ["5/1/1", "4/1/0"]
     assert ids(store.find(SampleFilter(text="answer"), limit=2, offset=3)) == ["1/1/1", "2/1/0"]
+    assert store.tickets() == [("train", ticket) for ticket in (6, 5, 4, 3, 2, 1, 0)]
+    assert store.tickets(SampleFilter(text="answer 1"), limit=2, offset=1) == [("train", 4), ("train", 3)]
     with pytest.raises(ConfigError, match="cannot be ordered by 'colour'"):
         store.find(order="colour")
 

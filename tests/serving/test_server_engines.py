@@ -363,6 +363,49 @@ async def test_tokens_that_arrived_before_an_abort_do_not_follow_the_last_chunk(
         assert (answers.tokens["a", 0], answers.finish["a", 0]) == ([1], "abort")
 
 
+async def test_tokens_are_lost_that_the_server_had_and_computes_again(tmp_path: Path) -> None:
+    async with started(tmp_path, context_length=2000) as (engine, answers):
+        cached = 0
+
+        async def stream(server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
+            version = -float(engine.load().version)
+            yield StreamChunk([1], [version], cached_tokens=cached)
+            yield StreamChunk([2], [version], "length")
+
+        async def lost(id: str, length: int, found: int, **more: Any) -> int | None:
+            nonlocal cached
+            cached = found
+            prompt = Array.of(np.arange(length, dtype=np.int32))
+            sampling = Sampling(max_tokens=2, **more)
+            engine.generate(msgspec.structs.replace(request(id), prompt_ids=prompt, sampling=sampling))
+            await until(lambda: (id, 0) in answers.finish)
+            return engine.load().lost_tokens
+
+        engine.stream = stream
+        await engine.swap(Update(tmp_path / "weights", 0))
+        assert await lost("new", 1000, 0) is None
+        assert await lost("not found", 1200, 0) is None  # perhaps it has no prefix cache
+        assert await lost("found", 1400, 1152) == 0
+        assert await lost("found in blocks", 1500, 1280) == 0
+        assert await lost("lost", 1600, 640) == 1472 - 640  # of the whole pieces of 32 in 1500
+        await engine.swap(Update(tmp_path / "weights", 1))
+        assert await lost("other weights", 1700, 0) == 1472 - 640
+
+        async def stops(server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
+            yield StreamChunk([5], [-1.0], cached_tokens=cached)
+            await anyio.sleep_forever()
+
+        async def is_aborted(server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
+            yield StreamChunk([], [], "abort", cached_tokens=0)
+
+        engine.stream = stops  # it stops at a token that the server does not know
+        assert await lost("stopped", 1800, 1664, stop_token_ids=(5,)) == 1472 - 640
+        engine.stream = is_aborted  # before its prompt was computed
+        assert await lost("aborted", 1900, 0) == 1472 - 640
+        engine.stream = stream
+        assert await lost("after it", 1950, 1280) == 1472 - 640 + 1792 - 1280
+
+
 async def test_begun_answers_go_on_and_wrong_requests_are_answered(tmp_path: Path) -> None:
     async with started(tmp_path, context_length=150) as (engine, answers):
         await engine.swap(Update(tmp_path / "weights", 0))

@@ -203,7 +203,10 @@ async def test_an_attached_server_that_resizes_otherwise_is_refused(made: Made) 
     engine._reads_images = True  # pyright: ignore[reportPrivateUsage] - `start` learns it
     answers["info"] = {
         "data": [{"max_model_len": 512}],
-        "vllm_config": {"model_config": {"multimodal_config": {"mm_processor_kwargs": None}}},
+        "vllm_config": {
+            "model_config": {"multimodal_config": {"mm_processor_kwargs": None}},
+            "cache_config": {"block_size": 16},
+        },
         "logprobs": "processed_logprobs",
         "context_length": 1000,
         "incremental_streaming_output": True,

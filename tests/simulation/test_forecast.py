@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from kept_samples import Kept
 from stretto.cli.main import app
 from stretto.errors import ConfigError, RunError
-from stretto.testing.simulation import ServiceTimes, forecast
+from stretto.run_folder import EvaluationSpan, RunFolder
+from stretto.testing.simulation import ServiceTimes, composed, forecast
 from stretto.testing.simulation.host import Host
 from stretto.testing.simulation.loop import SimulatedLoop
 from stretto_plan import plan
-from stretto_plan.fitting import fit
+from stretto_plan.fitting import fit, shortened
 from stretto_plan.measuring import Measured
+from stretto_plan.recorded import times_of
 
 ROLES = ("kernel", "rollout", "verifier", "inference", "trainer")
 CHEAP = ServiceTimes(callback_s=dict.fromkeys(ROLES, 1e-6), message_s=1e-6)
@@ -60,6 +64,12 @@ def test_computations_share_the_cores(cores: int, jobs: int, threads: int, secon
 
 
 # ----------------------------------------------------------------------------------------- forecasts
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command simulates half of the steps: enough to see which value is faster."""
+    monkeypatch.setattr("stretto_plan.fitting.STEPS", 12)
 
 
 def test_a_run_that_waits_for_training_takes_the_time_of_training() -> None:
@@ -135,6 +145,7 @@ def test_the_fitted_times_give_back_what_was_measured() -> None:
 # --------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_the_command_recommends_what_makes_a_run_faster(tmp_path: Path) -> None:
     rows, file, times = tmp_path / "rows.jsonl", tmp_path / "run.yaml", tmp_path / "times.json"
     rows.write_text("".join(f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(64)))
@@ -170,11 +181,123 @@ def test_a_run_is_compared_with_its_forecast(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     forecast, itself = (line.split() for line in result.output.splitlines()[1:3])
-    assert itself == ["the", "run", "itself", "0.500", "200", "1.50"]
-    assert f"{float(forecast[3]) / 0.5 - 1:+.0%} from what the run took" in result.output
+    assert itself == ["0.500", "200", "1.50", "the", "run", "itself"]
+    assert f"{float(forecast[0]) / 0.5 - 1:+.0%} from what the run took" in result.output
     (run / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
     with pytest.raises(RunError, match="the run has 1 steps; expected at least 18"):
         plan(run, times=times, only=True)
+
+
+# ----------------------------------------------------------------------------------------- records
+
+OF_GPUS = """\
+from stretto import Component, hookimpl
+from stretto_mock import MockInferenceConfig, MockTrainingConfig
+
+class Training(MockTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+class Inference(MockInferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+@hookimpl
+def stretto_training():
+    yield Component("large", "stretto_mock.training:MockTraining", Training, "", needs_model=False)
+
+@hookimpl
+def stretto_inference():
+    yield Component("large", "stretto_mock.inference:MockInference", Inference, "", needs_model=False)
+"""
+
+
+def record(folder: Path, *, gpus: int, steps: int = 63, evaluation: bytes = b"") -> Path:
+    """Make the folder of a run. A step of its two engines and two trainers takes 1 s of the clock: 0.5 s of
+    work for each engine, with 10 of the 20 slots, and 0.05 s of training and half a millisecond for each of
+    100 sampled tokens, more or less. Each has one token of a prompt beside it."""
+    (folder / "rows.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n' * 64)
+    (folder / "engines.py").write_text(OF_GPUS)
+    run = folder / "run"
+    run.mkdir(parents=True)
+    parts = run_file(
+        plugins=[str(folder / "engines.py")],
+        training={"use": "large", "gpus": gpus, "processes": 2},
+        inference={"use": "large", "gpus": gpus, "replicas": 2, "slots": 20},
+        dataset={"use": "jsonl", "path": str(folder / "rows.jsonl")},
+        rollout={"concurrency": {"min": 8, "max": 64}},
+    )
+    (run / "config.yaml").write_bytes(msgspec.json.encode(parts))
+    same = {"step_s": 1.0, "generate_busy_s": 0.5, "slots_used": 0.25, "swap_pause_s": 0.05}
+    same |= {"cores_used": 0.8, "staleness": 1.0, "wait/evaluation_s": 0.0, "wait/checkpoint_s": 0.0}
+    lines = [
+        {"step": step, "time": 100.0 + step, "tokens": tokens, "train_s": 0.05 + tokens / 2000, **same}
+        for step, tokens in zip(range(1, steps + 1), itertools.cycle((90, 100, 110)), strict=False)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "timeline.jsonl").write_bytes(evaluation)
+    kept = Kept(run)
+    kept.trained_group(1)
+    kept.flush()
+    return run
+
+
+def test_service_times_are_read_from_the_records_of_a_run(tmp_path: Path) -> None:
+    """An engine works 1 s for 100 tokens, 10 at a time: a step without samples is as long as 20 of them."""
+    folder = record(tmp_path, gpus=1)
+    times = times_of(RunFolder(folder), composed(folder / "config.yaml"), 2)
+    assert times.sample_s == pytest.approx(1 / 100 / 3)
+    assert times.step_s == pytest.approx(20 / 100 / 3)
+    assert times.train_s == pytest.approx(0.05)
+    assert times.token_s == pytest.approx(2 * 0.0005 / 2), "two processes, two tokens for each sampled one"
+    assert times.swap_s == pytest.approx(0.05)
+    assert times.lengths == (2, 2)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_what_the_cores_did_beside_the_engines_is_for_messages(tmp_path: Path) -> None:
+    """Of 4 cores a run uses 3.2: 1 for the engines, 0.2 for the trainers, and 2 for all else."""
+    folder = record(tmp_path, gpus=0)
+    run = composed(folder / "config.yaml")
+    times = times_of(RunFolder(folder), run, 4)
+    assert times.train_s == pytest.approx(2 * 0.05)
+    seen = forecast(shortened(run), times, cores=4, computes=True)
+    messages = 2 * seen.callbacks["nats-server"] * times.callback_s["kernel"]
+    callbacks = sum(seen.callbacks[role] * times.callback_s[role] for role in ROLES)
+    assert times.message_s == 2 * times.callback_s["kernel"]
+    assert messages + callbacks == pytest.approx(2.0, rel=0.1)
+
+
+def test_steps_with_evaluations_tell_nothing_of_training(tmp_path: Path) -> None:
+    span = EvaluationSpan(time=155.5, start=110.0, version=1, accuracy=0.5, samples=8, failed=0)
+    folder = record(tmp_path, gpus=1, evaluation=msgspec.json.encode(span) + b"\n")
+    with pytest.raises(RunError, match="has 7 steps after its first third and without an evaluation"):
+        times_of(RunFolder(folder), composed(folder / "config.yaml"), 2)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_gpus_are_split_between_training_and_inference(tmp_path: Path) -> None:
+    """Generation takes longer than training, so three GPUs for training are too many."""
+    folder = record(tmp_path, gpus=1)
+    split = ["training.processes=3", "inference.replicas=1"]
+    result = CliRunner().invoke(app, ["plan", str(folder), *split, "--from", str(folder), "--gpus", "4"])
+    assert result.exit_code == 0, result.output
+    assert "training.processes=2 inference.replicas=2" in result.output
+    assert "inference.slots" not in result.output, "a record does not tell what they cost"
+    recommended = result.output.partition("recommended: training.processes=")[2]
+    assert recommended.startswith(("1 inference.replicas=3: 1.", "2 inference.replicas=2: 1."))
+    assert "not checked: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("inference.gpus=2", "inference.gpus is 1 in .*, and 2 in the run file"),
+        ("inference.gpus=0", "a process of training 1 GPUs and one of inference 0"),
+    ],
+)
+def test_records_of_other_engines_are_refused(tmp_path: Path, override: str, message: str) -> None:
+    folder = record(tmp_path, gpus=1)
+    with pytest.raises(ConfigError, match=message):
+        plan(folder, [override], record=folder, gpus=4)
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def sides(tiny_models: Models) -> Callable[[str, int], tuple[HFTraining, HFTrain
     return engines
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sequences=SEQUENCES,
     budget=st.sampled_from([9, 30, 4096]),

@@ -19,9 +19,11 @@ from PIL import Image
 
 from kept_runs import keep_run
 from made_run import make_run
+from stretto.bus.server import lock_run
 from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
 from stretto.records.kept.sample_images import SampleImages
+from stretto.records.living import listed
 from stretto.run_folder import RunFolder
 from stretto_ui import runs as ui_runs
 from stretto_ui.access import Access
@@ -47,7 +49,7 @@ async def ask(folder: Path) -> AsyncIterator[Ask]:
         yield each
 
 
-async def _asking(folder: Path) -> AsyncIterator[Ask]:
+async def _asking(folder: Path | None) -> AsyncIterator[Ask]:
     access = Access("127.0.0.1")
     async with TestClient(
         TestServer(application(folder, access)), cookie_jar=CookieJar(unsafe=True)
@@ -84,8 +86,25 @@ async def test_the_list_has_all_runs_below_the_folder(ask: Ask, folder: Path) ->
         40,
         pytest.approx(fmean(line["reward"] for line in steps[-10:])),
     )
-    assert (one["accuracy"], one["best"], one["algorithm"]) == (0.9, 0.9, "grpo")
+    assert (one["accuracy"], one["best"], one["failed"]) == (0.9, 0.9, 0.0)
+    assert one["curve"][-1] == [40, steps[-1]["reward"]]
+    assert index["differing"] == {
+        "steps": ["20", "40"],
+        "seed": ["2", "1"],
+        "training.lr": ["0.0006", "0.0003"],
+    }
     assert not index["single"]
+
+
+async def test_the_key_by_which_most_runs_differ_comes_first(tmp_path: Path) -> None:
+    for number, (seed, lr) in enumerate([(1, 1e-3), (2, 1e-3), (3, 1e-3), (3, 1e-4)]):
+        make_run(tmp_path / str(number), steps=3, seed=seed, lr=lr)
+    async for ask in _asking(tmp_path):
+        index = await ask("")
+        assert list(index["differing"]) == ["seed", "training.lr"]
+        settings = [run["setting"] for run in index["runs"]]
+        assert len({*settings[:3]}) == 1
+        assert settings[3] != settings[0]
 
 
 async def test_the_overview_has_the_newest_figures(ask: Ask, folder: Path) -> None:
@@ -97,7 +116,10 @@ async def test_the_overview_has_the_newest_figures(ask: Ask, folder: Path) -> No
     assert facts["summary"]["ledger"]["trained"] == 160
     rewards = [line["reward"] for line in lines if "reward" in line]
     last, first = fmean(rewards[-10:]), fmean(rewards[:10])
-    assert facts["headline"]["reward"] == pytest.approx({"recent": last, "change": last - first})
+    assert (facts["recent"]["reward"], facts["change"]) == pytest.approx((last, last - first))
+    newest = [line["step_s"] for line in lines if "step_s" in line][-10:]
+    assert facts["recent"]["step_s"] == pytest.approx(fmean(newest))
+    assert facts["recent"]["ticket_tool_s"] is None
     assert facts["not_trained"] == [["all rewards are equal", 4]]
     assert {"reward", "loss", "reward/part_0"} <= set(facts["keys"])
     assert not {"step", "time_s", "calls", "ledger"} & set(facts["keys"])
@@ -157,6 +179,24 @@ async def test_samples_are_found_by_their_conditions(ask: Ask) -> None:
     assert {row["step"] for row in page["rows"]} == {3, 4}
     assert {row["reward"] for row in page["rows"]} == {1.0}
     assert page["rows"][0]["text"] == "8 17"
+
+
+async def test_groups_have_all_samples_of_each_ticket_that_has_one_that_fits(ask: Ask) -> None:
+    page = await ask("one/groups", step_from=3, step_to=4, reward_from=1)
+
+    assert [group["ticket"] for group in page["groups"]] == sorted(
+        {row["ticket"] for row in (await ask("one/samples", step_from=3, step_to=4, reward_from=1))["rows"]},
+        reverse=True,
+    )
+    for group in page["groups"]:
+        rewards = [row["reward"] for row in group["samples"]]
+        assert len(rewards) == 4
+        assert rewards == sorted(rewards, reverse=True)
+        assert (group["expected"], group["prompt_text"], group["purpose"]) == ("8 17", "3+5+9=", "train")
+    first, second = [await ask("one/groups", limit=30, offset=offset) for offset in (0, 30)]
+    assert [each["ticket"] for each in first["groups"] + second["groups"]] == list(range(159, 99, -1))
+    assert first["more"]
+    assert not (await ask("one/groups", limit=30, offset=130))["more"]
 
 
 async def test_pages_of_samples_follow_each_other(ask: Ask) -> None:
@@ -284,7 +324,28 @@ async def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
         assert "metrics.jsonl:1: not JSON" in index["problems"][0]
 
 
-async def test_a_hostile_run_is_a_problem_of_its_own(tmp_path: Path) -> None:
+async def test_logs_are_shown_as_text_and_filtered(tmp_path: Path) -> None:
+    logs = make_run(tmp_path / "one", name="one", steps=2) / "logs"
+    async for ask in _asking(tmp_path):
+        assert (await ask("one/logs"))["names"] == []
+        logs.mkdir()
+        events = [{"event": f"line {number}", "level": "info"} for number in range(1500)]
+        events += [{"event": "worker lost", "level": "warning", "worker": "trainer-0", "exception": "Trace"}]
+        (logs / "kernel.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events) + "cut")
+        (logs / "inference-0.jsonl").write_text("not JSON \x1b[31m\n")
+
+        kernel = await ask("one/logs")
+        assert (kernel["names"], kernel["name"]) == (["inference-0", "kernel"], "kernel")
+        assert len(kernel["lines"]) == kernel["most"] == 1000
+        assert kernel["lines"][-2] == "[info     ] line 1499"
+        worst = await ask("one/logs", problems=1)
+        assert worst["lines"] == ["[warning  ] worker lost worker=trainer-0\nTrace"]
+        assert (await ask("one/logs", text="LINE 149"))["lines"][0] == "[info     ] line 149"
+        assert (await ask("one/logs", name="inference-0"))["lines"] == ["not JSON \\x1b[31m"]
+        assert "has no log of '../x'" in (await ask("one/logs", status=400, name="../x"))["error"]
+
+
+async def test_a_hostile_run_is_a_problem_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, _ = (make_run(tmp_path / name, name=name, steps=2) for name in ("bad", "good"))
     with (bad / "config.yaml").open("a") as file:
         file.write("begun: 2026-11-23\n")
@@ -292,7 +353,9 @@ async def test_a_hostile_run_is_a_problem_of_its_own(tmp_path: Path) -> None:
     async for ask in _asking(tmp_path):
         runs = (await ask(""))["runs"]
         assert [(run["name"], run["step"]) for run in runs] == [("bad", 3), ("good", 2)]
-        fault = (await ask("bad/config", status=500))["error"]
+        assert ["begun", '"2026-11-23"'] in (await ask("bad/config"))["values"]
+        monkeypatch.setattr("stretto_ui.server.overview", None)
+        fault = (await ask("bad", status=500))["error"]
         assert fault.startswith("the files of this run cannot be shown: TypeError")
         (bad / "metrics.jsonl").unlink()
         os.mkfifo(bad / "metrics.jsonl")
@@ -319,3 +382,27 @@ async def test_the_folder_of_one_run_shows_this_run(tmp_path: Path) -> None:
 
         assert index["single"]
         assert [each["path"] for each in index["runs"]] == ["."]
+
+
+async def test_without_a_folder_living_runs_join_those_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ui_runs, "_SEARCH_S", 0.0)
+    async for ask in _asking(None):
+        assert await ask("") == {
+            "folder": None,
+            "single": False,
+            "runs": [],
+            "differing": {},
+            "caution": "",
+            "problems": [],
+        }
+        make_run(tmp_path / "runs" / "ended", name="ended", steps=2)
+        other = make_run(tmp_path / "elsewhere", name="living", steps=2)
+        with lock_run(other / "bus"), listed(other):
+            both = [(each["name"], each["path"]) for each in (await ask(""))["runs"]]
+            assert both == [("ended", str(tmp_path / "runs" / "ended")), ("living", str(other))]
+            assert (await ask("living"))["state"] == "running"
+        assert (await ask("living"))["state"] == "completed"  # it stays in the list

@@ -54,7 +54,7 @@ def test_a_window_has_the_nearest_points_outside(
 ) -> None:
     lines = [{"step": step, "loss": step / 10} for step in range(1, 10)]
 
-    found = curve(lines, "loss", x="step", start=start, end=end, points=100, smoothing=0)
+    found = curve([lines], "loss", x="step", start=start, end=end, points=100, smoothing=0)
 
     assert found.x == expected
     assert found.y == [step / 10 for step in expected]
@@ -63,7 +63,7 @@ def test_a_window_has_the_nearest_points_outside(
 def test_the_mean_in_a_window_knows_what_was_before_it() -> None:
     lines = [{"step": step, "loss": 100.0 if step < 50 else 0.0} for step in range(100)]
 
-    found = curve(lines, "loss", x="step", start=50, end=60, points=100, smoothing=0.9)
+    found = curve([lines], "loss", x="step", start=50, end=60, points=100, smoothing=0.9)
 
     assert found.smooth_y[1] == pytest.approx(90, abs=1)
 
@@ -77,12 +77,32 @@ def test_lines_without_the_figure_are_left_out() -> None:
         {"step": 5, "kl": 2},
     ]
 
-    found = curve(lines, "kl", x="step", start=None, end=None, points=10, smoothing=0)
+    found = curve([lines], "kl", x="step", start=None, end=None, points=10, smoothing=0)
 
     assert (found.x, found.y) == ([1, 5], [1, 2])
 
 
 def test_a_figure_that_no_line_has_is_an_empty_curve() -> None:
-    found = curve([{"step": 1}], "kl", x="step", start=None, end=None, points=10, smoothing=0.5)
+    found = curve([[{"step": 1}]], "kl", x="step", start=None, end=None, points=10, smoothing=0.5)
 
     assert (found.x, found.smooth_x, found.total) == ([], [], 0)
+
+
+def test_the_curve_of_several_seeds_is_their_mean_where_all_have_a_value() -> None:
+    runs = [
+        [
+            {"step": step, "time_s": step * (1.0 + seed), "loss": float(step + seed)}
+            for step in range(5 + seed)
+        ]
+        for seed in range(3)
+    ]
+
+    found = curve(runs, "loss", x="time_s", start=None, end=None, points=100, smoothing=0)
+    smoothed = curve(runs, "loss", x="step", start=None, end=None, points=100, smoothing=0.5)
+
+    assert found.x == [step * 2.0 for step in range(5)]
+    assert found.y == [step + 1.0 for step in range(5)]
+    assert found.sd == pytest.approx([1.0] * 5)
+    assert (smoothed.x, smoothed.smooth_x) == ([*range(5)], [*range(5)])
+    assert smoothed.sd == pytest.approx([1.0] * 5)
+    assert curve(runs[:1], "loss", x="step", start=None, end=None, points=9, smoothing=0).sd == []

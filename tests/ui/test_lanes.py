@@ -79,7 +79,12 @@ def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
         ("2 tickets", 113, 120),
         ("2 tickets", 120, 130),
     ]
-    assert found.waits == [("groups", 5.0), ("evaluation", 2.0), ("late_ticket", 1.0)]
+    assert found.parts == [
+        ("train_s", "training time 22 s · 73 %", 22.0),
+        ("wait/groups_s", "wait for groups 5.0 s · 17 %", 5.0),
+        ("wait/evaluation_s", "wait for evaluations 2.0 s · 7 %", 2.0),
+        ("wait/late_ticket_s", "wait for late tickets 1.0 s · 3 %", 1.0),
+    ]
     assert (found.begun, found.ended) == (100, 131)
     assert [mark.text for mark in found.marks] == [
         "a kernel began at version 0 (lease epoch 1)",
@@ -91,7 +96,7 @@ def test_the_time_between_two_kernels_is_no_wait(tmp_path: Path) -> None:
     steps = StepSpan(110.0, 105.0, 1, (), (0,)), StepSpan(520.0, 515.0, 2, (GROUPS_5_S,), (1,))
     _write(tmp_path, [KernelStarted(100.0, 1, 0), steps[0], KernelStarted(500.0, 2, 1), steps[1]])
 
-    assert _lanes(tmp_path, 100.0, 520.0).waits == [("groups", 5.0)]
+    assert [part for part, _, _ in _lanes(tmp_path, 100.0, 520.0).parts] == ["train_s", "wait/groups_s"]
 
 
 def test_tickets_at_once_have_rows_of_their_own(tmp_path: Path) -> None:
@@ -180,4 +185,7 @@ def test_a_wait_that_began_before_the_window_is_in_it(tmp_path: Path) -> None:
     steps = StepSpan(10.0, 5.0, 1, (), (0,)), StepSpan(30.0, 25.0, 2, ((Cause("groups"), 15.0),), (1,))
     _write(tmp_path, [KernelStarted(0.0, 1, 0), *steps])
 
-    assert _lanes(tmp_path, 20.0, 30.0).waits == [("groups", 5.0)]
+    assert [(part, s) for part, _, s in _lanes(tmp_path, 20.0, 30.0).parts] == [
+        ("wait/groups_s", 5.0),
+        ("train_s", 5.0),
+    ]

@@ -150,7 +150,7 @@ def test_the_page_shows_the_figures_of_metrics_jsonl(run: Ended, page: Page) -> 
 
 def test_the_page_shows_the_samples_of_the_log(run: Ended, page: Page) -> None:
     id = page.run("test")
-    page.open(f"run/{id}/samples?step_from={STEPS}&step_to={STEPS}&purpose=train")
+    page.open(f"run/{id}/samples?view=list&step_from={STEPS}&step_to={STEPS}&purpose=train")
     page.until(lambda: page.text("#count") == "1 to 16 of 16")
     for sample, outcome, step, reward, length, *_ in page.cells("#samples"):
         sent = run.log[sample]

@@ -320,7 +320,7 @@ async def simulate(replicas: dict[str, Replica], requests: int, seed: int) -> No
         tasks.cancel_scope.cancel()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     sizes=st.lists(st.tuples(st.integers(8, 24), st.sampled_from([1.0, 2.0])), min_size=2, max_size=4),
     seed=st.integers(0, 1000),
@@ -371,6 +371,8 @@ async def test_a_replica_killed_in_the_middle_of_answers_costs_no_token_and_doub
     summary = run.assert_completed(9)
     assert summary["ledger"]["failed"] == 0
     assert summary["restarts"] == 1
+    lost = [each for line in run.metrics() for each in line.get("lost", ())]
+    assert lost == [{"worker": "inference-1", "how": "killed by signal 9"}]
 
 
 def sampled(wire: WireTrajectory) -> NDArray[np.int32]:

@@ -54,6 +54,8 @@ class Composed:
     document: Mapping[str, Any]
     """The whole run with all defaults, as `config.yaml` gets it: secrets from the environment appear as the
     interpolations that read them, not as values."""
+    written: tuple[str, ...] = ()
+    """Dotted keys that the run file or an override has."""
     notices: tuple[str, ...] = ()
     """Decisions made for the user, as text to show."""
     place: Callable[[str], str] = str
@@ -186,6 +188,7 @@ def compose(
     return replace(
         composed,
         document=full,
+        written=source.written(),
         notices=tuple(notices),
         place=source.place,
         references=tuple(texts),

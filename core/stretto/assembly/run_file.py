@@ -57,6 +57,10 @@ class RunFile(KeySource):
         """See `KeySource`."""
         return any(f"{path}.".startswith(f"{key}.") for key in self._override_keys)
 
+    def written(self) -> tuple[str, ...]:
+        """Return the dotted keys that the file or an override has, once it is read."""
+        return tuple(".".join(path) for path in _leaves(self.raw))
+
     def place(self, path: str) -> str:
         """See `KeySource`."""
         if self.is_overridden(path) or any(key.startswith(f"{path}.") for key in self._override_keys):

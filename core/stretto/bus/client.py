@@ -26,7 +26,8 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from inspect import iscoroutinefunction
+from typing import Any, TypeVar, cast
 
 import anyio
 import msgspec
@@ -96,6 +97,7 @@ async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
             yield bus
             tasks.cancel_scope.cancel()
     finally:
+        bus.end()
         with anyio.CancelScope(shield=True):
             for each in dict.fromkeys((client, store)):
                 await close_client(each)
@@ -126,6 +128,7 @@ class Bus:
         self._one_client = store is client
         self._parts = Parts()
         self._tasks: TaskGroup | None = None
+        """None before the bus is open, and after its end."""
         self._complaints: set[str] = set()
         """Errors of the connection that are logged already."""
         self._up = asyncio.Event()
@@ -181,28 +184,41 @@ class Bus:
     async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:
         """Call `handler` with each message, one at a time, until the bus closes.
 
-        The handler may be a coroutine function or a plain function. It should not wait for long, because the
-        next messages wait for it. The subscription receives every message published after this call returns.
+        The handler may be a coroutine function, or a plain function, which costs less. It should not take
+        long, because the next messages wait for it. The subscription receives every message published after
+        this call returns.
         """
         decode = decoder(kind)
 
-        async def deliver(msg: Msg) -> None:
+        def read(msg: Msg) -> M | None:
             data = self._payload(msg)
-            if data is None:
-                return
             try:
-                message = decode(data)
+                return None if data is None else decode(data)
             except msgspec.DecodeError as error:
                 self.refusals.refuse(msg.subject, kind, error)
-                return
-            try:
-                result = handler(message)
-                if result is not None:
-                    await result
-            except Exception as error:  # noqa: BLE001 - raised again where the bus was opened
-                self._fail(error)
+                return None
 
-        await self._receive(subject, deliver)
+        def deliver(msg: Msg) -> None:
+            message = read(msg)
+            if message is not None:
+                try:
+                    if handler(message) is not None:
+                        raise TypeError(f"{handler!r}: expected a function that returns nothing to wait for")
+                except Exception as error:  # noqa: BLE001 - raised again where the bus was opened
+                    self._fail(error)
+
+        async def deliver_in_turn(msg: Msg) -> None:
+            message = read(msg)
+            if message is not None:
+                try:
+                    await cast("Awaitable[None]", handler(message))
+                except Exception as error:  # noqa: BLE001 - as above
+                    self._fail(error)
+
+        if iscoroutinefunction(handler):
+            await self._receive(subject, cb=deliver_in_turn)
+        else:
+            await self._receive(subject, future=_AtOnce(deliver))
 
     # -------------------------------------------------------------------------- request and serve
 
@@ -286,7 +302,7 @@ class Bus:
                 answers.popitem(last=False)
             await self._send(reply, data, "")
 
-        async def deliver(msg: Msg) -> None:
+        def deliver(msg: Msg) -> None:
             if not self._serving:
                 return
             if not may_reply_to(msg.reply):
@@ -299,18 +315,19 @@ class Bus:
             if msg.reply in answers:
                 known = answers[msg.reply]
                 if known is not None:
-                    await self._send(msg.reply, known, "")
+                    self._start(self._send, msg.reply, known, "")
                 return
             try:
                 message = decode(data)
             except msgspec.DecodeError as error:
                 self.refusals.refuse(msg.subject, kind, error)
-                await self._send(msg.reply, encode(Refusal(f"malformed {kind.__name__}: {error}")), "")
+                refusal = encode(Refusal(f"malformed {kind.__name__}: {error}"))
+                self._start(self._send, msg.reply, refusal, "")
                 return
             answers[msg.reply] = None
             self._start(answer, msg.reply, message)
 
-        await self._receive(subject, deliver)
+        await self._receive(subject, future=_AtOnce(deliver))
 
     def stop_serving(self) -> None:
         """Answer no request any more, not even those whose handlers still run. For a process that leaves: the
@@ -319,10 +336,14 @@ class Bus:
 
     # ------------------------------------------------------------------------------------ private
 
-    async def _receive(self, subject: str, deliver: Callable[[Msg], Awaitable[None]]) -> None:
+    async def _receive(self, subject: str, **how: Any) -> None:
         """Subscribe, and return when the server has the subscription. If the connection breaks meanwhile, the
-        client subscribes again when it is back."""
-        await self._nats.subscribe(subject, cb=deliver)
+        client subscribes again when it is back.
+
+        Args:
+            how: `cb`, a coroutine function that gets the messages in a task of its own, or `future`.
+        """
+        await self._nats.subscribe(subject, **how)
         confirmed = False
         while not confirmed:
             await self._up.wait()
@@ -339,7 +360,12 @@ class Bus:
         self._tasks = tasks
         self._up.set()
         await self.store.on_reconnected()
-        await self._nats.subscribe(f"{self._prefix}.from.*.{self.inbox}.*", cb=self._on_answer)
+        answers: Any = _AtOnce(self._on_answer)
+        await self._nats.subscribe(f"{self._prefix}.from.*.{self.inbox}.*", future=answers)
+
+    def end(self) -> None:
+        """Begin nothing any more, whatever still arrives. `connect` calls it."""
+        self._tasks = None
 
     async def on_error(self, error: Exception) -> None:
         """Log an error of the server or the connection. The client calls it."""
@@ -383,7 +409,7 @@ class Bus:
             self.refusals.refuse(msg.subject, bytes, error)
             return None
 
-    async def _on_answer(self, msg: Msg) -> None:
+    def _on_answer(self, msg: Msg) -> None:
         future = self._waiting.get(msg.subject)
         if future is None:
             return  # an answer that came too late
@@ -408,8 +434,20 @@ class Bus:
         self._start(raise_error)
 
     def _start(self, function: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
-        assert self._tasks is not None, "the bus is not open"
-        self._tasks.start_soon(function, *arguments)
+        if self._tasks is not None:  # otherwise the connection closes, and sends what waits
+            self._tasks.start_soon(function, *arguments)
+
+
+class _AtOnce:
+    """Takes the place of the future of a subscription: it gets each message when it is read, without a queue
+    and a task between."""
+
+    def __init__(self, deliver: Callable[[Msg], object]) -> None:
+        self.set_result = deliver
+
+    def cancelled(self) -> bool:
+        """Return that there is always somebody who wants the next message."""
+        return False
 
 
 def _error_text(error: Exception) -> str:

@@ -7,11 +7,12 @@ import re
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import anyio
 import nats.errors
-from nats.aio.client import PING_PROTO, Client
+from nats.aio.client import PING_PROTO, Client, _validate_subject  # pyright: ignore[reportPrivateUsage]
 
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
@@ -30,14 +31,38 @@ _TRY_S = 5
 _TRY_OF_SEVERAL_S = 2
 """The same with several servers: one that stands still must not keep a client from the others for long."""
 
+_expect_valid = lru_cache(maxsize=4096)(_validate_subject)
+"""Raises BadSubjectError for a subject that would let its sender write other commands."""
+
 _NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus.tls)"
 
 
 class NatsClient(Client):
     """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS.
 
-    Its `flush` waits until the server has taken in everything sent before.
+    Its `flush` waits until the server has taken in everything sent before. Its `publish` costs less.
     """
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        """Publish a message, as nats-py does it: but check a subject only once, and copy no payload."""
+        size = len(payload)
+        if headers or self._status != Client.CONNECTED or size > self._max_payload:
+            await super().publish(subject, payload, reply, headers)
+            return
+        _expect_valid(subject)
+        if reply:
+            _expect_valid(reply)
+        head = f"PUB {subject} {reply} {size}\r\n".encode()
+        self._pending += (head, payload, b"\r\n")
+        self._pending_data_size += len(head) + size + 2
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += size
+        if self._pending_data_size > self._max_pending_size:
+            await self._flush_pending(force_flush=True)
+        elif self._flush_queue is not None and self._flush_queue.empty():
+            await self._flush_pending()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         server = self._current_server

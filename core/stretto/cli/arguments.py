@@ -42,6 +42,9 @@ EvaluationOverrides = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be submitted to the cluster, and stop.")
 ]
+WithPage = Annotated[
+    bool, typer.Option("--ui", help="Serve the run's page until the command ends, and print its address.")
+]
 
 RunOrViewer = Annotated[
     Path,

@@ -34,9 +34,8 @@ from stretto.kernel.bus_watch import watch_bus, watch_owner, watch_store
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import Trainers
 from stretto.kernel.contexts import TraceContexts
-from stretto.kernel.durable.checkpoint import checkpoints_in
 from stretto.kernel.durable.checkpointer import Checkpointer
-from stretto.kernel.durable.journal import JournalWriter, newest_epoch, own_journal
+from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.durable.recovery import Living, Recovered, Stored
 from stretto.kernel.durable.resumption import Resumption
 from stretto.kernel.ending import Ending
@@ -69,54 +68,16 @@ log = structlog.get_logger()
 
 _LEAVE_S = 8.0
 """At the end of the run, workers have this many seconds to leave before the kernel stops them."""
-_REDELIVER_S = 20.0
-"""A ticket of which no rollout worker has said anything for so long is delivered again: a connection may have
-broken while it was on its way."""
 _TURN_S = 30.0
 """Maximum length of an evaluation's first turn at a single engine, in seconds."""
 _TURNS_PER_WORKFLOW = 10
 """The first turn takes at most `workflow.timeout_s` divided by this number."""
 _RECORD_S = 2.0
 """Deadline for the last event. If it is not stored, a resume ends the run for the same reason once more."""
-_LOOK_S = 5.0
-"""Deadline for the look whether another kernel owns the run."""
 _JOIN_AGAIN_S = 15.0
 """Trainers of a former kernel have this many seconds to join again and to say which weights they have."""
 _ATTEMPTS_PER_KERNEL = 1000
 """A resumed kernel numbers the attempts of its tickets from its lease epoch times this number."""
-
-
-async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """Take the lease of a run and own the run until `ending.over` is set.
-
-    Errors of the kernel's tasks come in an exception group.
-
-    Raises:
-        ConfigError: if the run cannot be resumed, because too much of its store is lost.
-        RunError: if the workers are not ready in time, or the journal cannot be repeated.
-        BusError: if the server cannot store what the run needs, or if a trainer refuses a request or does not
-            answer it.
-    """
-    names = setup.names
-    tickets = [names.ticket("train"), names.ticket("eval")]
-    await bus.store.make_queue(names.tickets_stream, tickets, redeliver_s=_REDELIVER_S)
-    former_tickets = await bus.store.end(names.tickets_stream)  # before the lease: a later owner's come later
-    journal = await own_journal(bus, names, str(setup.folder))
-    if setup.checkpoints != checkpoints_in(setup.folder):  # of another kernel, which owned the run until now
-        log.warning("the run has a new checkpoint since this kernel chose one; it begins again")
-        ending.next_values = setup.values
-        ending.end("repeated", "")
-        return
-    await bus.store.make_log(names.log_stream, names.of_log)
-    try:
-        async with anyio.create_task_group() as tasks:
-            kernel = Kernel(setup, bus, journal, ending, tasks)
-            await kernel.run(former_tickets.sequence)
-            tasks.cancel_scope.cancel()
-    finally:
-        if ending.status in ("running", "failed") and bus.connected:  # another may have taken the workers
-            with anyio.CancelScope(shield=True), anyio.move_on_after(_LOOK_S), suppress(BusError):
-                ending.replaced |= await newest_epoch(bus, names) > journal.epoch
 
 
 class Kernel:

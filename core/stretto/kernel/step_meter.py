@@ -23,6 +23,8 @@ from stretto.user_code.faults import FaultKind
 
 _MOST_METRICS = 1000
 """A step has figures of this many of the reward's metrics, the first in alphabetical order."""
+_SOME_RUNS = frozenset({"ticket_tool_s", "ticket_environment_s", "ticket_own_s"})
+"""Parts of a ticket's time that some runs do not have: no figure comes before the first that is not 0."""
 _MOST_CAUSES = 8
 """Maximum number of causes that a step names for tickets that were not trained."""
 
@@ -39,6 +41,8 @@ class StepMeter:
         self._source_of = setup.sources["dataset"]
         self._reasons = Counter(setup.resumed[1].snapshot.reasons if setup.resumed else {})
         """Number of tickets that were not trained, by reason, up to the newest step."""
+        self._parts: set[str] = set()
+        """Parts of a ticket's time that have a figure."""
         self._cores = CoreMeter()
 
     def measure(
@@ -169,11 +173,16 @@ class StepMeter:
         return {**known, "staleness_limit": self._scheduler.staleness_limit}
 
     def _of_engines(self, start: StartBatch) -> dict[str, float]:
-        """Return how long the batch's tickets were sampled and scored, and how full the engines were since
-        the step before."""
+        """Return where the time of the batch's tickets went, and how full the engines were since the step
+        before."""
+        parts = {
+            f"ticket_{name}": _mean([getattr(group, name) for group in start.groups])
+            for name in ("generate_s", "score_s", "tool_s", "environment_s", "own_s")
+        }
+        self._parts |= {name for name, value in parts.items() if value or name not in _SOME_RUNS}
         figures = {
-            "ticket_generate_s": _mean([group.generate_s for group in start.groups]),
-            "ticket_score_s": _mean([group.score_s for group in start.groups]),
+            "ticket_s": _mean([group.seconds for group in start.groups]),
+            **{name: value for name, value in parts.items() if name in self._parts},
             **self._fleet.load_figures(),
         }
         return {name: round(value, 4) for name, value in figures.items()}

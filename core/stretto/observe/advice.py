@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,13 +20,11 @@ import msgspec
 import numpy as np
 
 from stretto.engine import MOST_SLOTS
-from stretto.kernel.schedule.health import CLEARS, HOLDS, RewardHistory, Window
+from stretto.kernel.schedule.health import CLEARS, HOLDS, Window
 from stretto.kernel.schedule.members import OF_SAMPLES
 from stretto.kernel.step_meter import causes
-from stretto.observe.bottleneck import bottleneck, number, total, works
-
-_KEPT = 200
-"""Number of newest lines that the rules can use."""
+from stretto.observe.bottleneck import bottleneck, number, total, verifiers_used, works
+from stretto.observe.history import KEPT, History
 
 
 class Advice(msgspec.Struct, kw_only=True):
@@ -54,7 +52,8 @@ class Adviser:
 
     def __init__(self, document: Mapping[str, Any], *, quiet: bool = False) -> None:
         self._rules = () if quiet else RULES
-        self._history = _History()
+        self.history = History()
+        """What the rules see of the run."""
         self._knobs = _Knobs(document)
         self._true: Counter[str] = Counter()
         """Rule -> number of steps in a row at which its condition has held."""
@@ -71,16 +70,16 @@ class Adviser:
     def evaluated(self, version: int, accuracy: float | None, samples: int) -> None:
         """Take in a complete evaluation. An evaluation without an accuracy does not count."""
         if accuracy is not None:
-            self._history.evaluations.append((version, accuracy, samples))
+            self.history.evaluations.append((version, accuracy, samples))
 
     def step(self, line: Mapping[str, Any]) -> list[Advice]:
         """Take in a step's line. Return the advice that was given or withdrawn after this step."""
-        self._history.add(line)
+        self.history.add(line)
         changed = [self._apply(rule, line["step"]) for rule in self._rules]
         return [advice for advice in changed if advice is not None]
 
     def _apply(self, rule: Rule, step: int) -> Advice | None:
-        finding = rule.judge(self._history, self._knobs)
+        finding = rule.judge(self.history, self._knobs)
         advice = next((each for each in self.open if each.rule == rule.name), None)
         if finding is None:
             self._true[rule.name] = 0
@@ -109,84 +108,6 @@ class Adviser:
 
 
 # ------------------------------------------------------------------------------------- what rules see
-
-
-class _History:
-    """The newest lines, and the figures of older lines that the rules still need."""
-
-    def __init__(self) -> None:
-        self.lines: deque[Mapping[str, Any]] = deque(maxlen=_KEPT)
-        self._figures: dict[str, deque[tuple[int, float]]] = {}
-        """Name -> the newest (step, figure) pairs of the lines in which the figure is finite."""
-        self.evaluations: list[tuple[int, float, int]] = []
-        """(version, accuracy, samples)."""
-        self.first: dict[str, Window] = {}
-        """Name -> the first 10 steps with that figure, for `reward` and `entropy`."""
-        self.rewards = RewardHistory()
-        self.lr = 0.0
-        """Largest learning rate so far."""
-        self.limit = -math.inf
-        """Largest reward of an answer so far."""
-        self.varied = False
-        """Whether two answers of one batch ever had different rewards."""
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        self.lines.append(line)
-        for name in line:
-            if (value := number(line, name)) is not None:
-                self._figures.setdefault(name, deque(maxlen=_KEPT)).append((line["step"], value))
-        self.lr = max(self.lr, number(line, "lr") or 0.0)
-        if (largest := number(line, "reward_max")) is not None:  # 0 is a limit too
-            self.limit = max(self.limit, largest)
-        self.varied = self.varied or bool(number(line, "reward_std"))
-        for name in ("reward", "entropy"):
-            if name not in self.first and (window := self.window(name, 10)):
-                self.first[name] = window
-        if (reward := number(line, "reward")) is not None:
-            self.rewards.add(line["step"], reward, number(line, "reward_std"))
-
-    @property
-    def start(self) -> Window | None:
-        """See `RewardHistory`."""
-        return self.rewards.start
-
-    @property
-    def spread(self) -> float:
-        """See `RewardHistory`."""
-        return self.rewards.spread
-
-    def known(self, name: str) -> list[tuple[int, float]]:
-        """Return the newest (step, figure) pairs of the lines that have a finite figure of this name."""
-        return list(self._figures.get(name, ()))
-
-    def window(self, name: str, count: int, *, back: int = 0) -> Window | None:
-        """Return the window of `count` known figures of a name that ends before the newest `back` figures;
-        None if there are fewer."""
-        known = self.known(name)
-        return Window.of(known[: len(known) - back], count)
-
-    def has_room(self) -> bool:
-        """Return whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
-        spread = self.window("reward_std", 10)
-        return spread is not None and self.spread > 0 and spread.mean >= 0.7 * self.spread
-
-    def rises(self, name: str, count: int) -> bool:
-        """Whether the mean of the newest `count` steps is more than two standard errors above the mean of the
-        `count` steps before them."""
-        now, before = self.window(name, count), self.window(name, count, back=count)
-        if now is None or before is None:
-            return False
-        rise, error = now.rise(before)
-        return rise > 2 * error
-
-    def has_learned(self) -> bool:
-        """Whether the mean reward of the newest 20 steps is above that of the first 10: by more than three
-        standard errors and more than a tenth of the spread."""
-        first, now = self.first.get("reward"), self.window("reward", 20)
-        if first is None or now is None:
-            return False
-        rise, error = now.rise(first)
-        return rise > max(3 * error, 0.1 * self.spread)
 
 
 class _Knobs:
@@ -250,7 +171,7 @@ class _Finding:
     message: str
 
 
-_Judge = Callable[[_History, _Knobs], _Finding | None]
+_Judge = Callable[[History, _Knobs], _Finding | None]
 _Lines = Sequence[Mapping[str, Any]]
 _Said = tuple[str, *tuple[str, ...]]
 """The problem, and the suggestions; an empty one does not apply to the run."""
@@ -265,7 +186,7 @@ def _finding(since: int, what: str, *suggestions: str) -> _Finding:
 # ---------------------------------------------------------------------------------- rules of learning
 
 
-def _failure_bias(history: _History, knobs: _Knobs) -> _Finding | None:
+def _failure_bias(history: History, knobs: _Knobs) -> _Finding | None:
     """Find that samples which fail are longer or shorter than the others."""
     del knobs
     line = history.lines[-1]
@@ -286,7 +207,7 @@ def _failure_bias(history: _History, knobs: _Knobs) -> _Finding | None:
     return None
 
 
-def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
+def _reward_collapse(history: History, knobs: _Knobs) -> _Finding | None:
     start, best = history.start, history.rewards.best
     fall = history.rewards.fall(history.evaluations)
     if fall is None:
@@ -294,7 +215,7 @@ def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
     never_learnt = start and best and best.mean < start.mean + 0.1 * history.spread
     return _finding(
         fall.since,
-        fall.message + _state(history),
+        fall.message + _what_is_broken(history),
         knobs.scale("training.lr", 1 / 10 if never_learnt else 1 / 3),
         knobs.set("queue.max_staleness", knobs.number("queue.max_staleness", 0) // 2),
         knobs.set("training.clip_norm", min(0.3, knobs.number("training.clip_norm", 1.0))),
@@ -305,22 +226,13 @@ def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _state(history: _History) -> str:
+def _what_is_broken(history: History) -> str:
     """Return what else shows that the policy is broken, as the end of a sentence."""
-    entropy, first = history.window("entropy", 3), history.first.get("entropy")
-    norm, truncated = history.window("grad_norm", 3), history.window("truncated", 3)
-    parts = [
-        f"its answers are nearly certain (entropy {entropy.mean:.2g} nats per token)"
-        if entropy and first and entropy.mean < max(0.02, 0.1 * first.mean)
-        else "",
-        "they all end at the limit of tokens" if truncated and truncated.mean > 0.9 else "",
-        "the gradient is 0, so no step changes it any more" if norm and norm.mean < 1e-6 else "",
-    ]
-    known = [part for part in parts if part]
-    return f": the policy is broken: {', '.join(known)}" if known else ""
+    signs = history.broken()
+    return f": the policy is broken: {', '.join(signs)}" if signs else ""
 
 
-def _shortened_steps(history: _History, knobs: _Knobs) -> _Finding | None:
+def _shortened_steps(history: History, knobs: _Knobs) -> _Finding | None:
     """Find that `target_kl` keeps the learning rate below half of the scheduled one, and that the reward does
     not rise."""
     scale, kl, start = history.window("lr_scale", 20), history.window("behaviour_kl", 20), history.start
@@ -338,7 +250,7 @@ def _shortened_steps(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _plateau(history: _History, knobs: _Knobs) -> _Finding | None:
+def _plateau(history: History, knobs: _Knobs) -> _Finding | None:
     before, now = history.window("reward", 60, back=60), history.window("reward", 60)
     if before is None or now is None or not history.has_room():
         return None
@@ -359,7 +271,7 @@ def _plateau(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _evaluations_rise(history: _History, since: int) -> bool:
+def _evaluations_rise(history: History, since: int) -> bool:
     """Whether the newest evaluation since a step is above the first evaluation since that step by more than
     two standard errors."""
     recent = [each for each in history.evaluations if each[0] >= since]
@@ -369,7 +281,7 @@ def _evaluations_rise(history: _History, since: int) -> bool:
     return now - before > 2 * math.sqrt(2 * 0.25 / samples)  # 0.25: the largest variance of a share
 
 
-def _near_limit(history: _History, now: Window) -> bool:
+def _near_limit(history: History, now: Window) -> bool:
     """Whether the run has learnt most of what the reward can show: held-out accuracy or mean reward has gone
     0.8 of the way from its first value to the largest reward of an answer."""
     pairs = [(history.start.mean, now.mean)] if history.start else []
@@ -379,7 +291,7 @@ def _near_limit(history: _History, now: Window) -> bool:
     return known and any(newest - first >= 0.8 * (history.limit - first) for first, newest in pairs)
 
 
-def _gradient_spikes(history: _History, knobs: _Knobs) -> _Finding | None:
+def _gradient_spikes(history: History, knobs: _Knobs) -> _Finding | None:
     norms = [(line["step"], _norm(line)) for line in history.lines if "grad_norm" in line]
     usual = np.log([norm for _, norm in norms[:-20] if 0 < norm < math.inf])
     if len(usual) < 20:
@@ -406,7 +318,7 @@ def _norm(line: Mapping[str, Any]) -> float:
     return math.inf if norm is None else norm
 
 
-def _masked_tokens(history: _History, knobs: _Knobs) -> _Finding | None:
+def _masked_tokens(history: History, knobs: _Knobs) -> _Finding | None:
     masked = history.window("masked_fraction", 10)
     if masked is None or masked.mean - 2 * masked.error <= 0.25:
         return None
@@ -420,7 +332,7 @@ def _masked_tokens(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _entropy_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
+def _entropy_collapse(history: History, knobs: _Knobs) -> _Finding | None:
     first, now = history.first.get("entropy"), history.window("entropy", 10)
     if first is None or now is None or first.mean < 0.02 or now.mean > 0.1 * first.mean:
         return None
@@ -436,9 +348,9 @@ def _entropy_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _zero_variance(history: _History, knobs: _Knobs) -> _Finding | None:
+def _zero_variance(history: History, knobs: _Knobs) -> _Finding | None:
     share = history.window("zero_variance_groups", 20)
-    if share is None or not history.varied or history.has_learned():
+    if share is None or not history.varied or history.gain("reward") is not None:
         return None  # equal rewards are expected when the policy has learned to answer right
     lines = list(history.lines)[-20:]
     filtered = sum(each.get("not_trained", {}).get("filtered: by the algorithm", 0) for each in lines)
@@ -456,7 +368,7 @@ def _zero_variance(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _truncation(history: _History, knobs: _Knobs) -> _Finding | None:
+def _truncation(history: History, knobs: _Knobs) -> _Finding | None:
     now, before = history.window("truncated", 10), history.window("truncated", 10, back=10)
     if now is None or before is None or now.mean - 2 * now.error <= 0.2:
         return None
@@ -469,7 +381,7 @@ def _truncation(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _mismatch(history: _History, knobs: _Knobs) -> _Finding | None:
+def _mismatch(history: History, knobs: _Knobs) -> _Finding | None:
     bound = knobs.number("inference.canary.bound", 0.1)
     for name, what in (("canary_mean", "the canary"), ("mismatch_mean", "tokens of that version")):
         known = history.known(name)
@@ -485,24 +397,24 @@ def _mismatch(history: _History, knobs: _Knobs) -> _Finding | None:
     return None
 
 
-def _constant_reward(history: _History, knobs: _Knobs) -> _Finding | None:
+def _constant_reward(history: History, knobs: _Knobs) -> _Finding | None:
     rewards = history.known("reward")
     if history.varied or len(rewards) < 5 or len({reward for _, reward in rewards}) > 1:
         return None
     return _finding(
         rewards[0][0],
-        f"every answer so far has the reward {rewards[0][1]:g}, so nothing is learnt: "
+        f"every answer so far has the reward {rewards[0][1]:g}, so nothing is learnt",
         "read some answers (`stretto samples`) and try the reward on them",
         knobs.scale("sampling.max_tokens", 2) if _mostly_truncated(history) else "",
     )
 
 
-def _mostly_truncated(history: _History) -> bool:
+def _mostly_truncated(history: History) -> bool:
     truncated = history.window("truncated", 5)
     return truncated is not None and truncated.mean > 0.5
 
 
-def _failures(history: _History, knobs: _Knobs) -> _Finding | None:
+def _failures(history: History, knobs: _Knobs) -> _Finding | None:
     """Find tickets or samples that failed, by cause. Most are rewards that raise or take too long."""
     lines, batch = list(history.lines)[-10:], knobs.number("queue.batch_size", 1)
     failed: dict[str, Counter[str]] = {"tickets": Counter(), "samples": Counter()}
@@ -522,7 +434,8 @@ def _failures(history: _History, knobs: _Knobs) -> _Finding | None:
         if count < 3 or count < 0.02 * begun[what]:
             continue
         worst = causes(reasons).most_common(3)
-        text = "; ".join(f"{number} x {reason.removeprefix('failed: ')}" for reason, number in worst)
+        causes_said = (f"{number} x {reason.removeprefix('failed: ')}" for reason, number in worst)
+        text = "; ".join(each.replace("; ", ", ") for each in causes_said)  # views show the first
         return _finding(
             steps[what][0],
             f"{count} of {begun[what]:.0f} {what} failed in {len(lines)} steps: {text}",
@@ -541,11 +454,11 @@ _FEWEST_READINGS = 5
 """Minimum number of steps with heartbeat figures. Short steps may have none."""
 
 
-def _evaluation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
+def _evaluation_waits(history: History, knobs: _Knobs) -> _Finding | None:
     """Find that training waits for evaluations for a fifth of the time, over whole multiples of
     `evaluation.every`."""
     every = int(knobs.number("evaluation.every", 0))
-    count = min(_KEPT, every * math.ceil(_SPEED_STEPS / every)) if every else _KEPT
+    count = min(KEPT, every * math.ceil(_SPEED_STEPS / every)) if every else KEPT
     lines = list(history.lines)[-count:]
     if not every or len(lines) < count or lines[0]["step"] == 1:
         return None
@@ -626,15 +539,30 @@ def _kv_bound(lines: _Lines, knobs: _Knobs) -> _Said | None:
     )
 
 
+def _lost_prefixes(lines: _Lines, knobs: _Knobs) -> _Said | None:
+    lost, now = _mean(lines, "lost_per_token"), knobs.number("rollout.concurrency", 0)
+    if bottleneck(lines)[0] != "generation" or lost is None or lost < 1:
+        return None
+    return (
+        f"the engines compute {lost:.1f} tokens again for each token that they sample: the conversations "
+        "under way do not fit into their memory",
+        knobs.set("rollout.concurrency", {"min": max(1, int(now) // 8), "max": int(now)}) if now > 1 else "",
+        knobs.scale("inference.cache_gb", 2),
+    )
+
+
 def _verifier_bound(lines: _Lines, knobs: _Knobs) -> _Said | None:
     if bottleneck(lines)[0] != "verification" or _cores_are_full(lines, knobs):
         return None
     score_s, generate_s = (
         total(lines, name) / len(lines) for name in ("ticket_score_s", "ticket_generate_s")
     )
+    has_tools, used = knobs.get("workflow.tools") or knobs.get("workflow.mcp"), verifiers_used(lines)
+    work = f", which work {used:.0%} of it" if used else ""
     return (
-        f"training works {works(lines):.0%} of the time and waits for verifiers: a ticket spends "
+        f"training works {works(lines):.0%} of the time and waits for verifiers{work}: a ticket spends "
         f"{score_s:.2g} s with them and {generate_s:.2g} s in generation",
+        knobs.scale("verifier.tool_children", 2) if has_tools else "",
         knobs.scale("verifier.children", 2),
         knobs.scale("verifier.processes", 2),
     )
@@ -654,7 +582,7 @@ def _slow_swaps(lines: _Lines, knobs: _Knobs) -> _Said | None:
     )
 
 
-def _recoveries(history: _History, knobs: _Knobs) -> _Finding | None:
+def _recoveries(history: History, knobs: _Knobs) -> _Finding | None:
     lines = list(history.lines)
     took, all_s = total(lines, "recovery_s"), total(lines, "step_s")
     recoveries = [each for line in lines for each in line.get("recoveries", ())]
@@ -670,11 +598,31 @@ def _recoveries(history: _History, knobs: _Knobs) -> _Finding | None:
     )
 
 
+def _lost_workers(history: History, knobs: _Knobs) -> _Finding | None:
+    """Find a worker, not a trainer, that is lost again and again."""
+    del knobs
+    lines = list(history.lines)[-_LOST_STEPS:]
+    lost = [(each["worker"], each["how"], line["step"]) for line in lines for each in line.get("lost", ())]
+    [(worker, times)] = Counter(worker for worker, _, _ in lost).most_common(1) or [("", 0)]
+    if times < _LOST_TIMES:
+        return None
+    ends = [(how, step) for each, how, step in lost if each == worker]
+    return _finding(
+        ends[0][1],
+        f"{worker} was lost {times} times in {len(lines)} steps, at last {ends[-1][0]}",
+        f"find out why: `stretto logs RUN --worker {worker}`",
+    )
+
+
+_LOST_STEPS = 60
+_LOST_TIMES = 3
+
+
 def _of_speed(judge: Callable[[_Lines, _Knobs], _Said | None]) -> _Judge:
     """Return the condition of a rule that reads only the newest lines of a run that samples. It does not hold
     if there are too few lines, or if they include the first step, which waits for the first groups."""
 
-    def condition(history: _History, knobs: _Knobs) -> _Finding | None:
+    def condition(history: History, knobs: _Knobs) -> _Finding | None:
         lines = list(history.lines)[-_SPEED_STEPS:]
         if len(lines) < _SPEED_STEPS or lines[0]["step"] == 1 or "ticket_generate_s" not in lines[-1]:
             return None
@@ -713,6 +661,7 @@ RULES = (
     Rule("failures", _failures, holds=1),
     Rule("failure_bias", _failure_bias, holds=1),
     Rule("recoveries", _recoveries, holds=1),
+    Rule("lost_workers", _lost_workers, holds=1),
     Rule("engine_mismatch", _mismatch, holds=1),
     Rule("reward_collapse", _reward_collapse, holds=HOLDS),
     Rule("constant_reward", _constant_reward, holds=1),
@@ -725,8 +674,9 @@ RULES = (
     Rule(
         "plateau", _plateau, holds=10, unless=("reward_collapse", "entropy_collapse", "zero_variance_groups")
     ),
-    Rule("verifier_bound", _of_speed(_verifier_bound), holds=10),
+    Rule("verifier_bound", _of_speed(_verifier_bound), holds=10, unless=("lost_workers",)),
     Rule("slow_swaps", _of_speed(_slow_swaps), holds=10),
+    Rule("lost_prefixes", _of_speed(_lost_prefixes), holds=10),
     Rule("kv_bound", _of_speed(_kv_bound), holds=10),
     Rule("slot_bound", _of_speed(_slot_bound), holds=10, unless=("kv_bound",)),
     Rule("evaluation_waits", _evaluation_waits, holds=10),
@@ -734,7 +684,7 @@ RULES = (
         "training_waits",
         _of_speed(_training_waits),
         holds=10,
-        unless=("reward_collapse", "slow_swaps", "kv_bound", "slot_bound"),
+        unless=("lost_workers", "reward_collapse", "slow_swaps", "lost_prefixes", "kv_bound", "slot_bound"),
     ),
     Rule("generation_waits", _of_speed(_generation_waits), holds=10),
 )
@@ -754,4 +704,6 @@ def _text(value: Any) -> str:
     """Return a value as a run file would write it."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {each}' for key, each in value.items())}}}"
     return f"{value:g}" if isinstance(value, float) else str(value)

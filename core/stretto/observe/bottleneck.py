@@ -12,6 +12,7 @@ Part = Literal[
     "training",
     "generation",
     "verification",
+    "workflow",
     "evaluation",
     "checkpoints",
     "swaps",
@@ -27,14 +28,23 @@ _PARTS: dict[CauseKind, Part] = {
     "overhead": "overhead",
 }
 """The part that training waits for, by the cause of the wait. All other causes are a lack of groups."""
+_OF_TICKETS: dict[Part, str] = {
+    "generation": "ticket_generate_s",
+    "verification": "ticket_score_s",
+    "workflow": "ticket_own_s",
+}
+"""The part that groups wait for, by the figure of a ticket's time there."""
+_SATURATED = 0.85
+"""Verifiers that work more than this share of the time hold up what waits for groups, and evaluations."""
 
 
 def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
     """Return the part of a run that the other parts wait for most.
 
     The part is training if it worked for more than half of the time. Otherwise it is what training waited for
-    longest. A wait for groups is a wait for verification if tickets spend more time at the verifier
-    (`ticket_score_s`) than at the engine (`ticket_generate_s`), and for generation if not.
+    longest. A wait for groups is a wait for that with which tickets spend most time: the engine
+    (`ticket_generate_s`), the verifier (`ticket_score_s`), or the workflow's own work (`ticket_own_s`). If
+    all verifiers work nearly all the time, the waits for groups and for evaluations are both for them.
 
     Args:
         lines: lines of `metrics.jsonl`, at least one.
@@ -49,14 +59,24 @@ def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
     waits: dict[Part, float] = {
         part: total(lines, f"wait/{kind}_s") / step_s for kind, part in _PARTS.items()
     }
-    scores = total(lines, "ticket_score_s") > total(lines, "ticket_generate_s")
-    waits["verification" if scores else "generation"] = 1 - share - math.fsum(waits.values())
+    groups = 1 - share - math.fsum(waits.values())
+    if verifiers_used(lines) > _SATURATED:
+        waits["verification"] = groups + waits.pop("evaluation")
+    else:
+        waits[max(_OF_TICKETS, key=lambda part: total(lines, _OF_TICKETS[part]))] = groups
     return max(waits.items(), key=lambda item: item[1])
 
 
 def works(lines: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of the time in which training worked."""
     return total(lines, "train_s") / max(total(lines, "step_s"), 1e-9)
+
+
+def verifiers_used(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of the time in which the verifiers' processes worked; 0 if it is not known."""
+    known = [line for line in lines if number(line, "verifiers_used") is not None]
+    work_s = math.fsum(line["verifiers_used"] * (number(line, "step_s") or 0.0) for line in known)
+    return work_s / max(total(known, "step_s"), 1e-9)
 
 
 def total(lines: Sequence[Mapping[str, Any]], name: str) -> float:

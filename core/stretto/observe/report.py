@@ -20,6 +20,7 @@ from stretto.bus.messages.events import (
     Evaluation,
     EvaluationEnded,
     Event,
+    FleetChanged,
     KernelBegan,
     Replaced,
     RunEnded,
@@ -32,13 +33,13 @@ from stretto.kernel.durable.checkpoint import checkpoint_name
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.step_meter import counts
 from stretto.observe.advice import Adviser
-from stretto.observe.bottleneck import bottleneck
 from stretto.observe.canary import CanaryRecord
-from stretto.observe.curve import Curve
+from stretto.observe.history import Curve
+from stretto.observe.verdict import RunState, verdict
 from stretto.records.figures import describe_waits
 from stretto.records.metrics import MAIN_FIGURES, is_evaluation
 from stretto.records.metrics_file import MetricsFile
-from stretto.records.status import State
+from stretto.records.status import State, Verdict
 
 log = structlog.get_logger()
 
@@ -51,7 +52,7 @@ _SHOWN = (
 
 _MOST_ROWS = 1000
 _RECENT = 20
-"""Number of newest steps from which the view computes the remaining time and the bottleneck."""
+"""Number of newest steps from which the remaining time is estimated."""
 
 
 class Report:
@@ -100,6 +101,8 @@ class Report:
         self.swap_pause_max_s = 0.0
         self._paused_s = self._verified_s = 0.0
         """Seconds of swap pauses and seconds of verifier work, up to the newest line."""
+        self._step_s = 0.0
+        """Seconds from the run's start to the newest step."""
         self.last: dict[str, Any] = {}
         """The newest line of `metrics.jsonl`."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
@@ -108,6 +111,8 @@ class Report:
         """Whether the newest step did not change some model, because its gradient was not finite."""
         self._replaced: list[Replaced] = []
         """Since the newest step."""
+        self._lost: list[dict[str, str]] = []
+        """Workers that were lost since the newest step, without trainers, and how."""
         self._drifts = CanaryRecord(setup.config.inference.canary, setup.facts.problems)
 
     def take(self, time: float, event: Event) -> None:
@@ -142,6 +147,8 @@ class Report:
                 self._drifts.add(event)
             case Replaced():
                 self._replaced.append(event)
+            case FleetChanged(worker, "lost", how) if not worker.startswith("trainer-"):
+                self._lost.append({"worker": worker, "how": how})
             case StepMeasured(version, known=True) if version in self._steps:
                 pass
             case StepMeasured(version):
@@ -170,6 +177,7 @@ class Report:
                 self.adviser.step(line)
                 self._draw(line)
                 self.recoveries += line.get("recoveries", [])
+                self._step_s = line["time_s"]
         self.version = version
 
     def _begin(self) -> None:
@@ -199,11 +207,11 @@ class Report:
         )
         self._steady.append((time, step.generate_busy_s, self.train_busy_s))
         self._last_step = clock.now()
-        step_s = time - before
+        step_s, self._step_s = time - before, time - self._began
         self.last = {
             "step": step.version,
             "time": round(time, 3),
-            "time_s": round(time - self._began, 3),
+            "time_s": round(self._step_s, 3),
             "step_s": round(step_s, 4),
             "train_s": round(step.train_s, 4),
             **_of_waits(step.waits, step_s - step.train_s),
@@ -225,7 +233,9 @@ class Report:
             **({"variants": step.variants} if step.variants else {}),
             "not_trained": step.not_trained,
             **({} if step.repeated else self._recoveries(time)),
+            **({"lost": self._lost} if self._lost else {}),
         }
+        self._lost = []
         if step.version > 1:  # the first step waits for the first groups
             self._recent.append(self.last)
         self._draw(self.last)
@@ -331,15 +341,19 @@ class Report:
         steps = self._scheduler.settings.steps - self._scheduler.version
         return max(0.0, steps * step_s - (clock.now() - self._last_step))
 
-    def bottleneck(self) -> str:
-        """Describe in words what the run waits for most; empty if it is not known yet, or if the run samples
-        nothing."""
-        if not self._recent or not self._sampled:
-            return ""
-        part, share = bottleneck(self._recent)
-        if part == "training":
-            return f"training: it works {share:.0%} of the time"
-        return f"{part}: training waits for it {share:.0%} of the time"
+    def verdict(self, status: State) -> Verdict:
+        """Return whether the run learns, and what it waits for."""
+        scheduler = self._scheduler
+        state = RunState(
+            status,
+            scheduler.version,
+            trains=scheduler.settings.steps > 0,
+            restarts=self._fleet.restarts,
+            rows_change=scheduler.draws.by_curriculum,
+            wall_s=self._facts.wall_s,
+            after_s=self._facts.wall_s - self._step_s,
+        )
+        return verdict(self.adviser, state)
 
     def finish(self, status: State, reason: str) -> dict[str, Any]:
         """Write the summary and return it. If it cannot be written, log the error."""
@@ -366,7 +380,8 @@ class Report:
         return {
             "run": self._run,
             "status": status,
-            "reason": reason or self._collapse(),
+            "reason": reason,
+            "verdict": msgspec.to_builtins(self.verdict(status)),
             "seed": scheduler.settings.seed,
             "steps": scheduler.version,
             "version": scheduler.version,
@@ -424,11 +439,6 @@ class Report:
             }
         }
 
-    def _collapse(self) -> str:
-        """Return what the open advice says of a policy that became worse; empty if there is none."""
-        given = [advice.message for advice in self.adviser.open if advice.rule == "reward_collapse"]
-        return given[0].partition(";")[0] if given else ""
-
     def _best(self) -> dict[str, Any] | None:
         """Return the best evaluation, with the checkpoint of its version if there is one."""
         best = self._scheduler.evaluation.best
@@ -439,7 +449,12 @@ class Report:
         return {"version": best.version, "accuracy": best.accuracy, "checkpoint": name if there else None}
 
     def _all_problems(self) -> list[str]:
-        return list(dict.fromkeys([*self._facts.problems, *self._held_back()]))
+        return list(dict.fromkeys([*self._facts.problems, *self._held_back(), *self._not_evaluated()]))
+
+    def _not_evaluated(self) -> list[str]:
+        """Return a line that names the versions whose evaluations the run's end has cut off."""
+        versions = ", ".join(map(str, self._scheduler.evaluation.needed_versions))
+        return [f"the run ended before the evaluation of version {versions} had a result"] if versions else []
 
     def _held_back(self) -> list[str]:
         """Return a line that says how often evaluations held training back; empty if they did not."""

@@ -78,7 +78,7 @@ class StatusWriter:
             wall_s=round(facts.wall_s, 1),
             left_s=None if ending.status != "running" else report.left_s(),
             now=self._now(),
-            bottleneck=report.bottleneck(),
+            verdict=report.verdict(ending.status),
             sampled=self._sampled,
             newest={key: _number(report.last[key]) for key in _NEWEST if key in report.last},
             recent={

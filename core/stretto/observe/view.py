@@ -151,6 +151,8 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     """Yield the rows below the progress bar: label and text."""
     newest = {key: value for key, value in status.newest.items() if value is not None}
     yield "folder", _short_path(Path(status.folder))
+    if status.verdict is not None:
+        yield "verdict", status.verdict.text
     for name in _CURVES:
         # The loss of a policy gradient says nothing; without rewards it is all there is.
         if name in status.recent and (name != "loss" or "reward" not in status.recent):
@@ -198,8 +200,6 @@ def _rows_of_now(status: Status) -> Iterator[tuple[str, str]]:
     yield "workers", _workers(status)
     for stall in [each for each in status.waits if each.seconds > 10][:_MOST_ROWS]:
         yield "waits", str(stall)
-    if status.bottleneck:
-        yield "bottleneck", status.bottleneck
     yield "now", status.now
 
 
@@ -232,6 +232,7 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
     lines = [f"{summary['status']} at step {summary['steps']} after {duration_text(summary['wall_s'])}"]
     if summary["reason"]:
         lines[0] += f": {summary['reason']}"
+    lines.append(f"verdict {summary['verdict']['text']}")
     evaluation, label = summary["evaluation"], FIGURES[ACCURACY].label
     if evaluation:
         points = " -> ".join(

@@ -38,12 +38,14 @@ from stretto.kernel.durable.checkpoint import FORMAT, KernelState, newest_intact
 from stretto.kernel.durable.clean import cleaner_of
 from stretto.kernel.ending import Ending, Interruptions
 from stretto.kernel.fleet.forks import ForkServer, fork_server
-from stretto.kernel.kernel import own_run
+from stretto.kernel.ownership import own_run
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import ServiceLauncher
 from stretto.observe.observers import Observers
 from stretto.observe.view import View, final_lines, terminal
 from stretto.records.files import MIRROR, REPLAY
+from stretto.records.living import listed
+from stretto.records.origin import write_origin
 
 log = structlog.get_logger()
 
@@ -73,9 +75,10 @@ def run(assembly: Assembly, forks: ForkServer | None) -> dict[str, Any]:
             raise ConfigError(f"{composed.place('out')}: {folder} already holds a run", path="out")
         try:
             write_values(folder, composed)
+            write_origin(folder, composed.config, composed.written)
         except OSError as error:
             raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
-        with Interruptions() as interruptions:
+        with listed(folder), Interruptions() as interruptions:
             return _live_in_turn(kernels_to_the_end(assembly, None, forks), interruptions)
 
 
@@ -113,7 +116,7 @@ def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False, expire_ba
     Raises:
         ConfigError: if the run is complete, if a dataset has changed, or if too much of the run is lost.
     """
-    with Interruptions() as interruptions:
+    with listed(assembly.folder), Interruptions() as interruptions:
         kernels = resumed_kernels(assembly, fork_server, expire_batch=expire_batch)
         summary = _live_in_turn(kernels, interruptions, accept_dataset)
     return _print_end(summary, assembly.folder)

@@ -20,10 +20,9 @@ from stretto.errors import ConfigError
 from stretto.records.accuracy import estimate, estimate_difference, estimate_share, row_scores
 from stretto.records.figures import RECENT_STEPS, recent
 from stretto.records.files import read_record
-from stretto.records.intervals import Estimate
+from stretto.records.intervals import Estimate, Moments, difference_of, mean_of
 from stretto.records.kept.answers import by_sample, read_answers
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
-from stretto.records.values import dotted_values
 
 if TYPE_CHECKING:
     from stretto.run_folder import RunFolder
@@ -32,6 +31,17 @@ _MOST_STEPS = 10
 """Number of equal steps at which curves are compared."""
 _NO_DIFFERENCE = frozenset({"name", "out"})
 """Keys that say which run it is, and not how it trains."""
+_MEASURES = (
+    "reward.",
+    "workflow.environment",
+    "evaluation.dataset",
+    "evaluation.rows",
+    "evaluation.sampling",
+)
+"""Beginnings of keys that say what an accuracy measures."""
+_LIMITS = frozenset({"reward.timeout_s", "reward.answer_cpu_s", "reward.answer_memory_mb"})
+"""Of these, keys that change no accuracy by themselves."""
+_APART = _NO_DIFFERENCE | {"seed"}
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +62,8 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     folder: str
     state: str
+    verdict: str
+    """See `RunFolder.verdict`."""
     seed: int | None
     steps: int
     reward: float | None
@@ -92,6 +104,11 @@ class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation between the runs; None for a single run."""
     reward: float | None
     reward_sd: float | None
+    difference: Estimate | None = None
+    """Accuracy less that of the first group; None for the first group, and without accuracies."""
+    paired: int = 0
+    """Number of seeds by which the difference is paired; 0 if the groups have fewer than two seeds in common,
+    and their runs count as independent."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +121,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Key of `metrics.jsonl` -> equal steps, each with the mean of the last 10 steps in each run."""
     accuracies: list[tuple[int, list[float | None]]]
     """Versions that some run has evaluated, with the accuracy in each run."""
+    caution: str
+    """Why the accuracies of the runs are not the same measure; empty if they are."""
     paired: list[Paired]
     groups: list[SeedGroup]
     """Groups of several runs; empty if no two runs differ only in their seed."""
@@ -133,7 +152,8 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
     return Comparison(
         runs=figures,
-        differences=_differences([run.config for run in runs]),
+        differences=differences([run.values() for run in runs]),
+        caution=caution([run.values() for run, each in zip(runs, figures, strict=True) if each.last]),
         curves={key: curve for key in MAIN_FIGURES if (curve := _curve(runs, key))},
         accuracies=_accuracies(runs),
         paired=list(_paired(runs, figures)),
@@ -158,6 +178,7 @@ def run_figures(run: RunFolder, label: str) -> RunFigures:
         label=label,
         folder=str(run.folder),
         state=run.state,
+        verdict=run.verdict,
         seed=run.config.get("seed"),
         steps=last.get("step", 0),
         reward=_recent(run, "reward"),
@@ -187,14 +208,37 @@ def _evaluated(run: RunFolder, line: Mapping[str, Any]) -> Evaluated:
     return Evaluated(version=line["step"], accuracy=accuracy, by_row=all_kept)
 
 
-def _differences(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
-    values = [dict(dotted_values(document)) for document in documents]
+def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
+    """Return the keys whose values differ between runs, each with the value in every run; None where a run
+    does not have the key.
+
+    Args:
+        values: the values of each run (see `RunFolder.values`).
+    """
     keys = dict.fromkeys(key for each in values for key in each)
     return {
         key: row
         for key in keys
         if key not in _NO_DIFFERENCE and len(set(row := [each.get(key) for each in values])) > 1
     }
+
+
+def caution(values: Sequence[Mapping[str, str]]) -> str:
+    """Return why the accuracies of runs are not the same measure; empty if they are.
+
+    Args:
+        values: the values of each run that has an accuracy (see `RunFolder.values`).
+    """
+    keys = differences(values)
+    measures = [key for key in keys if key.startswith(_MEASURES) and key not in _LIMITS]
+    if not measures:
+        return ""
+    return f"the runs differ in {', '.join(measures)}: their accuracies are not the same measure"
+
+
+def setting(values: Mapping[str, str]) -> str:
+    """Return a text that is the same for runs which differ only in their seed."""
+    return json.dumps(sorted((key, value) for key, value in values.items() if key not in _APART))
 
 
 def _curve(runs: Sequence[RunFolder], key: str) -> list[tuple[int, list[float]]]:
@@ -255,21 +299,40 @@ def _fingerprint(run: RunFolder) -> str | None:
 
 
 def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> list[SeedGroup]:
-    groups: dict[str, list[RunFigures]] = {}
+    settings: dict[str, list[RunFigures]] = {}
     for run, each in zip(runs, figures, strict=True):
-        apart = {"seed", *_NO_DIFFERENCE}
-        values = sorted((key, value) for key, value in dotted_values(run.config) if key not in apart)
-        groups.setdefault(json.dumps(values), []).append(each)
-    return [_group(members) for members in groups.values() if len(members) > 1]
+        settings.setdefault(setting(run.values()), []).append(each)
+    groups = [members for members in settings.values() if len(members) > 1]
+    return [_group(members, groups[0]) for members in groups]
 
 
-def _group(members: Sequence[RunFigures]) -> SeedGroup:
-    accuracies = [each.last.accuracy.mean for each in members if each.last is not None]
+def _group(members: Sequence[RunFigures], first: Sequence[RunFigures]) -> SeedGroup:
+    accuracies = [accuracy for _, accuracy in _last_accuracies(members)]
     rewards = [each.reward for each in members if each.reward is not None]
+    difference, paired = (None, 0) if members is first else _difference(members, first)
     return SeedGroup(
         runs=[each.label for each in members],
         accuracy=fmean(accuracies) if accuracies else None,
         accuracy_sd=stdev(accuracies) if len(accuracies) > 1 else None,
         reward=fmean(rewards) if rewards else None,
         reward_sd=stdev(rewards) if len(rewards) > 1 else None,
+        difference=difference,
+        paired=paired,
     )
+
+
+def _last_accuracies(members: Iterable[RunFigures]) -> list[tuple[int | None, float]]:
+    """Return (seed, last accuracy) of the runs that have one. Several runs may have the same seed."""
+    return [(each.seed, each.last.accuracy.mean) for each in members if each.last is not None]
+
+
+def _difference(members: Sequence[RunFigures], first: Sequence[RunFigures]) -> tuple[Estimate | None, int]:
+    """Return the difference of the last accuracies of two groups, and the number of seeds that pair it."""
+    ours, theirs = _last_accuracies(members), _last_accuracies(first)
+    if not ours or not theirs:
+        return None, 0
+    one, other = dict(ours), dict(theirs)
+    common = sorted(one.keys() & other.keys(), key=str)
+    if len(common) > 1:
+        return mean_of(Moments.of(one[seed] - other[seed] for seed in common)), len(common)
+    return difference_of(*(Moments.of(accuracy for _, accuracy in each) for each in (ours, theirs))), 0

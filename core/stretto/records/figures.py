@@ -55,6 +55,10 @@ def figure(key: str) -> Figure:
     return FIGURES.get(key) or Figure(key)
 
 
+VERDICT_STEPS = 60
+"""The verdict, and where the time of a step goes, are about this many newest steps."""
+
+
 def recent(values: Sequence[float]) -> float | None:
     """Return the mean over the newest steps; None without a step."""
     newest = values[-RECENT_STEPS:]
@@ -218,15 +222,15 @@ FIGURES: Mapping[str, Figure] = {
         "would make a third evaluation due",
     ),
     "wait/swap_s": _seconds("wait for swaps", "All engines pause for a swap of weights"),
-    "wait/engines_s": _seconds("wait for engines", "No engine can be called: they are lost, or start"),
+    "wait/engines_s": _seconds("wait for absent engines", "No engine can be called: they are lost, or start"),
     "wait/late_ticket_s": _seconds(
         "wait for late tickets", "Enough groups are finished, but a ticket that is due is not"
     ),
     "wait/groups_s": _seconds("wait for groups", "Fewer groups are finished than a batch has"),
     "wait/checkpoint_s": _seconds("wait for checkpoints", "The run writes a checkpoint"),
     "wait/overhead_s": _seconds(
-        "wait for the kernel",
-        "The kernel works: messages, the journal, the end of the step, weights that are published before the "
+        "wait for stretto itself",
+        "Its kernel works: messages, the journal, the end of the step, weights that are published before the "
         "next step; in a step that a resume repeats, everything",
     ),
     "tokens": Figure("trained tokens", "Trained tokens of the batch", form=".0f"),
@@ -238,10 +242,34 @@ FIGURES: Mapping[str, Figure] = {
     "cores_idle": _share("idle cores", "cores of the kernel's machine that no program uses"),
     "generate_busy_s": _seconds("engine work", "Work of an engine since the previous step"),
     "verify_busy_s": _seconds("scoring work", "Work of all scoring processes since the previous step"),
-    "ticket_generate_s": _seconds("generation of a ticket", "Time of a ticket at an engine"),
-    "ticket_score_s": _seconds("scoring of a ticket", "Time of a ticket at a verifier"),
+    "ticket_s": _seconds("a ticket", "Time of a ticket: sampling and scoring a group"),
+    "ticket_generate_s": _seconds(
+        "generation of a ticket", "Time of a ticket in which one of its requests is at an engine"
+    ),
+    "ticket_score_s": _seconds(
+        "scoring of a ticket", "Time of a ticket in which one of its calls is at a verifier"
+    ),
+    "ticket_tool_s": _seconds("tools of a ticket", "Part of the time at a verifier: tools"),
+    "ticket_environment_s": _seconds(
+        "environment of a ticket", "Part of the time at a verifier: the environment"
+    ),
+    "ticket_own_s": _seconds(
+        "workflow of a ticket",
+        "Time of a ticket's workflow in which nothing is at an engine or a verifier: its own work, such as "
+        "an agent's program",
+    ),
+    "verifiers_used": _share(
+        "verifiers used",
+        "processes of verifiers that have work; of rewards, tools and environments, the fullest",
+    ),
     "slots_used": _share("slots used", "slots of an engine that are in use"),
     "kv_used": _share("KV cache used", "memory of an engine for keys and values that is in use"),
+    "lost_per_token": Figure(
+        "tokens computed again",
+        "Tokens that engines computed again because their prefix cache had no room for them, for each "
+        "sampled token",
+        form=".2f",
+    ),
     "samples_waiting": Figure("waiting samples", "Samples that wait for a slot, for each engine", form=".1f"),
     "swap_pause_s": _seconds("swap pause", "Pause of an engine for swaps since the previous step"),
     "recovery_s": _seconds(

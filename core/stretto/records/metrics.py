@@ -32,7 +32,6 @@ class _KnownLine(msgspec.Struct, kw_only=True):
     not_trained: dict[str, _Count] = {}
 
 
-_decode_known = msgspec.json.Decoder(_KnownLine).decode
 _TAIL_BYTES = 256
 """Length of the part before the reader's place that it compares, to notice that the file was cut."""
 
@@ -46,7 +45,7 @@ def parse_line(text: bytes) -> dict[str, Any] | str:
     if not isinstance(line, dict) or not isinstance(cast("dict[str, Any]", line).get("step"), int):
         return "not a JSON object with a `step`"
     try:
-        _decode_known(text)
+        msgspec.convert(line, _KnownLine)
     except msgspec.ValidationError as error:
         return str(error)
     return cast("dict[str, Any]", line) if text.endswith(b"\n") else "not a whole line"

@@ -80,6 +80,14 @@ class AdviceStatus(msgspec.Struct, frozen=True):
     message: str
 
 
+class Verdict(msgspec.Struct, frozen=True):
+    """Whether a run learns, and what it waits for (see `stretto.observe.verdict`)."""
+
+    state: Literal["waiting", "unknown", "learning", "flat", "falling", "collapsing", "broken"]
+    text: str
+    """One line."""
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the file: everything that a live view of the run shows."""
 
@@ -102,8 +110,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Estimated seconds until the last step; None while they are not known."""
     now: str
     """What the run does now, in words."""
-    bottleneck: str = ""
-    """What the run waits for most, in words; empty while it is not known."""
+    verdict: Verdict | None = None
+    """None in the files of former versions of stretto."""
     sampled: bool = True
     """Whether the run trains on sampled trajectories, and not on rows of a dataset."""
     newest: dict[str, float | None] = {}

@@ -14,4 +14,4 @@ def dotted_values(document: Mapping[str, Any], prefix: str = "") -> Iterator[tup
         if isinstance(value, Mapping):
             yield from dotted_values(cast("Mapping[str, Any]", value), path)
         else:
-            yield path, json.dumps(value)
+            yield path, json.dumps(value, default=str)

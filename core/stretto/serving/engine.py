@@ -233,6 +233,7 @@ class ServerEngine(Streams, ABC):
             swaps=len(self._pauses),
             pause_s=sum(self._pauses),
             pause_max_s=max(self._pauses, default=0.0),
+            lost_tokens=samples.lost_tokens,
         )
 
     # -------------------------------------------------------------------------------- weights

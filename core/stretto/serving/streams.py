@@ -34,6 +34,7 @@ from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError, RequestError
 from stretto.serving.images import RequestImages, ServerText, image_runs
 from stretto.serving.intake import Intake, OpenSample, final_chunks
+from stretto.serving.seen import SeenTexts, prefix_keys
 from stretto.serving.server import Server, ServerLost, ServerRefused
 from stretto.serving.stop_strings import StopStrings, stop_tokenizer
 
@@ -81,6 +82,9 @@ class StreamChunk:
     stream's tokens."""
     kept: Sequence[Sequence[int]] | None = None
     """The ids from which each token was drawn, if the server reports them."""
+    cached_tokens: int | None = None
+    """Only in one chunk, and only if the server reports it: the number of leading tokens of the prompt that
+    its prefix cache had."""
 
 
 class VersionSpan(msgspec.Struct, gc=False):
@@ -170,8 +174,14 @@ class StreamQueue:
         self._stream_numbers = count()
         self._busy_s = 0.0
         self._busy_since = 0.0
+        self._seen = SeenTexts()
+        self.block = 128
+        """Most tokens of a block of the server's prefix cache."""
         self.generated = 0
         """Number of tokens that the server has returned since the start."""
+        self.lost_tokens: int | None = None
+        """Number of tokens of prompts that the server computed again because its prefix cache had lost them;
+        None while it has found none at all: it may have no such cache."""
 
     @property
     def running(self) -> int:
@@ -268,6 +278,7 @@ class StreamQueue:
     def send_to(self, server: Server, version: int) -> None:
         """Send the next samples to a server, which serves this version."""
         self._server, self._version = server, version
+        self._seen.clear()
         self._intake.serve(version)
         self._admit()
 
@@ -328,7 +339,7 @@ class StreamQueue:
     async def _decode(self, server: Server, sample: _ServerSample) -> None:
         """Run one stream from its request to its end. An unfinished sample then waits again."""
         assert sample.scope is not None
-        ended = False
+        ended, length = False, len(sample.answer)
         try:
             with sample.scope:
                 ended = await self._receive(server, sample)
@@ -345,6 +356,8 @@ class StreamQueue:
             server.distrust(str(error))
         if not ended and not server.broken:
             await self._abort_at(server, sample.stream_id)
+        if len(sample.answer) > length and self._can_be_found(sample):
+            self._seen.add(_keys([*sample.prompt.tolist(), *sample.answer]))
         self._running.remove(sample)
         if not self._running:
             self._busy_s += clock.now() - self._busy_since
@@ -380,16 +393,32 @@ class StreamQueue:
             self._end(sample, "stop")  # its answer was already complete
             return True
         ended = False
+        seen = self._seen.shared(_keys(tokens)) if self._can_be_found(sample) else 0
         async with aclosing(self._streams.stream(server, ask)) as pieces:
             async for piece in pieces:
                 ended = ended or bool(piece.finish)
                 if not sample.ended:  # a cancelled stream may still yield what it had received
                     self._take(sample, piece, stops)
+                if len(sample.answer) > length and piece.cached_tokens is not None:
+                    self._note_cached(piece.cached_tokens, seen)
                 if sample.ended and not ended:
                     return False
         if not ended:
             raise ServerLost("a stream ended without a finish")
         return True
+
+    def _can_be_found(self, sample: _ServerSample) -> bool:
+        """Whether the server finds the prefixes of a sample's text in its cache, and these tokens say which
+        text it is. Images are not told apart by their tokens."""
+        return sample.images is None and sample.salt == f"v{self._version}"
+
+    def _note_cached(self, cached: int, seen: int) -> None:
+        """Count how many of a prompt's first `seen` tokens, which the server has computed before, its prefix
+        cache did not have any more. The cache has whole blocks only."""
+        if cached and self.lost_tokens is None:
+            self.lost_tokens = 0
+        if self.lost_tokens is not None and cached + self.block < seen:
+            self.lost_tokens += seen - cached
 
     def _take(self, sample: _ServerSample, piece: StreamChunk, stops: StopStrings | None) -> None:
         for version in piece.versions:
@@ -494,6 +523,10 @@ def _chunk(sample: _ServerSample) -> Chunk:
     sample.logprobs.clear()
     sample.versions.clear()
     return chunk
+
+
+def _keys(tokens: list[int]) -> tuple[int, ...]:
+    return prefix_keys(np.array(tokens, np.int32))
 
 
 def _seed(seed: int, position: int) -> int:

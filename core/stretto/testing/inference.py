@@ -489,7 +489,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         under way."""
         idle = served.load()
         assert (idle.version, idle.running, idle.waiting) == (served.version, 0, 0)
-        query = request(n=idle.slots + 4, max_tokens=400)
+        query = request(n=idle.slots + 4, max_tokens=200)
         start = time.monotonic()
         served.ask(query)
         served.until_load(lambda load: load.running + load.waiting == idle.slots + 4)
@@ -498,8 +498,8 @@ class InferenceConformance(SwapTests, ComponentConformance):
         samples = served.finished(query)
         final = served.until_load(lambda load: load.running == load.waiting == 0)
         took = time.monotonic() - start
-        assert all(len(sample.tokens) == 400 for sample in samples)
-        assert final.generated_tokens - idle.generated_tokens == 400 * (idle.slots + 4)
+        assert all(len(sample.tokens) == 200 for sample in samples)
+        assert final.generated_tokens - idle.generated_tokens == 200 * (idle.slots + 4)
         assert 0 < final.busy_s - idle.busy_s <= took
         assert idle.busy_s <= full.busy_s <= final.busy_s
 

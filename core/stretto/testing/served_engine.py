@@ -205,7 +205,7 @@ class ServedEngine:
 
     # ---------------------------------------------------------------------------------- the answers
 
-    def until(self, *keys: Key, tokens: int | None = None, within_s: float = 60.0) -> list[Sample]:
+    def until(self, *keys: Key, tokens: int | None = None, within_s: float = 180.0) -> list[Sample]:
         """Wait until each sample has finished or has `tokens` tokens, and return the samples."""
         return self._portal.call(self._until, keys, tokens, within_s)
 
@@ -222,7 +222,7 @@ class ServedEngine:
         """Send a request and return its only sample."""
         return self.answers(request)[0][0]
 
-    def until_load(self, condition: Callable[[Load], bool], within_s: float = 60.0) -> Load:
+    def until_load(self, condition: Callable[[Load], bool], within_s: float = 180.0) -> Load:
         """Wait until the load figures fulfil a condition, and return them."""
         deadline = time.monotonic() + within_s
         while not condition(load := self.load()):

@@ -187,7 +187,6 @@ class _Complaints(logging.Handler):
         self._said = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.unreachable |= record.name.startswith("opentelemetry.exporter")
         if not self._said:
             self._said = True
             log.warning(
@@ -195,6 +194,8 @@ class _Complaints(logging.Handler):
                 reason=record.getMessage()[:500],
                 logger=record.name,
             )
+        # After the line: once it is set, the process may end.
+        self.unreachable |= record.name.startswith("opentelemetry.exporter")
 
 
 def _exporter(config: TracingConfig, process: str, folder: Path | None) -> SpanExporter:

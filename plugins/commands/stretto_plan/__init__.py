@@ -36,6 +36,19 @@ def plan(
             help="Service times: read from this file if it exists, else measured and written to it.",
         ),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Folder of a run with these engines and this model: its records have the service times, "
+            "and nothing is measured.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=2, help="Try other splits of so many GPUs between training and inference."),
+    ] = None,
     cores: Annotated[
         int | None, typer.Option(min=1, help="Cores of the machine; default: this one's.")
     ] = None,
@@ -46,23 +59,24 @@ def plan(
     """Forecast how fast a run is, on virtual time, and recommend values that make it faster.
 
     The kernel and the workers are the real ones. What engines and processes cost is measured first, in about
-    a minute with the run itself. docs/plan.md says what the forecast does not contain.
+    a minute with the run itself, or read from the records of a run. docs/plan.md says what the forecast does
+    not contain.
     """
     from stretto.run_folder import RunFolder
     from stretto.testing.simulation import composed
+    from stretto_plan.fitting import on_gpus
 
     ran = RunFolder(file) if file.is_dir() else None
     file = file / "config.yaml" if ran else file
     run = composed(file, overrides or ())
-    _expect_known_parts(run)
     number = cores or len(os.sched_getaffinity(0))
-    service = _service_times(file, overrides or (), run, times, number)
-    planner = _Planner(run, service, number)
+    splits = _splits(run, gpus) if gpus else []
+    service = _service_times(file, overrides or (), run, times, record, number)
+    planner = _Planner(run, service, number, splits)
     base = planner.forecast({})
-    titles = (
+    typer.echo(
         f"{'s/step':>8} {'tokens/s':>9} {'speed':>6} {'age':>5} {'engine':>7} {'trainer':>8} {'cores':>6}"
     )
-    typer.echo(f"{'':34} {titles}")
     planner.show("the run file", base)
     if ran:
         planner.compare(ran)
@@ -74,6 +88,8 @@ def plan(
                 changed = composed(file, [*(overrides or ()), value])  # slots may follow from it
                 planner.show(value, _Planner(changed, service, number).forecast({}))
         typer.echo(planner.advice(best))
+    if on_gpus(run):
+        typer.echo("not checked: that twice as many GPUs of the trainer take half of the time for a token")
     hours = base.step_s * run["steps"] / 3600
     typer.echo(
         f"{run['steps']} steps take {hours:.2f} h without evaluations and checkpoints; the oldest token is "
@@ -82,37 +98,99 @@ def plan(
     )
 
 
-def _expect_known_parts(run: Mapping[str, Any]) -> None:
+def _expect_measurable_parts(run: Mapping[str, Any]) -> None:
     if (launcher := run["launcher"]["use"]) != "local":
         raise ConfigError(
-            f"launcher.use: a forecast measures the run on this machine; expected 'local', not {launcher!r}",
+            "launcher.use: a forecast without `--from RUN` measures the run on this machine; expected "
+            f"'local', not {launcher!r}",
             path="launcher.use",
         )
     for section, known in _ENGINES.items():
         use = run[section]["use"]
         if use not in known:
             raise ConfigError(
-                f"{section}.use: a forecast knows what {' and '.join(known)} cost on processor cores, not "
-                f"{use!r}",
+                f"{section}.use: a forecast without `--from RUN` measures what {' and '.join(known)} cost on "
+                f"processor cores, not {use!r}",
                 path=f"{section}.use",
             )
-        if run[section].get("gpus"):
+        if run[section]["gpus"]:
             raise ConfigError(
-                f"{section}.gpus: a forecast is of processor cores alone", path=f"{section}.gpus"
+                f"{section}.gpus: a forecast without `--from RUN` measures processor cores alone",
+                path=f"{section}.gpus",
             )
+
+
+def _splits(run: Mapping[str, Any], gpus: int) -> list[dict[str, int]]:
+    """Return the numbers of processes and replicas with which a run uses so many GPUs. Processes are a power
+    of two, or three times one.
+
+    Raises:
+        ConfigError: if its engines use none.
+    """
+    of_trainer, of_engine = run["training"]["gpus"], run["inference"]["gpus"]
+    if not of_trainer or not of_engine:
+        raise ConfigError(
+            f"--gpus: the run file gives a process of training {of_trainer} GPUs and one of inference "
+            f"{of_engine}; expected `gpus` in both sections"
+        )
+    numbers = sorted(base * 2**power for base in (1, 3) for power in range(gpus.bit_length()))
+    pairs = [(number, (gpus - number * of_trainer) // of_engine) for number in numbers]
+    return [
+        {"training.processes": processes, "inference.replicas": replicas}
+        for processes, replicas in pairs
+        if replicas >= 1
+    ]
 
 
 def _service_times(
-    file: Path, overrides: Sequence[str], run: dict[str, Any], kept: Path | None, cores: int
+    file: Path,
+    overrides: Sequence[str],
+    run: dict[str, Any],
+    kept: Path | None,
+    record: Path | None,
+    cores: int,
 ) -> ServiceTimes:
     import msgspec
 
     from stretto.testing.simulation import ServiceTimes
-    from stretto_plan.fitting import fit
-    from stretto_plan.measuring import measure
 
     if kept is not None and kept.exists():
         return msgspec.json.decode(kept.read_bytes(), type=ServiceTimes)
+    found = _read_times(run, record, cores) if record else _measure_times(file, overrides, run, cores)
+    if kept is not None:
+        kept.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+    return found
+
+
+def _read_times(run: Mapping[str, Any], record: Path, cores: int) -> ServiceTimes:
+    from stretto.run_folder import RunFolder
+    from stretto.testing.simulation import composed
+    from stretto_plan.recorded import times_of
+
+    folder = RunFolder(record)
+    former = composed(folder.folder / "config.yaml")
+    now, then = _what_takes_time(run), _what_takes_time(former)
+    for key, value in then.items():
+        if value != now[key]:
+            raise ConfigError(
+                f"--from: {key} is {value!r} in {record}, and {now[key]!r} in the run file; expected a run "
+                "with the same engines and model",
+                path=key,
+            )
+    return times_of(folder, former, cores)
+
+
+def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be the same for service times to hold, by its key."""
+    engines = {f"{part}.{key}": run[part][key] for part in _ENGINES for key in ("use", "gpus")}
+    return {**engines, "model": run["model"]}
+
+
+def _measure_times(file: Path, overrides: Sequence[str], run: Mapping[str, Any], cores: int) -> ServiceTimes:
+    from stretto_plan.fitting import fit
+    from stretto_plan.measuring import measure
+
+    _expect_measurable_parts(run)
     typer.echo("measuring: the run itself, for some steps")
     one = measure(file, overrides)
     other = None
@@ -124,30 +202,36 @@ def _service_times(
             *("queue.max_staleness=0", "samples.keep=all"),
         )
         other = measure(file, [*overrides, *fewer])
-    found = fit(one, other, cores)
-    if kept is not None:
-        kept.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
     typer.echo(f"measured: {one.step_s:.3f} s/step, mean age {one.staleness:.2f}")
-    return found
+    return fit(one, other, cores)
 
 
 class _Planner:
-    """Forecasts of one run file with changed numbers."""
+    """Forecasts of one run file with changed numbers.
 
-    def __init__(self, run: dict[str, Any], times: ServiceTimes, cores: int) -> None:
-        self._run, self._times, self._cores = run, times, cores
+    Args:
+        splits: numbers of processes and replicas to try.
+    """
+
+    def __init__(
+        self,
+        run: dict[str, Any],
+        times: ServiceTimes,
+        cores: int,
+        splits: Sequence[Mapping[str, int]] = (),
+    ) -> None:
+        self._run, self._times, self._cores, self._splits = run, times, cores, splits
         self._known: dict[tuple[tuple[str, Any], ...], Forecast] = {}
-        self._computes = run["inference"]["use"] != "mock"
 
     def forecast(self, numbers: Mapping[str, Any]) -> Forecast:
         """Return the forecast with other values, by their keys."""
         from stretto.testing.simulation import forecast
-        from stretto_plan.fitting import shortened
+        from stretto_plan.fitting import computes, shortened
 
         key = tuple(sorted(numbers.items()))
         if key not in self._known:
-            document = shortened(self._run, numbers)
-            self._known[key] = forecast(document, self._times, cores=self._cores, computes=self._computes)
+            run = shortened(self._run, numbers)
+            self._known[key] = forecast(run, self._times, cores=self._cores, computes=computes(run))
         return self._known[key]
 
     def show(self, what: str, seen: Forecast) -> None:
@@ -155,8 +239,8 @@ class _Planner:
         speed = seen.tokens_per_s / self.forecast({}).tokens_per_s
         engine, trainer = min(1.0, seen.engine_busy), min(1.0, seen.train_share)
         typer.echo(
-            f"{what:34} {seen.step_s:>8.3f} {seen.tokens_per_s:>9,.0f} {speed:>6.2f} "
-            f"{seen.mean_staleness:>5.2f} {engine:>7.0%} {trainer:>8.0%} {sum(seen.cores.values()):>6.2f}"
+            f"{seen.step_s:>8.3f} {seen.tokens_per_s:>9,.0f} {speed:>6.2f} {seen.mean_staleness:>5.2f} "
+            f"{engine:>7.0%} {trainer:>8.0%} {sum(seen.cores.values()):>6.2f}  {what}"
         )
 
     def compare(self, folder: RunFolder) -> None:
@@ -165,20 +249,20 @@ class _Planner:
 
         step_s, tokens, staleness = steady_part(folder.steps)
         typer.echo(
-            f"{'the run itself':34} {step_s:>8.3f} {tokens / step_s:>9,.0f} {'':6} {staleness:>5.2f}\n"
+            f"{step_s:>8.3f} {tokens / step_s:>9,.0f} {'':6} {staleness:>5.2f} {'':23}  the run itself\n"
             f"the forecast of a step is {self.forecast({}).step_s / step_s - 1:+.0%} from what the run took"
         )
 
     def search(self) -> dict[str, Any]:
-        """Try values of one key after the other, and return those that make the run faster."""
+        """Try other numbers, one kind after the other, and return those that make the run faster."""
         best: dict[str, Any] = {}
-        for key, values in self._options():
-            for value in values:
-                changed = {**best, key: value}
-                seen = self.forecast(changed)
-                self.show(_text(changed), seen)
-                if seen.tokens_per_s > _WORTH * self.forecast(best).tokens_per_s:
-                    best = changed
+        for choices in self._choices():
+            changed = [{**best, **choice} for choice in choices]
+            for numbers in changed:
+                self.show(_text(numbers), self.forecast(numbers))
+            fastest = max(changed, key=lambda numbers: self.forecast(numbers).tokens_per_s)
+            if self.forecast(fastest).tokens_per_s > _WORTH * self.forecast(best).tokens_per_s:
+                best = fastest
         return best
 
     def advice(self, best: Mapping[str, Any]) -> str:
@@ -195,11 +279,14 @@ class _Planner:
             why = f"the engines work {min(1.0, base.engine_busy):.0%} of the time"
         return f"no other number makes the run faster by 10 %: {why}"
 
-    def _options(self) -> Iterator[tuple[str, list[int]]]:
-        slots = self._run["inference"]["slots"]
-        concurrency = self._run["rollout"]["concurrency"]
-        yield "inference.slots", [2 * slots, max(1, slots // 2)]
-        yield "rollout.concurrency", [2 * concurrency]
+    def _choices(self) -> Iterator[Sequence[Mapping[str, int]]]:
+        slots, concurrency = self._run["inference"]["slots"], self._run["rollout"]["concurrency"]
+        if self._splits:
+            yield self._splits
+        if self._times.knows_slots:
+            yield [{"inference.slots": number} for number in (2 * slots, max(1, slots // 2))]
+        if isinstance(concurrency, int):
+            yield [{"rollout.concurrency": 2 * concurrency}]
 
 
 def _text(numbers: Mapping[str, Any]) -> str:

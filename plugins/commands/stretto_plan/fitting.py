@@ -13,9 +13,21 @@ from stretto_plan.measuring import Measured
 ROLES = ("kernel", "rollout", "verifier", "inference", "trainer")
 STEPS = 24
 """Steps of a simulated run."""
-_ROUNDS = 3
+ROUNDS = 3
+"""Each forecast with new service times counts other callbacks."""
 _GUESS_S = 5e-5
+GUESSED: dict[str, Any] = {"callback_s": dict.fromkeys(ROLES, _GUESS_S), "message_s": 2 * _GUESS_S}
 """A callback, and a message, before anything is known of the machine."""
+
+
+def on_gpus(run: Mapping[str, Any]) -> bool:
+    """Return whether an engine of a run file has GPUs."""
+    return bool(run["inference"].get("gpus") or run["training"].get("gpus"))
+
+
+def computes(run: Mapping[str, Any]) -> bool:
+    """Return whether the engines of a run file compute on processor cores. Those of `mock` sleep."""
+    return run["inference"]["use"] != "mock" and not on_gpus(run)
 
 
 def shortened(run: Mapping[str, Any], numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -43,9 +55,9 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
             their processes use beyond these is for messages, swaps and the like.
         cores: of the machine.
     """
-    times = ServiceTimes(callback_s=dict.fromkeys(ROLES, _GUESS_S), message_s=2 * _GUESS_S)
+    times = ServiceTimes(**GUESSED)
     if other is None:
-        for _ in range(_ROUNDS):
+        for _ in range(ROUNDS):
             times = _overhead(times, one.processor_s, _forecast(one, times, cores, computes=False))
         return times
     engine_s = other.processor_s["inference"] - other.generate_s, other.generate_s
@@ -66,7 +78,7 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
         sample_s=per_token / 2,
         lengths=with_samples.lengths,
     )
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         seen = [_forecast(each, times, cores, computes=True) for each in (one, other)]
         times = _overhead(_engine(times, decode_s, (one, other), seen), used, seen[0])
     return times

@@ -21,7 +21,7 @@ from stretto.testing.simulation import composed
 
 _FIRST = 6
 """Steps before the measurement: the queue fills, and libraries warm up."""
-_LEAST, _MOST = 12, 60
+FEWEST_STEPS, _MOST = 12, 60
 """Steps that are measured at least, and at most."""
 _LONG_S = 15.0
 """Seconds after which the least number of steps is enough."""
@@ -102,14 +102,27 @@ def steady_part(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float, float
         RunError: if the run has too few steps.
     """
     steady = steps[len(steps) // 3 :]
-    if len(steady) < _LEAST:
-        raise RunError(f"the run has {len(steps)} steps; expected at least {3 * _LEAST // 2} to compare with")
+    if len(steady) < FEWEST_STEPS:
+        raise RunError(
+            f"the run has {len(steps)} steps; expected at least {3 * FEWEST_STEPS // 2} to compare with"
+        )
     waits = ("wait/evaluation_s", "wait/checkpoint_s")
     return (
         statistics.mean(line["step_s"] - sum(line[wait] for wait in waits) for line in steady),
         statistics.mean(line["tokens"] for line in steady),
         statistics.mean(line["staleness"] for line in steady),
     )
+
+
+def answers_of(folder: RunFolder) -> tuple[tuple[int, ...], float]:
+    """Return the lengths of the answers that a run kept, and the tokens of a batch, prompts included, for
+    each sampled one; no lengths and 1 if it kept none."""
+    rows = folder.samples.find(SampleFilter(purpose="train"), limit=None, texts=False)
+    kept = [row for row in rows[:: 1 + len(rows) // _MOST_LENGTHS] if row.get("sampled")]
+    if not kept:
+        return (), 1.0
+    lengths = tuple(row["sampled"] for row in kept)
+    return lengths, sum(row["length"] for row in kept) / sum(lengths)
 
 
 def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Reading | None, _Reading | None]:
@@ -122,7 +135,7 @@ def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Readi
             first = _read_processes(root, step)
         elif first is not None:
             long = time.monotonic() - first.at > _LONG_S
-            if step >= first.step + (_LEAST if long else _MOST):
+            if step >= first.step + (FEWEST_STEPS if long else _MOST):
                 return first, _read_processes(root, step)
         time.sleep(_POLL_S)
     return first, None
@@ -169,8 +182,7 @@ def _role_of(process: psutil.Process, kernel: int) -> str:
 def _read(run: Mapping[str, Any], folder: RunFolder, first: _Reading, last: _Reading) -> Measured:
     steps = last.step - first.step
     lines = [line for line in folder.steps if first.step < line["step"] <= last.step]
-    rows = folder.samples.find(SampleFilter(purpose="train"), limit=None, texts=False)
-    kept = [row for row in rows[:: 1 + len(rows) // _MOST_LENGTHS] if row.get("sampled")]
+    lengths, tokens_per_sampled = answers_of(folder)
     return Measured(
         run=run,
         step_s=(last.at - first.at) / steps,
@@ -182,6 +194,6 @@ def _read(run: Mapping[str, Any], folder: RunFolder, first: _Reading, last: _Rea
         sampled_tokens=statistics.mean(line["tokens"] for line in lines),
         generate_s=statistics.mean(line["generate_busy_s"] for line in lines),
         train_s=statistics.mean(line["train_s"] for line in lines),
-        lengths=tuple(row["sampled"] for row in kept),
-        tokens_per_sampled=sum(row["length"] for row in kept) / max(1, sum(row["sampled"] for row in kept)),
+        lengths=lengths,
+        tokens_per_sampled=tokens_per_sampled,
     )

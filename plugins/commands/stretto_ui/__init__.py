@@ -23,8 +23,11 @@ import typer
 
 def ui(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="A run's folder, or a folder of runs.")
-    ] = Path("runs"),
+        Path | None,
+        typer.Argument(
+            help="A run's folder, or a folder of runs; if absent, `runs`, and your living runs anywhere."
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Others than loopback let other machines in.")
     ] = "127.0.0.1",

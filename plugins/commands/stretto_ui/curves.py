@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from stretto.charts import Numbers, thin
-from stretto.run_folder import is_figure
+from stretto.run_folder import ACCURACY, estimate_share, is_figure
 
 
 class ShownCurve(msgspec.Struct):
-    """One figure of one run in a window."""
+    """One figure in a window, of one run or as the mean of several."""
 
     x: list[float]
     y: list[float]
@@ -26,10 +26,16 @@ class ShownCurve(msgspec.Struct):
     smooth_y: list[float]
     total: int
     """Number of points in the window before any was left out."""
+    ci95: list[float | None]
+    """For accuracies of one run, half the width of each 95 % interval, as if answers were independent; else
+    empty."""
+    sd: list[float]
+    """Of several runs: the standard deviation between them at each point of `smooth_y`, or without smoothing
+    of `y`."""
 
 
 def curve(
-    lines: Sequence[dict[str, Any]],
+    runs: Sequence[Sequence[dict[str, Any]]],
     key: str,
     *,
     x: str,
@@ -38,24 +44,49 @@ def curve(
     points: int,
     smoothing: float,
 ) -> ShownCurve:
-    """Return the figure `key` of the lines of a run over their figure `x`.
+    """Return the figure `key` over the figure `x`. Of several runs it is the mean of both at each step that
+    all have.
 
     Args:
+        runs: lines of each run.
         start, end: the window; None is the first or last point.
         points: the most points to return.
         smoothing: weight of the past, 0 (no smoothing) to below 1. The mean at a window's start includes the
             points before the window.
     """
-    known = [(line[x], line[key]) for line in lines if is_figure(line.get(key)) and is_figure(line.get(x))]
-    xs, ys = np.array(known, np.float64).reshape(-1, 2).T
+    tables = [{line["step"]: (line[x], line[key]) for line in lines if _has(line, x, key)} for lines in runs]
+    steps = sorted(set.intersection(*map(set, tables)))
+    known = np.array([[table[step] for step in steps] for table in tables], np.float64)
+    known = known.reshape(len(runs), -1, 2)
+    xs, ys = known.mean(0).T
+    sd = known[..., 1].std(0, ddof=1) if len(runs) > 1 else np.empty(0)
     window = _window(xs, start, end)
-    shown_x, shown_y = thin(xs[window], ys[window], points)
-    smooth_x, smooth_y = np.empty(0), np.empty(0)
-    if smoothing:
-        smooth_x, smooth_y = thin(xs[window], smooth(ys, smoothing)[window], points)
-    return ShownCurve(
-        shown_x.tolist(), shown_y.tolist(), smooth_x.tolist(), smooth_y.tolist(), len(xs[window])
-    )
+    shown = _shown(xs[window], ys[window], points)
+    smooth_shown = _shown(xs[window], smooth(ys, smoothing)[window], points) if smoothing else ([], [])
+    if len(sd):
+        at = np.searchsorted(xs, smooth_shown[0] if smoothing else shown[0])
+        sd = (smooth(sd, smoothing) if smoothing else sd)[at]
+    ci95 = _intervals(runs[0], x, shown[0]) if key == ACCURACY and len(runs) == 1 else []
+    return ShownCurve(*shown, *smooth_shown, total=len(xs[window]), ci95=ci95, sd=sd.tolist())
+
+
+def _has(line: dict[str, Any], *keys: str) -> bool:
+    return all(is_figure(line.get(key)) for key in keys)
+
+
+def _shown(xs: Numbers, ys: Numbers, points: int) -> tuple[list[float], list[float]]:
+    shown_x, shown_y = thin(xs, ys, points)
+    return shown_x.tolist(), shown_y.tolist()
+
+
+def _intervals(lines: Sequence[dict[str, Any]], x: str, shown: Sequence[float]) -> list[float | None]:
+    """Return half the width of the 95 % interval of each shown accuracy."""
+    known = {
+        line[x]: estimate_share(line[ACCURACY], line["evaluation/samples"]).ci95
+        for line in lines
+        if _has(line, x, ACCURACY, "evaluation/samples")
+    }
+    return [known.get(each) for each in shown]
 
 
 def smooth(values: Numbers, weight: float) -> Numbers:

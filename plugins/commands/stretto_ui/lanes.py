@@ -13,9 +13,9 @@ from typing import Literal
 
 import msgspec
 
+from stretto.charts import part_texts
 from stretto.run_folder import (
     CallSpan,
-    CauseKind,
     EvaluationSpan,
     Event,
     KernelEnded,
@@ -54,6 +54,8 @@ class LaneSpan(msgspec.Struct, omit_defaults=True):
     """What the page colours: `step`, `wait`, `evaluation`, `call`, `swap`, `train`, `eval`."""
     text: str
     """What it was, in words."""
+    part: str = ""
+    """Of a step or a wait: the part of a step's time, a key of `STEP_PARTS`."""
     count: int = 1
     """Number of spans that this one stands for."""
     busy_s: float = 0.0
@@ -94,8 +96,8 @@ class Lanes(msgspec.Struct):
     lanes: list[Lane]
     marks: list[Mark]
     """Kernels that began or ended, and workers that were lost."""
-    waits: list[tuple[CauseKind, float]]
-    """What training waited for in the window, with the seconds."""
+    parts: list[tuple[str, str, float]]
+    """Where the time of the steps in the window went, the longest part first: key, words, seconds."""
 
 
 def lanes(run: RunFolder, start: float | None, end: float | None, width: int) -> Lanes | None:
@@ -117,14 +119,14 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
     margin = max(_MARGIN_S, end - start)
     events = list(run.events(since=start - margin, until=end + margin))
     pixel = (end - start) / max(1, width)
-    steps, waits = _steps(events)
-    found = [Lane("steps", "steps", _merge(_within(steps, start, end), pixel))]
+    steps = _within(_steps(events), start, end)
+    found = [Lane("steps", "steps", _merge(steps, pixel))]
     for (kind, name), spans in _spans(events).items():
         found.append(Lane(name, kind, _merge(_within(spans, start, end), pixel)))
     open_until = ended if end + margin >= ended else None
     found += _tickets(events, start, end, width, open_until)
     marks = [mark for event in events if (mark := _mark(event)) and start <= mark.time <= end]
-    return Lanes(begun, ended, start, end, found, marks, _totals(waits, start, end))
+    return Lanes(begun, ended, start, end, found, marks, part_texts(_totals(steps, start, end)))
 
 
 def _newest_steps(run: RunFolder, ended: float, begun: float) -> float:
@@ -140,31 +142,25 @@ def _newest_steps(run: RunFolder, ended: float, begun: float) -> float:
         back *= 4
 
 
-def _steps(events: Sequence[Event]) -> tuple[list[LaneSpan], list[tuple[CauseKind, LaneSpan]]]:
-    """Return the spans of steps and of the waits before them; and the waits alone, with the cause of each."""
+def _steps(events: Sequence[Event]) -> list[LaneSpan]:
+    """Return the spans of steps and of the waits before them."""
     spans: list[LaneSpan] = []
-    waits: list[tuple[CauseKind, LaneSpan]] = []
     for event in events:
         if not isinstance(event, StepSpan):
             continue
         for cause, start, end in event.wait_spans():
             text = f"wait before step {event.version}: {cause}"
-            waits.append((cause.kind, LaneSpan(start, end, "wait", text)))
-            spans.append(waits[-1][1])
+            spans.append(LaneSpan(start, end, "wait", text, f"wait/{cause.kind}_s"))
         text = f"step {event.version}: {len(event.tickets)} tickets"
-        spans.append(LaneSpan(event.start, event.time, "step", text))
-    return spans, waits
+        spans.append(LaneSpan(event.start, event.time, "step", text, "train_s"))
+    return spans
 
 
-def _totals(
-    waits: Iterable[tuple[CauseKind, LaneSpan]], start: float, end: float
-) -> list[tuple[CauseKind, float]]:
-    """Add up the parts of waits in the window by their cause, the longest first."""
-    totals: defaultdict[CauseKind, float] = defaultdict(float)
-    for cause, wait in waits:
-        seconds = min(end, wait.end) - max(start, wait.start)
-        if seconds > 0:
-            totals[cause] += seconds
+def _totals(steps: Iterable[LaneSpan], start: float, end: float) -> list[tuple[str, float]]:
+    """Add up the spans in the window by their part of a step, the longest first."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for span in steps:
+        totals[span.part] += min(end, span.end) - max(start, span.start)
     return sorted(((each, round(seconds, 3)) for each, seconds in totals.items()), key=lambda each: -each[1])
 
 
@@ -282,19 +278,18 @@ def _within(spans: Iterable[LaneSpan], start: float, end: float) -> list[LaneSpa
 
 
 def _merge(spans: Sequence[LaneSpan], pixel: float) -> list[LaneSpan]:
-    """Join spans of one kind that are narrower than a pixel and less than a pixel apart."""
-    merged: dict[str, LaneSpan] = {}
+    """Join spans of one kind and part that are narrower than a pixel and less than a pixel apart."""
+    merged: dict[tuple[str, str], LaneSpan] = {}
     kept: list[LaneSpan] = []
     for span in spans:
-        before = merged.get(span.kind)
+        same = span.kind, span.part
+        before = merged.get(same)
         if span.end - span.start >= pixel:
-            merged.pop(span.kind, None)
+            merged.pop(same, None)
             kept.append(span)
         elif before is None or span.start - before.end >= pixel or before.end - before.start >= 8 * pixel:
-            merged[span.kind] = LaneSpan(
-                span.start, span.end, span.kind, span.text, busy_s=span.end - span.start
-            )
-            kept.append(merged[span.kind])
+            merged[same] = msgspec.structs.replace(span, busy_s=span.end - span.start)
+            kept.append(merged[same])
         else:
             before.end = max(before.end, span.end)
             before.count += 1

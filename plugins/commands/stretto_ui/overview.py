@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from stretto.charts import change, recent
+from stretto.charts import RECENT_STEPS, change, recent
 from stretto.errors import ConfigError
-from stretto.run_folder import RunFolder
+from stretto.run_folder import RunFolder, is_figure
 
 _MOST_CAUSES = 12
+_MEANS = (
+    *("reward", "zero_variance_groups", "loss", "entropy", "behaviour_kl", "staleness"),
+    *("length", "truncated", "step_s", "train_s", "step_tokens_per_s", "train_tokens_per_s"),
+    *("ticket_s", "ticket_generate_s", "ticket_score_s", "ticket_tool_s", "ticket_environment_s"),
+    *("ticket_own_s", "reward/turns"),
+)
+"""Figures of which the view shows means over the newest steps."""
 
 
 def overview(record: RunFolder) -> dict[str, Any]:
@@ -35,19 +43,28 @@ def overview(record: RunFolder) -> dict[str, Any]:
         "wall_s": record.wall_s,
         "keys": [key for key in record.figures() if key != "time_s" and not key.startswith("evaluation/")],
         "last": last,
-        "headline": {key: _headline(record, key) for key in ("reward", "zero_variance_groups")},
+        "recent": {key: _mean(steps[-RECENT_STEPS:], key) for key in _MEANS},
+        "change": change([value for _, value in record.series("reward")]),
         "evaluations": record.evaluations,
         "not_trained": _not_trained(steps),
         "status": None if status is None else msgspec.to_builtins(status),
         "standstill": "" if fault else record.standstill,
+        "verdict": "" if fault else record.verdict,
+        "resume": _resume(record),
         "summary": summary,
         "fault": fault,
     }
 
 
-def _headline(record: RunFolder, key: str) -> dict[str, float | None]:
-    values = [value for _, value in record.series(key)]
-    return {"recent": recent(values), "change": change(values)}
+def _resume(record: RunFolder) -> str:
+    """Return the command that continues a run which did not end well; empty for another one."""
+    if record.state not in ("stopped", "failed", "interrupted"):
+        return ""
+    return shlex.join(["stretto", "resume", str(record.folder)])
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return recent([line[key] for line in lines if is_figure(line.get(key))])
 
 
 def _not_trained(steps: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:

@@ -6,14 +6,24 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from stretto.charts import recent
 from stretto.errors import ConfigError
-from stretto.run_folder import ACCURACY, RunFolder, find_runs, is_run
+from stretto.run_folder import (
+    ACCURACY,
+    RunFolder,
+    caution,
+    differences,
+    find_runs,
+    is_run,
+    living_runs,
+    setting,
+)
 from stretto_ui.samples import Samples
 
 _SEARCH_S = 5.0
@@ -22,18 +32,22 @@ _OPEN = 6
 """Number of runs whose metrics stay in memory after a page has read them: a long run takes some 100 MB."""
 _CURVE = 48
 """Number of points of the small curve in the list of runs."""
+_MOST_KEYS = 40
+"""Send at most this many of the keys whose values differ."""
 
 
 class ListedRun:
     """One run. One thread reads it at a time."""
 
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, root: Path | None, folder: Path) -> None:
         self.folder = folder
-        self.path = str(folder.relative_to(root))
+        self.path = str(folder if root is None else folder.relative_to(root))
         """The run's folder as seen from the folder of the page; `.` if they are the same."""
-        self.id = hashlib.sha256(self.path.encode()).hexdigest()[:12]
+        self.id = _digest(self.path)
         self.samples = Samples(folder)
         self._record: RunFolder | None = None
+        self.values: dict[str, str] = {}
+        """The run's values when its row was read."""
         self._row: dict[str, Any] = {}
         self._row_stamp: object = None
         self._lock = threading.Lock()
@@ -61,7 +75,10 @@ class ListedRun:
         if stamp != self._row_stamp or self._row["state"] == "running":
             was_open = self._record is not None
             with self.read() as record:
-                self._row, self._row_stamp = {"id": self.id, "path": self.path, **_row(record)}, stamp
+                self.values = record.values()
+                same_but_seed = _digest(setting(self.values))
+                self._row = {"id": self.id, "path": self.path, "setting": same_but_seed, **_row(record)}
+                self._row_stamp = stamp
             if not was_open and self._row["state"] != "running":
                 self.close()
         return self._row
@@ -81,17 +98,22 @@ class ListedRun:
 
 
 class Runs:
-    """All runs below a folder, or the one run in it. Only these can be read; a request names them by id."""
+    """All runs below a folder, or the one run in it. Without a folder: the runs below `runs`, and those of
+    this user on this machine that live, or lived at an earlier search. Only these can be read; a request
+    names them by id."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
-        self.single = is_run(self.folder)
-        """Whether the folder itself is a run."""
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = None if folder is None else folder.resolve()
         self._known: dict[str, ListedRun] = {}
         self._open: list[ListedRun] = []
         """The runs that were read last, the newest at the end."""
         self._searched = -_SEARCH_S
         self._lock = threading.Lock()
+
+    @property
+    def single(self) -> bool:
+        """Whether the folder itself is a run. It may become one while the page is open."""
+        return self.folder is not None and is_run(self.folder)
 
     def all(self) -> list[ListedRun]:
         """Return the runs, new ones included.
@@ -101,8 +123,10 @@ class Runs:
         """
         with self._lock:
             if time.monotonic() >= self._searched + _SEARCH_S:
-                found = [ListedRun(self.folder, record.folder) for record in find_runs(self.folder)]
-                self._known = {run.id: self._known.get(run.id, run) for run in found}
+                records = _here() if self.folder is None else find_runs(self.folder)
+                found = {run.id: run for run in (ListedRun(self.folder, each.folder) for each in records)}
+                stay = self._known if self.folder is None else self._known.keys() & found.keys()
+                self._known = found | {id: self._known[id] for id in stay}
                 self._searched = time.monotonic()
             return list(self._known.values())
 
@@ -122,27 +146,57 @@ class Runs:
         return run
 
 
+def _here() -> list[RunFolder]:
+    below = Path("runs").resolve()
+    return [*(find_runs(below) if below.is_dir() else ()), *living_runs()]
+
+
+def differing(runs: Sequence[ListedRun], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keys whose values differ between runs, with the value in each run, and why their accuracies
+    are not the same measure. First comes the key by which most runs differ from the others.
+
+    Args:
+        rows: the row of each run.
+    """
+    found = differences([run.values for run in runs])
+    unlike = {key: len(values) - Counter(values).most_common(1)[0][1] for key, values in found.items()}
+    first = {key: found[key] for key in sorted(found, key=lambda key: -unlike[key])[:_MOST_KEYS]}
+    measured = [run.values for run, row in zip(runs, rows, strict=True) if row["accuracy"] is not None]
+    return {"differing": first, "caution": caution(measured)}
+
+
 def _row(record: RunFolder) -> dict[str, Any]:
-    document, steps = record.config, record.steps
+    steps = record.steps
     last = steps[-1] if steps else {}
-    rewards = [value for _, value in record.series("reward")]
+    rewards = record.series("reward")
     accuracies = [value for _, value in record.series(ACCURACY)]
-    model, algorithm = document.get("model"), document.get("algorithm")
+    ledger = last.get("ledger", {})
     return {
         "name": record.name,
         "state": record.state,
+        "verdict": _verdict(record),
+        "advice": last.get("advice", []),
+        "failed": ledger.get("failed", 0) / max(1, ledger.get("issued", 0)),
         "step": last.get("step", 0),
-        "total": document.get("steps", 0),
-        "reward": recent(rewards),
+        "total": record.config.get("steps", 0),
+        "reward": recent([value for _, value in rewards]),
         "curve": rewards[:: max(1, len(rewards) // _CURVE)],
         "accuracy": accuracies[-1] if accuracies else None,
         "best": max(accuracies, default=None),
-        "algorithm": str(algorithm["use"]) if isinstance(algorithm, dict) and "use" in algorithm else None,
-        "model": model if isinstance(model, str) else None,
         "wall_s": record.wall_s,
         "started": record.started,
         "changed": max(state.st_mtime for state in _states(record.folder)),
     }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _verdict(record: RunFolder) -> str:
+    with suppress(ConfigError):  # the run's own view says why its status cannot be read
+        return record.verdict
+    return ""
 
 
 def _states(folder: Path) -> list[os.stat_result]:

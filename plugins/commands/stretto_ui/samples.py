@@ -18,6 +18,8 @@ from stretto_ui.token_text import pieces
 
 _MOST_ROWS = 200
 """Most rows of one answer."""
+_MOST_GROUPS = 50
+"""Most groups of one answer."""
 _THUMBNAIL = 384
 """Most pixels of an image's side."""
 _PREVIEW = 240
@@ -47,6 +49,34 @@ class Samples:
             )
             total = None if wanted.text is not None else self._store.count(wanted)
         return {"rows": [_preview(row) for row in rows[:limit]], "more": len(rows) > limit, "total": total}
+
+    def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return one page of tickets with a sample that fits, the newest first. Each has all its samples, the
+        highest reward first.
+
+        Raises:
+            ConfigError: if a condition cannot be read.
+        """
+        wanted, limit = filter_of(query), _count(query, "limit", 20, _MOST_GROUPS)
+        offset = _count(query, "offset", 0, 2**53)
+        with self._lock:
+            tickets = self._store.tickets(wanted, limit=limit + 1, offset=offset)
+            groups = [
+                self._store.find(SampleFilter(ticket=number, purpose=purpose), limit=None, order="-reward")
+                for purpose, number in tickets[:limit]
+            ]
+        return {"groups": [_group_preview(rows) for rows in groups], "more": len(tickets) > limit}
+
+    def points(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return [id, reward, sampled tokens] of the rows that fit and have a reward, and the number of all.
+        Of many rows, some at equal distances are returned.
+
+        Raises:
+            ConfigError: if a condition cannot be read.
+        """
+        with self._lock:
+            points, total = self._store.points(filter_of(query))
+        return {"points": points, "total": total}
 
     def group(self, query: Mapping[str, str]) -> list[dict[str, Any]]:
         """Return the rows of all attempts of a ticket, with their texts and without their tokens.
@@ -145,6 +175,20 @@ def _count(query: Mapping[str, str], name: str, otherwise: int, most: int) -> in
     if not text.isdecimal() or int(text) > most:
         raise ConfigError(f"{name} is a number from 0 to {most}, not {text[:40]!r}")
     return int(text)
+
+
+def _group_preview(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the list of groups shows of the samples of one ticket."""
+    previews = [_preview(row) for row in rows]
+    first = rows[0]
+    expected = {name: value for name, value in (first["dataset_row"] or {}).items() if name != "prompt"}
+    return {
+        **{
+            name: previews[0][name] for name in ("ticket", "purpose", "row", "step", "outcome", "prompt_text")
+        },
+        "expected": expected.get("answer", expected or None),
+        "samples": previews,
+    }
 
 
 def _preview(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import math
 import signal
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -20,14 +20,14 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from stretto.charts import COLOURS, FIGURES
+from stretto.charts import COLOURS, FIGURES, STEP_PARTS, part_class, part_texts, step_time_chart, step_times
 from stretto.errors import ConfigError
-from stretto.run_folder import compare_runs
+from stretto.run_folder import RunFolder, compare_runs
 from stretto_ui.access import Access, is_loopback
 from stretto_ui.curves import ShownCurve, curve
 from stretto_ui.lanes import lanes
 from stretto_ui.overview import overview
-from stretto_ui.runs import ListedRun, Runs
+from stretto_ui.runs import ListedRun, Runs, differing
 
 _TYPES = {
     ".html": "text/html",
@@ -43,6 +43,8 @@ _COMPRESSED = 1024
 """Compress answers from this many bytes on."""
 _MOST_POINTS = 4000
 _MOST_KEYS = 400
+_MOST_LINES = 1000
+"""Newest lines of a log that one answer has."""
 
 Query = Mapping[str, str]
 
@@ -56,40 +58,40 @@ class _Page:
     def index(self, query: Query) -> Any:
         """The list of runs."""
         del query
+        shown: list[ListedRun] = []
         rows: list[dict[str, Any]] = []
         problems: list[str] = []
         for run in self._runs.all():
             try:
                 rows.append(run.row())
+                shown.append(run)
             except Exception as error:  # noqa: BLE001 - `_fault` says why
                 problems.append(_fault(error, run.path))
-        folder, single = str(self._runs.folder), self._runs.single
-        return {"folder": folder, "single": single, "runs": rows, "problems": problems}
+        return {
+            "folder": None if self._runs.folder is None else str(self._runs.folder),
+            "single": self._runs.single,
+            "runs": rows,
+            **differing(shown, rows),
+            "problems": problems,
+        }
 
     def figures(self, query: Query) -> Any:
         """How views show each figure."""
         del query
         return {
-            key: {**msgspec.structs.asdict(figure), "name": figure.name, "title": figure.title}
+            key: {
+                **msgspec.structs.asdict(figure),
+                "name": figure.name,
+                "title": figure.title,
+                "part": part_class(key) if key in STEP_PARTS else None,
+            }
             for key, figure in FIGURES.items()
         }
 
     def comparison(self, query: Query) -> Any:
         """Several runs compared, as `stretto compare` does it."""
-        ids = query.get("runs", "").split(",")
-        try:
-            runs = [self._runs.get(each) for each in ids]
-        except KeyError as error:
-            text = f"there is no run {str(error.args[0])[:40]!r} below this folder, or no longer"
-            raise ConfigError(text) from error
-        with ExitStack() as lent:
-            # In one order, so that two requests never wait for each other.
-            ordered = sorted(set(runs), key=lambda run: run.id)
-            records = {run.id: lent.enter_context(run.read()) for run in ordered}
-            compared = compare_runs([records[run.id] for run in runs])
-        for each in ids:  # closes those that are too many
-            self._runs.get(each)
-        return compared
+        with self._records(query.get("runs", "").split(",")) as records:
+            return compare_runs(records)
 
     def overview(self, run: ListedRun, query: Query) -> Any:
         """The first view of a run."""
@@ -98,7 +100,8 @@ class _Page:
             return {"id": run.id, "path": run.path, **overview(record)}
 
     def series(self, run: ListedRun, query: Query) -> Any:
-        """Curves in a window. Versions of evaluations are their steps."""
+        """Curves in a window, of the run or as the mean of it and `others`. Versions of evaluations are their
+        steps."""
         keys = [unquote(key) for key in query.get("keys", "").split(",")[:_MOST_KEYS]]
         x = query.get("x", "step")
         if x not in ("step", "time_s"):
@@ -109,12 +112,23 @@ class _Page:
         if not 0 <= smoothing < 1 or not 1 <= points <= _MOST_POINTS:
             raise ConfigError(f"smoothing is 0 to below 1, points is 1 to {_MOST_POINTS}")
         curves: dict[str, ShownCurve] = {}
-        with run.read() as record:
+        others = [each for each in query.get("others", "").split(",") if each]
+        with self._records([run.id, *others]) as records:
             for key in keys:
-                lines = record.evaluations if key.startswith("evaluation/") else record.steps
-                weight = 0.0 if key.startswith("evaluation/") else smoothing
+                is_evaluation = key.startswith("evaluation/")
+                lines = [record.evaluations if is_evaluation else record.steps for record in records]
+                weight = 0.0 if is_evaluation else smoothing
                 curves[key] = curve(lines, key, x=x, start=start, end=end, points=points, smoothing=weight)
         return {"x": x, "curves": curves}
+
+    def time(self, run: ListedRun, query: Query) -> Any:
+        """Where the time of the steps went: a drawing, and its parts; null before the second step."""
+        del query
+        with run.read() as record:
+            times = step_times(record)
+        if times is None:
+            return None
+        return {"head": times.head, "svg": step_time_chart(times), "parts": part_texts(times.parts)}
 
     def staleness(self, run: ListedRun, query: Query) -> Any:
         """How many trajectories were trained at each staleness."""
@@ -139,6 +153,14 @@ class _Page:
         """A page of the kept samples that fit."""
         return run.samples.page(query)
 
+    def groups(self, run: ListedRun, query: Query) -> Any:
+        """A page of the groups with a kept sample that fits."""
+        return run.samples.groups(query)
+
+    def points(self, run: ListedRun, query: Query) -> Any:
+        """Rewards and lengths of the kept samples that fit."""
+        return run.samples.points(query)
+
     def group(self, run: ListedRun, query: Query) -> Any:
         """All samples of a ticket."""
         return run.samples.group(query)
@@ -154,13 +176,43 @@ class _Page:
         return run.samples.image(query)
 
     def config(self, run: ListedRun, query: Query) -> Any:
-        """The values of a run by their dotted keys."""
+        """The values of a run by their dotted keys, and where it comes from."""
         del query
         with run.read() as record:
-            return {"name": record.name, "values": list(record.values().items())}
+            return {"name": record.name, "values": list(record.values().items()), "origin": record.origin()}
+
+    def logs(self, run: ListedRun, query: Query) -> Any:
+        """The newest lines of one log, and the names of all."""
+        with run.read() as record:
+            names = record.logs()
+            name = query.get("name") or next(iter(sorted(names, key=lambda each: each != "kernel")), "")
+            problems = query.get("problems") == "1"
+            text = query.get("text", "")
+            lines = record.log(name, _MOST_LINES, containing=text, problems=problems) if names else []
+            return {"names": names, "name": name, "lines": lines, "most": _MOST_LINES}
+
+    @contextmanager
+    def _records(self, ids: Sequence[str]) -> Generator[list[RunFolder]]:
+        """Lend the records of several runs.
+
+        Raises:
+            ConfigError: if there is no run with one of the ids.
+        """
+        try:
+            runs = [self._runs.get(each) for each in ids]
+        except KeyError as error:
+            text = f"there is no run {str(error.args[0])[:40]!r} below this folder, or no longer"
+            raise ConfigError(text) from error
+        with ExitStack() as lent:
+            # In one order, so that two requests never wait for each other.
+            ordered = sorted(set(runs), key=lambda run: run.id)
+            records = {run.id: lent.enter_context(run.read()) for run in ordered}
+            yield [records[run.id] for run in runs]
+        for each in ids:  # closes those that are too many
+            self._runs.get(each)
 
 
-def application(folder: Path, access: Access) -> web.Application:
+def application(folder: Path | None, access: Access) -> web.Application:
     """Return the server's application.
 
     Raises:
@@ -182,20 +234,24 @@ def application(folder: Path, access: Access) -> web.Application:
     for name, handler in {
         "": page.overview,
         "/series": page.series,
+        "/time": page.time,
         "/staleness": page.staleness,
         "/timeline": page.timeline,
         "/samples": page.samples,
+        "/groups": page.groups,
+        "/points": page.points,
         "/group": page.group,
         "/tokens": page.tokens,
         "/image": page.image,
         "/config": page.config,
+        "/logs": page.logs,
     }.items():
         app.router.add_get(f"/api/runs/{{run}}{name}", _of_run(runs, handler))
     return app
 
 
 async def serve(
-    folder: Path,
+    folder: Path | None,
     host: str,
     port: int,
     announce: Callable[[str], None],
@@ -206,6 +262,7 @@ async def serve(
     """Serve the page until SIGINT or SIGTERM.
 
     Args:
+        folder: of a run or of runs; None for this user's living runs.
         port: 0 for any free port.
         announce: gets the address with its token when the server listens.
         certificate: certificate for TLS; its key is in the file with the suffix `.key`.
@@ -345,7 +402,10 @@ def _colours() -> str:
     numbered = list(enumerate(COLOURS))
     light = "".join(f"--c{number}:{colour.light};" for number, colour in numbered)
     dark = "".join(f"--c{number}:{colour.dark};" for number, colour in numbered)
-    classes = "".join(f".k{number}{{background:var(--c{number})}}" for number, _ in numbered)
+    classes = "".join(
+        f".k{number}{{background:var(--c{number})}}rect.run{number}{{fill:var(--c{number})}}"
+        for number, _ in numbered
+    )
     return f':root{{--hues:{len(COLOURS)};{light}}}:root[data-theme="dark"]{{{dark}}}{classes}'
 
 

@@ -143,6 +143,8 @@ def compare(
     if as_json:
         typer.echo(msgspec.json.encode(comparison))
         return
+    if comparison.caution:
+        typer.echo(f"caution: {printable(comparison.caution)}")
     for title, table in comparison_tables(comparison):
         typer.echo(f"\n{printable(title)}")
         print_table(table)

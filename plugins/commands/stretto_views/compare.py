@@ -7,19 +7,26 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from stretto.charts import FIGURES, duration_text, figure
-from stretto.run_folder import ACCURACY, Comparison, Estimate, RunFigures
+from stretto.run_folder import ACCURACY, Comparison, Estimate, RunFigures, SeedGroup
 from stretto_views.tables import add_row, figure_table
 
 
 def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
     """Return the comparison as tables, each with its title."""
     runs, accuracy = comparison.runs, FIGURES[ACCURACY]
-    tables = [("figures (of steps: means of the last 10)", _figures_table(runs))]
+    tables: list[tuple[str, Table]] = []
     if comparison.differences:
         table = figure_table("key", *(run.label for run in runs))
         for key, values in comparison.differences.items():
             add_row(table, key, *("-" if value is None else value for value in values))
         tables.append(("values that differ", table))
+    if comparison.paired:
+        table = figure_table("run", "minus", "version", "rows", "difference, paired by row")
+        for each in comparison.paired:
+            add_row(table, each.run, each.minus, str(each.version), str(each.rows), _signed(each.difference))
+        tables.append((f"differences of {accuracy.label}", table))
+    tables += [_seeds_table(group, comparison.groups[0]) for group in comparison.groups]
+    tables.append(("figures (of steps: means of the last 10)", _figures_table(runs)))
     for key, curve in comparison.curves.items():
         table = figure_table("step", *(run.label for run in runs))
         for step, values in curve:
@@ -30,21 +37,22 @@ def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
         for version, values in comparison.accuracies:
             add_row(table, str(version), *map(accuracy.text, values))
         tables.append((accuracy.label, table))
-    if comparison.paired:
-        table = figure_table("run", "minus", "version", "rows", "difference, paired by row")
-        for each in comparison.paired:
-            add_row(table, each.run, each.minus, str(each.version), str(each.rows), _signed(each.difference))
-        tables.append((f"differences of {accuracy.label}", table))
-    for group in comparison.groups:
-        table = figure_table("figure", "mean over runs", "standard deviation")
-        for shown, mean, spread in (
-            (accuracy, group.accuracy, group.accuracy_sd),
-            (FIGURES["reward"], group.reward, group.reward_sd),
-        ):
-            if mean is not None:
-                add_row(table, shown.label, shown.text(mean), shown.text(spread))
-        tables.append((f"{len(group.runs)} runs that differ in their seed: {', '.join(group.runs)}", table))
     return tables
+
+
+def _seeds_table(group: SeedGroup, first: SeedGroup) -> tuple[str, Table]:
+    accuracy, table = FIGURES[ACCURACY], figure_table("figure", "mean over runs", "standard deviation")
+    for shown, mean, spread in (
+        (accuracy, group.accuracy, group.accuracy_sd),
+        (FIGURES["reward"], group.reward, group.reward_sd),
+    ):
+        if mean is not None:
+            add_row(table, shown.label, shown.text(mean), shown.text(spread))
+    if group.difference is not None:
+        paired = f"paired by {group.paired} seeds" if group.paired else "seeds not paired"
+        minus = f"{accuracy.label} minus {', '.join(first.runs)}"
+        add_row(table, f"{minus} ({paired})", _signed(group.difference), "")
+    return f"{len(group.runs)} runs that differ in their seed: {', '.join(group.runs)}", table
 
 
 def _figures_table(runs: Sequence[RunFigures]) -> Table:

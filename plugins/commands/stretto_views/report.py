@@ -23,7 +23,11 @@ from stretto.charts import (
     lane_chart,
     line_chart,
     panels_of,
+    part_class,
+    part_texts,
     safe,
+    step_time_chart,
+    step_times,
 )
 from stretto.errors import ConfigError, printable
 from stretto.run_folder import (
@@ -122,6 +126,7 @@ def _summary(comparison: Comparison) -> str:
     left_out = {figure("length").name, figure("staleness").name, "tickets trained", "tickets not trained"}
     texts: dict[str, Iterable[str]] = {
         "run": (run.label for run in runs),
+        "verdict": (run.verdict for run in runs),
         **{name: cells for name, cells in figure_rows(runs).items() if name not in left_out},
         "folder": (run.folder for run in runs),
     }
@@ -154,7 +159,8 @@ def _evaluations(comparison: Comparison) -> str:
     labels = [run.label for run in comparison.runs]
     rows = ((str(version), *map(FIGURES[ACCURACY].text, values)) for version, values in comparison.accuracies)
     table = _table(("version", *labels), rows, "n")
-    paired = "".join(
+    caution = f"<p>Caution: {safe(comparison.caution)}.</p>" if comparison.caution else ""
+    paired = caution + "".join(
         f"<p>{safe(each.run)} minus {safe(each.minus)} at version {each.version}, paired by {each.rows} "
         f"rows: {safe(str(each.difference))}</p>"
         for each in comparison.paired
@@ -172,6 +178,19 @@ def _staleness(runs: Sequence[RunFolder], labels: Sequence[str]) -> str:
         return ""
     chart = bar_chart([each for each, _ in known], [label for _, label in known])
     return f'<div class="card" id="staleness">{chart}</div>'
+
+
+def _step_times(run: RunFolder) -> str:
+    """Draw where the time of the steps went."""
+    times = step_times(run)
+    if times is None:
+        return ""
+    keys = " &emsp; ".join(
+        f'<span class="key {part_class(part)}"></span>{safe(text)}'
+        for part, text, _ in part_texts(times.parts)
+    )
+    chart = f'<div class="card wide times">{step_time_chart(times)}<p>{keys}</p></div>'
+    return f'<p class="dim">{times.head}</p>{chart}'
 
 
 def _timeline(run: RunFolder) -> str:
@@ -289,6 +308,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") 
 
 
 _OF_EACH_RUN = {
+    "Time of a step": _step_times,
     "Timeline": _timeline,
     "Tickets": _ledger,
     "Advice": _advice,

@@ -25,9 +25,10 @@ import msgspec
 
 from stretto.errors import ConfigError, offer
 
-_START_S = 60.0
-"""Time limit for importing the library and creating the tasks."""
+_START_S = 300.0
+"""Time limit for importing the library, which it takes minutes to compile, and for creating the tasks."""
 _ROW_S = 60.0
+"""Time limit for a row."""
 _TUPLE, _INTEGER = "__tuple__", "__integer__"
 
 
@@ -116,7 +117,7 @@ class Generator:
         except TimeoutError:
             self._end()
             raise ConfigError(
-                f"reasoning_gym made no row within {timeout_s:g} s; choose other options of the task"
+                f"reasoning_gym has not answered within {timeout_s:g} s; choose other options of the task"
             ) from None
         except (OSError, EOFError) as error:
             status = self._process.wait()

@@ -49,6 +49,7 @@ class _Meta(msgspec.Struct, gc=False):
     output_token_sampling_mask: list[list[int]] | None = None
     finish_reason: _Reason | None = None
     weight_versions: list[VersionSpan] = []
+    cached_tokens: int | None = None
 
 
 class _SGLangFault(msgspec.Struct, gc=False):
@@ -163,7 +164,7 @@ class SglangEngine(ServerEngine):
             "return_sampling_mask": _restricts(ask.sampling),
             "sampling_params": _sampling(ask.sampling) | {"max_new_tokens": ask.max_tokens},
         }
-        unseen = bool(ask.text.images)
+        unseen, first = bool(ask.text.images), True
         async for event in server.stream("/generate", body, _EVENT):
             if event.error is not None or event.meta_info is None:
                 message = event.error.message if event.error is not None else "an event without meta_info"
@@ -175,7 +176,10 @@ class SglangEngine(ServerEngine):
                 if difference := ask.text.difference(found):
                     yield StreamChunk((), (), "error", difference)
                     return
-            yield _piece(event.output_ids, event.meta_info)
+            piece = _piece(event.output_ids, event.meta_info)
+            piece.cached_tokens = event.meta_info.cached_tokens if first else None
+            first = False
+            yield piece
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
         """See `ServerEngine`. All ids have the same length, because SGLang ends every request whose id

@@ -206,6 +206,7 @@ class TorchInferenceEngine:
             pause_s=figures.pause_s,
             pause_max_s=figures.pause_max_s,
             kv_used=batcher.slots.kv_used,
+            lost_tokens=batcher.slots.lost_tokens,
         )
 
     async def stop(self) -> None:
@@ -414,5 +415,6 @@ def _log_totals(batcher: Batcher) -> None:
         generated_tokens=figures.generated_tokens,
         prefix_hits=batcher.slots.prefix_hits,
         prefix_tokens=batcher.slots.prefix_tokens,
+        lost_tokens=batcher.slots.lost_tokens,
         preemptions=figures.preemptions,
     )

@@ -2,25 +2,25 @@
 
 Every text was computed completely with the current weights: a swap clears the cache. A running sample's text
 is in its own block. When the sample leaves, its text is copied to the part of the pool that no row uses,
-where new texts replace the oldest.
+where new texts replace those whose last use was longest ago. A text that another one continues needs no room
+of its own.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.serving.seen import SHORTEST, SeenTexts, prefix_keys
 from stretto_torch.kv import Block, Move
 from stretto_torch.slot_sample import SlotSample
 
-# Texts are found by whole pieces of this many tokens.
-_PIECE = 32
-# Copying fewer tokens costs more than computing them.
-_SHORTEST = 64
+_NOWHERE = Block(0, 0)
+# Places to compare for a text: more of them take longer than they save.
+_LOOKS = 256
 
 
 @dataclass(eq=False, slots=True)
@@ -28,47 +28,67 @@ class CachedText:
     """One text of the prefix cache."""
 
     ids: NDArray[np.int32]
-    place: SlotSample | Block
-    """The running sample whose row holds the text, or a separate block."""
     keys: tuple[int, ...]
+    used: int
+    """When the text was added or found: a number that grows with each use."""
+    sample: SlotSample | None = None
+    """The running sample whose row holds the text; None if it has a separate block."""
+    block: Block = _NOWHERE
+    """The separate block."""
+
+    @property
+    def place(self) -> SlotSample | Block:
+        """Where the text is."""
+        return self.sample or self.block
+
+    @property
+    def stop(self) -> int:
+        """The token of the pool after its separate block."""
+        return self.block.start + self.block.capacity
 
 
 class Prefixes:
     """The texts of one pool with `tokens` tokens."""
 
     def __init__(self, tokens: int) -> None:
+        self.lost_tokens = 0
+        """Tokens that are computed again because the cache is too small: new texts began with them, and the
+        cache had them before."""
         self._tokens = tokens
+        self._uses = 0
         self._by_key: dict[int, CachedText] = {}  # of each beginning in whole pieces, the newest text
         self._running: dict[SlotSample, CachedText] = {}
+        self._seen = SeenTexts()
         self.clear()
 
     def clear(self) -> None:
         """Forget everything."""
         self._by_key.clear()
         self._running.clear()
-        # Texts without a row, oldest first, in a ring buffer over the bounds: the texts from the cursor on
-        # are from the last round and come first, then those before the cursor.
-        self._ring: deque[tuple[Block, CachedText]] = deque()
-        self._bounds = self._free = (0, self._tokens)
-        self._cursor = 0
+        self._seen.clear()
+        self._kept: list[CachedText] = []  # those with separate blocks, by the place in the pool
+        self._free = (0, self._tokens)
+        self._next = 0  # where among them to look first for the next text's place
 
     def find(self, ids: NDArray[np.int32]) -> tuple[SlotSample | Block, int] | None:
         """Find the text that shares the most leading pieces with this one; return where it is and how many
         tokens they share. At least one token is not shared, because the logits need one computed token."""
-        for key in reversed([*_keys(ids[:-1])]):
-            text = self._by_key.get(key)
-            if text is not None:
-                length = min(len(text.ids), len(ids) - 1)
-                differ = text.ids[:length] != ids[:length]
-                length = int(differ.argmax()) if differ.any() else length
-                if length >= _SHORTEST:
-                    return text.place, length
-        return None
+        keys = prefix_keys(ids[:-1])
+        found = next((text for key in reversed(keys) if (text := self._by_key.get(key))), None)
+        shared = 0 if found is None else _shared(found.ids, ids[:-1])
+        if found is None or shared < SHORTEST:
+            self.lost_tokens += self._seen.shared(keys)
+            return None
+        self.lost_tokens += max(0, self._seen.shared(keys) - shared)
+        found.used = self._next_use()
+        return found.place, shared
 
     def hold(self, sample: SlotSample, ids: NDArray[np.int32]) -> None:
         """Record that a running sample's slot begins with this text."""
-        if len(ids) >= _SHORTEST:
-            self._running[sample] = self._add(ids, sample)
+        if len(ids) >= SHORTEST:
+            self._running[sample] = text = self._new(ids)
+            text.sample = sample
+            self._add(text)
 
     def release(self, sample: SlotSample) -> None:
         """Forget the text of a sample that leaves its slot."""
@@ -76,53 +96,83 @@ class Prefixes:
         if text is not None:
             self._forget(text)
 
-    def free(self, free: tuple[int, int]) -> None:
-        """Set the free part of the pool, tokens start..stop-1; rows have blocks in all other parts from now
-        on."""
-        self._free = free
-        start, stop = max(free[0], self._bounds[0]), min(free[1], self._bounds[1])
-        if (start, stop) != self._bounds:
-            self._bounds = (start, stop)
-            for block, text in tuple(self._ring):
-                if block.start < start or sum(block) > stop:
-                    self._ring.remove((block, text))
-                    self._forget(text)
-
-    def keep(self, former_texts: Sequence[tuple[Block, NDArray[np.int32]]]) -> list[Move]:
-        """Keep texts of samples that have left, from their previous blocks. Return the moves for this; the
-        caller must copy them before anything else happens."""
-        copies: list[tuple[CachedText, Move]] = []
-        for block, ids in former_texts:
-            if _SHORTEST <= len(ids) <= self._free[1] - self._free[0]:
-                target = Block(self._room(len(ids)), len(ids))
-                text = self._add(ids, target)
-                self._ring.append((target, text))
-                copies.append((text, Move(block, target, len(ids))))
-        # A kept text may already have been replaced by another one.
-        return [move for text, move in copies if self._by_key.get(text.keys[-1]) is text]
+    def arrange(
+        self, free: tuple[int, int], former_texts: Sequence[tuple[Block, NDArray[np.int32]]] = ()
+    ) -> list[Move]:
+        """Set the free part of the pool, tokens start..stop-1: rows have blocks in all other parts from now
+        on. Keep there what was in the way of rows, and the texts of samples that have left, from their
+        previous blocks. Return the moves for this; the caller must copy them before anything else happens."""
+        self._free, kept = free, self._kept
+        displaced: list[CachedText] = []
+        while kept and kept[0].block.start < free[0]:
+            displaced.append(kept.pop(0))
+        while kept and kept[-1].stop > free[1]:
+            displaced.append(kept.pop())
+        displaced.sort(key=lambda text: text.used)
+        moves: list[tuple[CachedText, Move]] = []
+        for text in displaced:
+            source = text.block
+            if self._place(text):
+                moves.append((text, Move(source, text.block, len(text.ids))))
+            else:
+                self._forget(text)
+        for source, ids in former_texts:
+            if len(ids) >= SHORTEST and self._place(text := self._new(ids)):
+                moves.append((text, Move(source, text.block, len(ids))))
+                self._add(text)
+        # One that was placed may have been replaced by a later one.
+        return [move for text, move in moves if self._is_known(text)]
 
     # ------------------------------------------------------------------------------------ private
 
-    def _room(self, length: int) -> int:
-        """Make room for a text after the newest one, or else at the beginning, and return its start."""
-        start = max(self._cursor, self._bounds[0])
-        if start + length > self._bounds[1]:
-            self._forget_oldest(start, self._tokens)
-            self._bounds = self._free
-            start = self._bounds[0]
-        self._cursor = start + length
-        self._forget_oldest(start, self._cursor)
-        return start
+    def _next_use(self) -> int:
+        self._uses += 1
+        return self._uses
 
-    def _forget_oldest(self, start: int, stop: int) -> None:
-        """Forget the oldest texts while they begin in start..stop-1."""
-        while self._ring and start <= self._ring[0][0].start < stop:
-            self._forget(self._ring.popleft()[1])
-
-    def _add(self, ids: NDArray[np.int32], place: SlotSample | Block) -> CachedText:
-        text = CachedText(ids, place, tuple(_keys(ids)))
-        self._by_key.update(dict.fromkeys(text.keys, text))
+    def _new(self, ids: NDArray[np.int32]) -> CachedText:
+        text = CachedText(ids, prefix_keys(ids), self._next_use())
+        self._seen.add(text.keys)
         return text
+
+    def _place(self, text: CachedText) -> bool:
+        """Give a text a block in the free part: the next gap that is large enough, or else, of the next
+        `_LOOKS` places, the one whose last use is longest ago. Return False if that is after the text's
+        own."""
+        kept, length, places = self._kept, len(text.ids), len(self._kept) + 1
+        best = (text.used, 0, 0, 0)
+        for look in range(min(places, _LOOKS)):
+            first = (self._next + look) % places
+            start = kept[first - 1].stop if first else self._free[0]
+            last, newest = first, 0
+            while (stop := kept[last].block.start if last < len(kept) else self._free[1]) - start < length:
+                if last == len(kept):
+                    break
+                newest = max(newest, kept[last].used)
+                last += 1
+            else:
+                best = min(best, (newest, stop - start, first, last))
+                if first == last:
+                    break
+        newest, _, first, last = best
+        if newest == text.used:
+            return False
+        text.block = Block(kept[first - 1].stop if first else self._free[0], length)
+        for replaced in kept[first:last]:
+            self._forget(replaced)
+        kept[first:last] = [text]
+        self._next = first + 1
+        return True
+
+    def _add(self, text: CachedText) -> None:
+        former = {each for key in text.keys if (each := self._by_key.get(key)) and not each.sample}
+        self._by_key.update(dict.fromkeys(text.keys, text))
+        # What a text continues is found as its beginning from now on.
+        for each in former:
+            if not self._is_known(each) and each in self._kept:
+                self._kept.remove(each)
+
+    def _is_known(self, text: CachedText) -> bool:
+        return self._by_key.get(text.keys[-1]) is text
 
     def _forget(self, text: CachedText) -> None:
         for key in text.keys:
@@ -130,10 +180,8 @@ class Prefixes:
                 del self._by_key[key]
 
 
-def _keys(ids: NDArray[np.int32]) -> Iterator[int]:
-    """Yield a key for each prefix of whole pieces, from the shortest useful one on."""
-    key = 0
-    for stop in range(_PIECE, len(ids) + 1, _PIECE):
-        key = hash((key, ids[stop - _PIECE : stop].tobytes()))
-        if stop >= _SHORTEST:
-            yield key
+def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Return the number of leading tokens that two texts share."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length

@@ -141,6 +141,12 @@ class Slots:
             new_needs = [min(n + 1 + _HEADROOM, limit) for n, limit in zip(lengths, new_needs, strict=True)]
         return self._size_classes.fits([*needs.tolist(), *new_needs])
 
+    @property
+    def lost_tokens(self) -> int | None:
+        """Tokens that were computed again because the cache had no room for them; None without a prefix
+        cache."""
+        return self._prefixes and self._prefixes.lost_tokens
+
     def surplus(self) -> list[SlotSample]:
         """Return the running samples that must leave before the next step because the cache is too small for
         all: those that came last."""
@@ -482,8 +488,7 @@ class Slots:
             if source is not None and source != target:
                 moves.append(Move(source, target, length))
         if self._prefixes is not None:
-            self._prefixes.free(plan.free)
-            moves += self._prefixes.keep(former_texts)
+            moves += self._prefixes.arrange(plan.free, former_texts)
         if moves:
             self._cache.copy(moves)
         self._cache.place(plan.blocks)

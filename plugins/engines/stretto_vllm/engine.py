@@ -60,8 +60,17 @@ class _VLLMFault(msgspec.Struct, gc=False):
     code: int = 500
 
 
+class _PromptUsage(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens_details: _PromptUsage | None = None
+
+
 class _VLLMEvent(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
+    usage: _Usage | None = None
     prompt_token_ids: list[int] | None = None
     error: _VLLMFault | None = None
 
@@ -93,6 +102,7 @@ class VllmEngine(ServerEngine):
             "--dtype": config.dtype,
             "--logprobs-mode": "processed_logprobs",
             "--enable-scale-out": True,
+            "--enable-prompt-tokens-details": True,
             "--worker-extension-cls": _EXTENSION,
             "--middleware": "stretto_in_vllm.RequireKey",
             "--uvicorn-log-level": "warning",
@@ -131,6 +141,7 @@ class VllmEngine(ServerEngine):
             room = models["data"][0]["max_model_len"]
             info = await server.get("/server_info?config_format=json", deadline_s=_CALL_S)
             images = info["vllm_config"]["model_config"]["multimodal_config"]
+            block = info["vllm_config"]["cache_config"]["block_size"]
             await self._rpc(server, "stretto_loads", deadline_s=_CALL_S)
         except (ServerRefused, ServerLost, KeyError, IndexError, TypeError) as error:
             raise EngineError(
@@ -144,6 +155,7 @@ class VllmEngine(ServerEngine):
             raise EngineError(f"the server at {server.url} lacks --mm-processor-kwargs '{_PILLOW}'")
         if self._reads_images and images["language_model_only"]:
             raise EngineError(f"the server at {server.url} reads no images: it has --language-model-only")
+        self._samples.block = max(self._samples.block, block)  # of `--block-size`
         if room < self._room:
             raise EngineError(
                 f"{server.url} has room for {room} tokens; inference.context_length is {self._room}"
@@ -155,6 +167,7 @@ class VllmEngine(ServerEngine):
             "request_id": ask.id,
             **_prompt(ask.text),
             "stream": True,
+            "stream_options": {"include_usage": True},
             "cache_salt": ask.salt,
             "sampling_params": _sampling(ask.sampling)
             | {"max_tokens": ask.max_tokens, "seed": ask.seed, "logprobs": 0, "detokenize": False},
@@ -172,6 +185,8 @@ class VllmEngine(ServerEngine):
                 yield StreamChunk((), (), "error", event.error.message)
             for choice in event.choices:
                 yield _piece(choice)
+            if event.usage and (prompt := event.usage.prompt_tokens_details):
+                yield StreamChunk((), (), cached_tokens=prompt.cached_tokens)
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
         """See `ServerEngine`."""

@@ -41,10 +41,10 @@ _CAUSES: dict[CauseKind, str] = {
     "evaluation": "evaluation of version {}",
     "checkpoint": "checkpoint",
     "swap": "swap to version {}",
-    "engines": "inference engines",
+    "engines": "absent engines",
     "late_ticket": "ticket {}",
     "groups": "groups",
-    "overhead": "the kernel",
+    "overhead": "stretto itself",
 }
 
 

@@ -32,6 +32,9 @@ class EngineFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
     slots: int
     """Number of samples that the engine can decode at once."""
     generated_tokens: int
+    lost_tokens: int = 0
+    """Total number of tokens that the engine computed again because its prefix cache had no room; 0 when the
+    engine does not know it."""
 
 
 class WorkerProcess(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -153,6 +156,8 @@ class Heartbeat(Message, frozen=True):
     """Whether the worker drains: it finishes the work that it has, takes no new work, and then leaves."""
     paused: Annotated[str, msgspec.Meta(max_length=500)] = ""
     """Why the calls of a verifier worker's reward or environment pause; empty if they do not."""
+    used: float = 0.0
+    """Share of a verifier's processes that work; of several sorts, such as rewards and tools, the fullest."""
 
 
 class RunStatus(Message, frozen=True):

@@ -158,6 +158,12 @@ class GroupDone(Message, frozen=True):
     """Of these, samples with another answer than the one that had failed."""
     prompt: int = 0
     """Number of tokens of the row's prompt."""
+    tool_s: float = 0.0
+    """The part of `score_s` in which at least one call of a tool was at a verifier."""
+    environment_s: float = 0.0
+    """The part of `score_s` in which an environment was asked."""
+    own_s: float = 0.0
+    """The time until the workflow returned in which nothing was at an engine or a verifier: its own work."""
 
 
 class GroupFailed(Message, frozen=True):

@@ -77,10 +77,8 @@ async def _receive_status(bootstrap: Bootstrap) -> Status:
 
 
 def _head(status: Status) -> list[str]:
-    bottleneck = [f"bottleneck {status.bottleneck}"] if status.bottleneck else []
-    return [
-        printable(each) for each in (f"step {status.version} of {status.steps}, {status.now}", *bottleneck)
-    ]
+    verdict = [status.verdict.text] if status.verdict is not None else []
+    return [printable(each) for each in (f"step {status.version} of {status.steps}, {status.now}", *verdict)]
 
 
 def _details(status: Status) -> list[str]:

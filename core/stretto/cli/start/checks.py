@@ -578,12 +578,19 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 path, f"is {seconds:g}: nothing ends in so short a time; the unit is seconds", "warning"
             )
-    capacity = config.rollout.concurrency * config.rollout.processes
+    capacity = config.rollout.most * config.rollout.processes
     if config.steps and capacity < min(config.queue.batch_size / 4, _FEW_TICKETS):
         yield Problem(
             "rollout.concurrency",
-            f"is {config.rollout.concurrency}: rollout workers run {capacity} of the "
+            f"is {config.rollout.most}: rollout workers run {capacity} of the "
             f"{config.queue.batch_size} tickets of a batch at once; the others wait (see docs/choosing.md)",
+            "warning",
+        )
+    if not isinstance(config.rollout.concurrency, int) and config.elastic.rollout:
+        yield Problem(
+            "elastic.rollout",
+            "is a range, and rollout.concurrency has bounds: workers that run few tickets look as if they "
+            "were too many; give one of the two a number",
             "warning",
         )
     if config.checkpoint.keep_best and evaluation is None:

@@ -18,6 +18,7 @@ from stretto.cli.arguments import (
     Supervise,
     TrustPlugins,
     WithOverrides,
+    WithPage,
 )
 from stretto.errors import ConfigError
 
@@ -31,6 +32,7 @@ def run(
     detach: Detach = False,
     supervise: Supervise = False,
     dry_run: DryRun = False,
+    ui: WithPage = False,
 ) -> None:
     """Train: read the run file, start the run's processes, and show the run until it ends.
 
@@ -39,18 +41,23 @@ def run(
     from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted_start
+    from stretto.cli.start.page import page_of
     from stretto.cli.start.submit import submitted_run
 
     assembly = Assembly(compose(file, overrides or ()))
+    folder = assembly.folder
+    if ui and (detach or supervise or dry_run):
+        raise ConfigError(f"--ui: another process owns this run; start it, then stretto ui {folder}")
     if submitted_run(assembly, file, overrides or (), dry_run=dry_run):
+        if ui:
+            typer.echo(f"--ui: the run begins elsewhere; stretto ui {folder} shows it", err=True)
         return
     if detach or supervise:
-        folder = assembly.folder
         if (folder / "config.yaml").exists():
             raise ConfigError(f"{assembly.composed.place('out')}: {folder} already holds a run", path="out")
         _apart(["run", str(file), *(overrides or ()), f"out={folder}"], folder, [], detach, supervise)
         return
-    with accepted_start(assembly) as forks:
+    with accepted_start(assembly) as forks, page_of(folder, serve=ui):
         from stretto.process.life import run_to_end
 
         status = run_to_end(assembly, forks)
@@ -63,11 +70,13 @@ def quickstart(
         str, typer.Argument(metavar="[FOLDER]", help="A folder to make, or an empty one.")
     ] = "quickstart",
     overrides: Overrides = None,
+    ui: WithPage = False,
 ) -> None:
     """Copy the quickstart into FOLDER and run it: a first run, on this machine's CPU."""
     from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted_start
+    from stretto.cli.start.page import page_of
     from stretto.cli.start.quickstart import copy_quickstart
 
     if "=" in folder:  # `stretto quickstart steps=2`
@@ -80,6 +89,7 @@ def quickstart(
         typer.echo(f"the quickstart is in {folder}; to run it again: {again}", err=True)
         from stretto.process.life import run_to_end
 
+        stack.enter_context(page_of(assembly.folder, serve=ui))
         status = run_to_end(assembly, forks)
     raise typer.Exit(status)
 

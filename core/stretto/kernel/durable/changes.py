@@ -3,6 +3,7 @@
     config.yaml        the values in force
     config-1.yaml …    the previous values, in order; config-1.yaml has the values that the run started with
     references.yaml    keys that were written as a reference to another key, such as `${steps}`
+    origin.json        the keys that somebody has set, and where the run was started
     fingerprints.json  fingerprint of each dataset, by the key of its section
 
 A change is decided when `config.yaml` is replaced. A resumed run first repeats the steps that were trained
@@ -32,6 +33,7 @@ from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.kernel.durable.checkpoint import newest_intact
 from stretto.records.files import MIRROR
+from stretto.records.origin import add_written
 from stretto.records.values import dotted_values
 from stretto.training.config import ModelTrainingConfig
 
@@ -179,6 +181,7 @@ def put_into_force(folder: Path, changed: Composed) -> None:
     former = folder / f"config-{newest_values(folder)}.yaml"
     _write(former, (folder / "config.yaml").read_text())
     write_values(folder, changed)
+    add_written(folder, changes)
 
 
 def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

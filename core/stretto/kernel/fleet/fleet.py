@@ -128,6 +128,10 @@ class Fleet:
         self._ended_refused = 0
         self._loads: list[Load] = []
         """Load figures of the heartbeats since the last call of `load_figures`."""
+        self._verifiers_used: list[float] = []
+        """Used shares of verifiers in the heartbeats since that call."""
+        self._sampled = self._lost = 0
+        """Tokens that engines sampled, and that they computed again, since that call."""
         self._lasting: set[str] = set()
         """Workers that did enough since their start that the count of their restarts begins again."""
         self._hanging: set[str] = set()
@@ -417,6 +421,13 @@ class Fleet:
             self._ended_tokens -= message.load.generated_tokens if message.load else 0
             self._ended_refused -= message.refused
         member.heard, member.has_beaten = clock.now(), True
+        if (new := message.load) is not None and not member.is_evaluator:
+            self._loads.append(new)
+            if (former := member.load) is not None:
+                self._sampled += new.generated_tokens - former.generated_tokens
+                self._lost += (new.lost_tokens or 0) - (former.lost_tokens or 0)
+        if member.role == "verifier" and message.ready:
+            self._verifiers_used.append(min(1.0, max(0.0, message.used)))
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
         member.blocked_s, member.wait, member.tickets = message.blocked_s, message.wait, message.tickets
         if message.paused and not member.paused:
@@ -425,8 +436,6 @@ class Fleet:
         if message.leaving and not member.leaving:
             member.leaving = True
             self.on_change(member)
-        if message.load is not None and not member.is_evaluator:
-            self._loads.append(message.load)
         if message.ready and not member.ready:
             member.ready = True
             self.starting.pop(member.worker, None)
@@ -527,20 +536,27 @@ class Fleet:
         return self._ended_tokens + sum(load.generated_tokens for load in loads)
 
     def load_figures(self) -> dict[str, float]:
-        """Return the mean load of the engines over the heartbeats since the last call; empty without a
-        heartbeat.
+        """Return the mean load of the engines and verifiers over their heartbeats since the last call; no
+        figure without a heartbeat.
 
-        `slots_used` and `kv_used` are shares from 0 to 1. `samples_waiting` is the number of waiting samples
-        for each engine.
+        `slots_used`, `kv_used` and `verifiers_used` are shares from 0 to 1. `samples_waiting` is the number
+        of waiting samples for each engine, `lost_per_token` that of tokens computed again for each sampled
+        token.
         """
-        loads, self._loads = self._loads, []
+        loads, sampled, lost = self._loads, self._sampled, self._lost
+        self._loads, self._sampled, self._lost = [], 0, 0
+        used, self._verifiers_used = self._verifiers_used, []
+        of_verifiers = {"verifiers_used": sum(used) / len(used)} if used else {}
         if not loads:
-            return {}
+            return of_verifiers
         memory = [load.kv_used for load in loads if load.kv_used is not None]
+        knows_lost = sampled > 0 and any(load.lost_tokens is not None for load in loads)
         return {
             "slots_used": sum(load.running / load.slots for load in loads) / len(loads),
             "samples_waiting": sum(load.waiting for load in loads) / len(loads),
             **({"kv_used": sum(memory) / len(memory)} if memory else {}),
+            **({"lost_per_token": lost / sampled} if knows_lost else {}),
+            **of_verifiers,
         }
 
     def refused(self) -> int:

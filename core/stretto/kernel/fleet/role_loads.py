@@ -47,7 +47,7 @@ class RoleLoads:
         return self._of_verifiers(members)
 
     def _of_rollout(self, members: list[FleetMember]) -> tuple[float, float]:
-        concurrency = self._config.rollout.concurrency
+        concurrency = self._config.rollout.most
         tickets = self._scheduler.tickets.by_worker()
         waiting = tickets.pop("", 0) / concurrency
         return min(1.0, tickets.total() / (len(members) * concurrency)), waiting

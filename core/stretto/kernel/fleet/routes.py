@@ -129,6 +129,10 @@ class RouteSender:
 def _peer(member: FleetMember, *, closed: bool = False) -> Peer:
     load = member.load
     figures = load and EngineFigures(
-        load.version, load.running + load.waiting, load.slots, load.generated_tokens
+        load.version,
+        load.running + load.waiting,
+        load.slots,
+        load.generated_tokens,
+        load.lost_tokens or 0,
     )
     return Peer(member.worker, member.nonce, figures, member.exact_version, closed)

@@ -72,6 +72,11 @@ class Draws:
         self._pending: dict[int, list[TicketEnd]] = {}
         """Ends that the curriculum has not heard of, by the version at which the ticket was drawn."""
 
+    @property
+    def by_curriculum(self) -> bool:
+        """Whether a curriculum chooses the rows."""
+        return self._curriculum is not None
+
     def next(self, ticket: int, version: int) -> Draw:
         """Draw the row of a new ticket: the one that the journal records, else a row to draw again, else a
         new one.

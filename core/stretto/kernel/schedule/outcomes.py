@@ -79,7 +79,7 @@ def _faults(group: GroupDone, sequence: int, *, stored: bool) -> Iterator[str]:
     """
     if not group.members:
         yield "it has no member"
-    for name in ("seconds", "generate_s", "score_s"):
+    for name in ("seconds", "generate_s", "score_s", "tool_s", "environment_s", "own_s"):
         if not 0 <= getattr(group, name) < math.inf:
             yield f"{name} is {getattr(group, name)}; expected a number of seconds"
     name = attempt_name(group.purpose, group.ticket, group.attempt)

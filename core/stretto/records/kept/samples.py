@@ -64,8 +64,8 @@ ORDERS = ("sequence", "reward", "length", "staleness", "step", "ticket", "second
 """Columns by which rows can be ordered."""
 
 _INDEX = (
-    *("id", "purpose", "ticket", "sequence", "outcome", "reward", "finish", "length", "oldest", "newest"),
-    *("worker", "engine", "seconds"),
+    *("id", "purpose", "ticket", "sequence", "outcome", "reward", "finish", "length", "sampled"),
+    *("oldest", "newest", "worker", "engine", "seconds"),
 )
 """Columns of `samples` segments that are read for all rows of a store."""
 _OPEN_TRIES = 20
@@ -146,6 +146,39 @@ class SampleStore:
         if filter.text is None:
             return len(found)
         return sum(1 for _ in self._containing(index, found, filter.text))
+
+    def points(
+        self,
+        filter: SampleFilter = SampleFilter(),  # noqa: B008 (frozen)
+        *,
+        most: int = 2000,
+    ) -> tuple[list[tuple[str, float, int]], int]:
+        """Return (id, reward, number of sampled tokens) of rows that fit and have a reward, in the order of
+        the log, and the number of all such rows. If these are more than `most`, rows at equal distances are
+        returned."""
+        index = self._read_index(filter.ticket)
+        found = index.select(filter)
+        if filter.text is not None:
+            found = np.fromiter(self._containing(index, found, filter.text), np.int64)
+        return index.points(found, most)
+
+    def tickets(
+        self,
+        filter: SampleFilter = SampleFilter(),  # noqa: B008 (frozen)
+        *,
+        limit: int = 50,
+        offset: int = 0,
+    ) -> list[tuple[Purpose, int]]:
+        """Return the tickets that have a row which fits, the one with the newest such row first.
+
+        Args:
+            limit: most tickets to return.
+            offset: number of tickets to leave out before the first one.
+        """
+        index = self._read_index(filter.ticket)
+        found = index.ordered(index.select(filter), "-sequence")
+        rows = found.tolist() if filter.text is None else self._containing(index, found, filter.text)
+        return list(islice(index.tickets(rows), offset, offset + limit))
 
     def ticket(self, number: int, purpose: Purpose = "train") -> list[dict[str, Any]]:
         """Return all rows of one ticket, with texts and tokens: of every attempt, in the order of the log."""
@@ -410,6 +443,25 @@ class _Index:
                     values <= (np.inf if high is None else high)
                 )
         return np.flatnonzero(fits)
+
+    def tickets(self, rows: Iterable[int]) -> Iterator[tuple[Purpose, int]]:
+        """Yield purpose and ticket of rows, each ticket once. It asks for no more rows than it needs."""
+        numbers, is_eval = _ints(self._samples["ticket"]), _equal(self._samples["purpose"], "eval")
+        seen: set[tuple[Purpose, int]] = set()
+        for row in rows:
+            ticket: tuple[Purpose, int] = ("eval" if is_eval[row] else "train", int(numbers[row]))
+            if ticket not in seen:
+                seen.add(ticket)
+                yield ticket
+
+    def points(self, rows: NDArray[np.int64], most: int) -> tuple[list[tuple[str, float, int]], int]:
+        """See `SampleStore.points`."""
+        rewards = _floats(self._samples["reward"])
+        rows = np.sort(rows[~np.isnan(rewards[rows])])
+        shown = rows[:: max(1, -(-len(rows) // most))]
+        ids = self._samples["id"].take(_numbers(shown)).to_pylist()
+        sampled = _ints(self._samples["sampled"])[shown]
+        return list(zip(ids, rewards[shown].tolist(), sampled.tolist(), strict=True)), len(rows)
 
     def ordered(self, found: NDArray[np.int64], order: str) -> NDArray[np.int64]:
         """Return rows in an order (see `SampleStore.find`); equal ones in the order of the log."""

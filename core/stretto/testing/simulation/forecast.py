@@ -35,7 +35,7 @@ _ON_ITS_WAY_S = 0.0001
 
 
 class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the work of a run costs, in processor seconds of one core."""
+    """What the work of a run costs: in processor seconds of one core, and on GPUs in seconds of the clock."""
 
     callback_s: dict[str, float]
     """Role -> a callback of the event loop of its processes."""
@@ -48,9 +48,13 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     train_s: float = 0.0
     """A train step without tokens."""
     token_s: float = 0.0
-    """What each token adds to a train step."""
+    """What each token adds to a train step, for all processes together."""
+    swap_s: float = 0.0
+    """Pause of an engine for a swap."""
     lengths: tuple[int, ...] = ()
     """Lengths of answers in tokens."""
+    knows_slots: bool = True
+    """Whether the times of a decode step hold for other slots, too."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,13 +108,14 @@ def forecast(run: Mapping[str, Any], times: ServiceTimes, *, cores: int, compute
     Args:
         run: as a mapping, with absolute paths and a few steps.
         cores: of the host.
-        computes: whether the engines compute on these cores. Those of `mock` sleep instead.
+        computes: whether the engines compute on these cores. Those of `mock` sleep instead, and so do those
+            on GPUs, where several processes of a trainer are as many times as fast.
 
     Raises:
         ConfigError: if the run cannot be simulated.
         RunError: if it does not complete.
     """
-    document = _with_measured_engines(run, times) if computes else dict(run)
+    document = _with_measured_engines(run, times, computes=computes) if times.lengths else dict(run)
     simulated(document, Path())  # raises here, and not in a fork
     with tempfile.TemporaryDirectory() as folder:
 
@@ -125,8 +130,9 @@ def forecast(run: Mapping[str, Any], times: ServiceTimes, *, cores: int, compute
     return result
 
 
-def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes) -> dict[str, Any]:
+def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes, *, computes: bool) -> dict[str, Any]:
     kept = ("slots", "replicas", "threads")
+    at_once = 1 if computes else run["training"].get("processes", 1)  # cores are shared by the host
     engine = {key: value for key, value in run["inference"].items() if key in kept and value is not None}
     return {
         **run,
@@ -135,13 +141,15 @@ def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes) -> dict[
             "use": "mock",
             "step_s": times.step_s,
             "sample_s": times.sample_s,
+            "swap_s": times.swap_s,
             "lengths": list(times.lengths),
         },
         "training": {
             "use": "mock",
             "threads": run["training"].get("threads", 1),
+            "processes": run["training"].get("processes", 1),
             "seconds_per_step": times.train_s,
-            "tokens_per_s": 1 / times.token_s if times.token_s else None,
+            "tokens_per_s": at_once / times.token_s if times.token_s else None,
         },
     }
 
@@ -158,13 +166,14 @@ class _FaultlessUniverse(Universe):
         self, run: Mapping[str, Any], folder: Path, times: ServiceTimes, cores: int, *, computes: bool
     ) -> None:
         super().__init__(Tape(seed=1, run=dict(run), faults=()), folder)
+        training = run["training"]
         self._host = self.loop.host = Host(
             self.loop,
             cores,
             times.callback_s,
             times.message_s,
             sleep_is_work=computes,
-            training_threads=run["training"].get("threads") or 1,
+            training_threads=(training.get("threads") or 1) * training.get("processes", 1),
         )
 
     def forecast(self) -> Forecast | str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -38,6 +39,7 @@ from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language, keep_torch_out
 from stretto.workers.context import WorkerContext
 from stretto.workers.images import RolloutImages
+from stretto.workers.sampling.concurrency import Concurrency
 from stretto.workers.sampling.generation import Generations
 from stretto.workers.sampling.routing import Router
 from stretto.workers.sampling.session import VariantServices
@@ -56,11 +58,9 @@ class RolloutWorker:
         config = context.composed.config
         self._context = context
         self._bus = context.bus
-        self._slots: dict[Purpose, anyio.Semaphore] = {
-            # Each purpose has its own slots: training tickets keep theirs while their engine is lent.
-            purpose: anyio.Semaphore(config.rollout.concurrency)
-            for purpose in ("train", "eval")
-        }
+        fixed = config.inference.deterministic
+        self._concurrency = Concurrency(config.rollout.most if fixed else config.rollout.concurrency)
+        context.on_routes(self._concurrency.follow)
         self._verifiers = Router(context, "verifier")
         self._generations = Generations(context, Router(context, "inference"))
         self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Delivery[Ticket]]] = {}
@@ -103,8 +103,7 @@ class RolloutWorker:
     async def drain(self) -> None:
         """Take no more tickets, and wait until those in hand have ended."""
         self._draining.set()
-        for slots in self._slots.values():
-            slots.release()  # wakes the task that waits for a slot
+        self._concurrency.close()
         while self._takers or self._running:
             await anyio.sleep(_DRAIN_POLL_S)
 
@@ -141,19 +140,16 @@ class RolloutWorker:
     # --------------------------------------------------------------------------------- tickets
 
     async def _take(self, purpose: Purpose, runner: TicketRunner, tasks: TaskGroup) -> None:
-        """Take tickets from the queue whenever slots are free, until the worker drains."""
-        names, slots = self._context.names, self._slots[purpose]
-
-        async def free_slots() -> int:
-            await slots.acquire()
-            slots.release()
-            return slots.value
-
+        """Take tickets from the queue whenever more may run, until the worker drains. Each purpose has a
+        number of its own: training tickets keep theirs while their engine is lent."""
+        names = self._context.names
         tickets = self._bus.store.take(
-            *(names.tickets_stream, names.ticket(purpose), Ticket), room=free_slots, until=self._draining
+            *(names.tickets_stream, names.ticket(purpose), Ticket),
+            room=partial(self._concurrency.room, purpose),
+            until=self._draining,
         )
         async for delivery in tickets:
-            await slots.acquire()
+            self._concurrency.begin(purpose)
             tasks.start_soon(self._work, delivery, runner)
         self._takers -= 1
 
@@ -164,7 +160,7 @@ class RolloutWorker:
         worker = self._context.worker
         if key in self._running:  # delivered again, for example because the server was killed
             self._running[key] = (self._running[key][0], delivery)
-            self._slots[ticket.purpose].release()
+            self._concurrency.end(ticket.purpose)
             return
         with bound(ticket=ticket.name), anyio.CancelScope() as scope:
             self._running[key] = (scope, delivery)
@@ -176,7 +172,7 @@ class RolloutWorker:
                 await self._bus.store.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
             finally:
                 _, newest = self._running.pop(key)
-                self._slots[ticket.purpose].release()
+                self._concurrency.end(ticket.purpose)
                 if not self._context.leave.is_set():
                     with anyio.CancelScope(shield=True), anyio.move_on_after(5):
                         await newest.acknowledge()

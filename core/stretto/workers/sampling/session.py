@@ -58,14 +58,21 @@ class VariantServices:
 
 
 class _Clock:
-    """Measures the seconds during which at least one of its `with` blocks is running."""
+    """Measures the seconds during which at least one of its `with` blocks is running.
 
-    def __init__(self) -> None:
+    Args:
+        whole: the clock that this one measures a part of. It runs too.
+    """
+
+    def __init__(self, whole: _Clock | None = None) -> None:
         self.seconds = 0.0
+        self._whole = whole
         self._running = 0
         self._since = 0.0
 
     def __enter__(self) -> None:
+        if self._whole is not None:
+            self._whole.__enter__()
         if self._running == 0:
             self._since = clock.now()
         self._running += 1
@@ -74,6 +81,8 @@ class _Clock:
         self._running -= 1
         if self._running == 0:
             self.seconds += clock.now() - self._since
+        if self._whole is not None:
+            self._whole.__exit__()
 
 
 class RolloutSession:
@@ -82,8 +91,12 @@ class RolloutSession:
     def __init__(self, services: VariantServices, ticket: Ticket) -> None:
         self._services = services
         self._ticket = ticket
-        self.generate_clock, self.score_clock = _Clock(), _Clock()
-        """The time that the ticket spends in generation, and in scoring."""
+        self.away_clock = _Clock()
+        """The time in generation or at verifiers."""
+        self.generate_clock, self.score_clock = _Clock(self.away_clock), _Clock(self.away_clock)
+        """The time that the ticket spends in generation, and at verifiers."""
+        self.tool_clock, self.environment_clock = _Clock(self.score_clock), _Clock(self.score_clock)
+        """Parts of the time at verifiers."""
         self._trace = tracing.current()
         """Context of the ticket's rollout, also for calls from tasks outside of it."""
         self._floor = VersionFloor(
@@ -254,7 +267,7 @@ class RolloutSession:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a tool."""
-        with self.score_clock:
+        with self.tool_clock:
             return await self._services.verifiers.call(
                 name, arguments, images=self.images is not None, traceparent=self._trace
             )
@@ -263,7 +276,7 @@ class RolloutSession:
         self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
     ) -> Feedback:
         """Return the environment's reaction to the conversation's last answer."""
-        with self.score_clock:
+        with self.environment_clock:
             question = {**self._row(prompt), **columns_of_turn(conversation, state)}
             return await self._services.verifiers.feedback(question, traceparent=self._trace)
 

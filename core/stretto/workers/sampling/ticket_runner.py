@@ -90,6 +90,7 @@ class TicketRunner:
             text = f"{type(first).__name__}: {first}"
             reason = text if isinstance(first, StrettoError) else context.explain(first)
             return await self._failed(attempt, reason)
+        session = attempt.session
         return GroupDone(
             ticket.purpose,
             ticket.id,
@@ -97,13 +98,16 @@ class TicketRunner:
             context.worker,
             tuple(members),
             *attempt.seconds,
+            tool_s=session.tool_clock.seconds,
+            environment_s=session.environment_clock.seconds,
+            own_s=attempt.own_s,
             record=record,
             digest=digest,
             images=tuple(images),
-            missing=tuple(attempt.session.group.missing),
-            penalized=tuple(attempt.session.group.penalized),
-            retried=dict(attempt.session.group.retried),
-            redrawn=attempt.session.group.redrawn,
+            missing=tuple(session.group.missing),
+            penalized=tuple(session.group.penalized),
+            retried=dict(session.group.retried),
+            redrawn=session.group.redrawn,
             prompt=attempt.prompt_tokens,
         )
 
@@ -127,6 +131,7 @@ class TicketRunner:
         with images.ticket() if images is not None else nullcontext() as attempt.session.images:
             prompt = await self._prompt(attempt)
             attempt.trajectories = await attempt.services.workflow.run(prompt, attempt.session)
+            attempt.own_s = max(0.0, attempt.seconds[0] - attempt.session.away_clock.seconds)
             if not attempt.trajectories:
                 raise EngineError("the workflow returned no trajectory")
             attempt.trajectories = attempt.session.group.complete(attempt.trajectories)
@@ -254,6 +259,8 @@ class _RunningTicket:
         """What the workflow returned; empty before."""
         self.prompt_tokens = 0
         """Number of tokens of the row's prompt; 0 before it is encoded."""
+        self.own_s = 0.0
+        """See `GroupDone.own_s`; known when the workflow has returned."""
         self._start = clock.now()
 
     def wires(self) -> list[WireTrajectory]:

@@ -110,10 +110,11 @@ class VerifierWorker:
             )
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Add `busy_s`: seconds that children spent on calls; and `paused`: why calls pause."""
+        """Add `busy_s`: seconds that children spent on calls; `used`; and `paused`: why calls pause."""
         busy_s = sum(service.children.busy_s for service in self._services)
+        used = max((service.used for service in self._services), default=0.0)
         paused = "; ".join(service.pause.reason for service in self._services if service.pause.reason)
-        return msgspec.structs.replace(heartbeat, busy_s=busy_s, paused=paused[:_LONGEST_REASON])
+        return msgspec.structs.replace(heartbeat, busy_s=busy_s, used=used, paused=paused[:_LONGEST_REASON])
 
 
 class _Service:
@@ -121,6 +122,7 @@ class _Service:
 
     def __init__(self, context: WorkerContext, program: Program, children: int) -> None:
         self.children = context.process.children(program, children)
+        self._most = children
         self.pause = Pause("", 0)
         self.reported = b""
         """What the first child has reported at its start."""
@@ -128,6 +130,11 @@ class _Service:
     async def open(self, tasks: TaskGroup) -> None:
         """Start the first child."""
         self.reported = await self.children.open(tasks)
+
+    @property
+    def used(self) -> float:
+        """The share of the children that work, or could: more questions than children are a share of 1."""
+        return min(1.0, self.children.calls / self._most)
 
 
 def _by_variant(

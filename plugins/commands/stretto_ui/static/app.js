@@ -57,8 +57,8 @@ async function tick() {
 function said(fault) {
   live.className = `live ${fault ? "off" : view?.live?.() ? "on" : ""}`;
   live.title = fault;
-  fill(live, fault ? "no answer" : view?.live?.() ? "live" : "finished");
-  live.hidden = !fault && !view?.live;
+  fill(live, fault ? "no answer" : "live");
+  live.hidden = !fault && !view?.live?.();
 }
 
 // ------------------------------------------------------------------------------------------------ theme
@@ -80,7 +80,7 @@ function nextTheme() {
 // --------------------------------------------------------------------------------------------- keyboard
 
 const KEYS = [
-  ["?", "show or hide this list"], ["g r", "go to the list of runs"], ["1 … 5", "the tabs of a run: overview, curves, timeline, samples, configuration"],
+  ["?", "show or hide this list"], ["g r", "go to the list of runs"], ["1 … 6", "the tabs of a run: overview, curves, timeline, samples, configuration, logs"],
   ["/", "to the search or filter of the view"], ["j  k", "next, previous row of a table; Enter opens it"], ["x", "in the list of runs: select the row to compare"],
   ["c", "in the list of runs: compare the selected runs"], ["+  −  ←  →  0", "in a chart or the timeline: zoom, move, show everything"],
   ["[  ]", "in a group: previous, next group"], ["←  →", "in the tokens of a sample: previous, next token"], ["t", "light or dark"], ["Esc", "close, or leave a field"],

@@ -1,7 +1,8 @@
 // All curves of a run, or of several runs over each other, in sections.
-import { choice, fill, h } from "./dom.js";
+import { choice, fill, h, printable, seriesKey } from "./dom.js";
 import { Board } from "./charts.js";
 import { ACCURACY, figure } from "./figures.js";
+import { adviceMarks } from "./overview.js";
 
 const SECTIONS = [
   ["Reward", /^(reward|evaluation|zero_variance|advantage)/], ["Optimisation", /^(loss|grad_norm|lr|entropy|clipped|dual_clipped|ratio|kl|micro_batches|skipped|update|value)/],
@@ -9,13 +10,14 @@ const SECTIONS = [
   ["Speed", /(_s|_per_s)$|^(slots|samples_waiting|kv_|prefix)/], ["Others", /./],
 ];
 
-/** Tools and charts for runs; `keys` are the curves that any of them has. */
-export function curvesPanel(runs, keys, { evaluations }) {
-  const stored = Number(localStorage.getItem("smoothing") ?? 0);
-  const board = new Board(runs, { smoothing: stored });
+/** Tools and charts for runs, as `Board` takes them; `keys` are the curves that any of them has. The address holds the view: `query` is what it says, and `remember` keeps it there. */
+export function curvesPanel(runs, keys, { evaluations, marks, query, remember }) {
+  const stored = Number(query.get("smoothing") ?? localStorage.getItem("smoothing") ?? 0), x = query.get("x") === "time_s" ? "time_s" : "step";
+  const window = query.has("from") ? [Number(query.get("from")), Number(query.get("to"))] : null;
+  const board = new Board(runs, { smoothing: stored, x, log: query.get("y") === "log", window, marks });
   const all = evaluations ? [ACCURACY, ...keys] : keys;
-  const place = h("div"), whole = h("button", { type: "button", disabled: true, onclick: () => board.set({ window: null }) }, "Whole run");
-  const search = h("input", { type: "search", placeholder: "Filter curves …", "aria-label": "Filter curves", "data-search": true, oninput: draw });
+  const place = h("div"), whole = h("button", { type: "button", disabled: window === null, onclick: () => board.set({ window: null }) }, "Whole run");
+  const search = h("input", { type: "search", value: query.get("find") ?? "", placeholder: "Filter curves …", "aria-label": "Filter curves", "data-search": true, oninput: () => { draw(); keep(); } });
   const amount = h("output", { class: "mono" }, stored.toFixed(2));
   const slider = h("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: String(stored), id: "smoothing", "aria-label": "Smoothing", oninput: () => {
     fill(amount, Number(slider.value).toFixed(2));
@@ -23,7 +25,12 @@ export function curvesPanel(runs, keys, { evaluations }) {
     board.set({ smoothing: Number(slider.value) });
   } });
   const fits = (key) => `${key} ${figure(key).title}`.toLowerCase().includes(search.value.trim().toLowerCase());
-  board.onwindow = (window) => { whole.disabled = window === null; };
+  board.onset = () => { whole.disabled = board.window === null; keep(); };
+
+  function keep() {
+    const [from, to] = board.window ?? [];
+    remember({ find: search.value.trim(), x: board.x === "step" ? "" : board.x, y: board.log ? "log" : "", smoothing: board.smoothing || "", from: from?.toPrecision(6), to: to?.toPrecision(6) });
+  }
 
   function draw() {
     const left = new Set(all.filter(fits));
@@ -37,13 +44,20 @@ export function curvesPanel(runs, keys, { evaluations }) {
   }
 
   draw();
-  const tools = h("div", { class: "tools" }, search, h("label", {}, "smoothing ", slider, amount), choice("X-axis", [["step", "steps"], ["time_s", "time"]], "step", (x) => board.set({ x })), whole,
+  const tools = h("div", { class: "tools" }, search, h("label", {}, "smoothing ", slider, amount), choice("X-axis", [["step", "steps"], ["time_s", "time"]], x, (x) => board.set({ x })), choice("Y-axis", [["", "linear"], ["log", "log"]], board.log ? "log" : "", (y) => board.set({ log: y === "log" })), whole,
     h("span", { class: "faint" }, "Drag over a chart to zoom, double-click for everything."));
-  return { element: h("div", {}, tools, place), board };
+  const legend = runs.length > 1 && h("div", { class: "legend names" }, runs.map(({ name }, index) => h("span", {}, seriesKey(index), printable(name))));
+  return { element: h("div", {}, tools, legend, place), board };
 }
 
-export async function curvesTab({ id, name, facts }) {
-  const panel = curvesPanel([{ id, name }], facts().keys, { evaluations: facts().evaluations.length > 0 });
+/** Put the parameters of a view that are set into the address, without a step in the history. */
+export function rememberView(place, parameters) {
+  const set = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== undefined && value !== ""));
+  history.replaceState(null, "", set.size ? `${place}${place.includes("?") ? "&" : "?"}${set}` : place);
+}
+
+export async function curvesTab({ id, name, facts, query }) {
+  const panel = curvesPanel([{ ids: [id], name }], facts().keys, { evaluations: facts().evaluations.length > 0, marks: () => adviceMarks(facts()), query, remember: (view) => rememberView(`#/run/${id}/curves`, view) });
   return {
     element: panel.element,
     async update(changed) { if (changed) panel.board.refresh(); },

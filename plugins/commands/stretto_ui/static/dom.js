@@ -47,8 +47,8 @@ export function choice(label, options, current, choose) {
 }
 
 /** Text in which `words between backticks` are code. */
-export function withCode(text) {
-  return printable(text).split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
+export function withCode(text, code = (part) => h("code", {}, part)) {
+  return printable(text).split("`").map((part, index) => (index % 2 ? code(part) : part));
 }
 
 export function number(value, digits = 4) {
@@ -59,11 +59,6 @@ export function number(value, digits = 4) {
   if (size >= 1000) return Math.round(value).toLocaleString("en-US");
   if (size < 1e-4) return value.toExponential(2);
   return String(Number(value.toPrecision(digits)));
-}
-
-/** A difference with three digits and its sign. */
-export function signed(value) {
-  return `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(3)}`;
 }
 
 /** The rule of `stretto.charts.duration_text`. */

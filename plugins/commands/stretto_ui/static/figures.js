@@ -1,5 +1,5 @@
 // How the figures of metrics.jsonl are shown: the table of stretto.charts, which all views share.
-import { duration, number, printable } from "./dom.js";
+import { duration, h, number, printable } from "./dom.js";
 import { get } from "./api.js";
 
 const TABLE = new Map();
@@ -23,6 +23,9 @@ export function tooltip(key) {
   return meaning ? `${meaning} (${key})` : printable(key);
 }
 
+/** The number of the colour of a part of a step's time. */
+export const hueOf = (key) => figure(key).part.replace("run", "");
+
 /** A value with its digits. The rule of `stretto.charts.Figure.text`. */
 export function figureText(key, value) {
   const { unit, form } = figure(key), digits = Number(form.match(/\d/)[0]);
@@ -32,3 +35,22 @@ export function figureText(key, value) {
   const fixed = (each) => each.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   return form.endsWith("%") ? `${fixed(100 * value)} %` : fixed(value);
 }
+
+export const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
+
+/** The standard deviation of a sample; null of fewer than two values. */
+export function deviation(values) {
+  const centre = mean(values);
+  return values.length > 1 ? Math.sqrt(values.reduce((sum, value) => sum + (value - centre) ** 2, 0) / (values.length - 1)) : null;
+}
+
+/** One bar of the parts of a step's time, [key, words, seconds], and what their colours mean. */
+export function timeBar(parts) {
+  const all = parts.reduce((sum, [, , seconds]) => sum + seconds, 0);
+  return [
+    h("div", { class: "stack", role: "img", "aria-label": parts.map(([, text]) => text).join(", ") }, parts.map(([key, text, seconds]) => h("div", { class: `k${hueOf(key)}`, title: text, style: { width: `${(100 * seconds) / all}%` } }))),
+    timeLegend(parts),
+  ];
+}
+
+export const timeLegend = (parts) => h("div", { class: "legend" }, parts.map(([key, text]) => h("span", { "data-part": key, title: tooltip(key) }, h("span", { class: `key k${hueOf(key)}` }), text)));

@@ -1,8 +1,8 @@
 // The first view of a run: figures, curves, ledger, workers, staleness, advice.
-import { ago, duration, fill, h, number, printable, signed, withCode } from "./dom.js";
+import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
 import { get } from "./api.js";
 import { Board } from "./charts.js";
-import { ACCURACY, figure, figureText, tooltip } from "./figures.js";
+import { ACCURACY, figure, figureText, timeBar, timeLegend, tooltip } from "./figures.js";
 
 /** From this many steps on, the curves of this view are smoothed. */
 const MANY_STEPS = 150;
@@ -10,76 +10,94 @@ const ACCOUNTS = [["trained", "trained"], ["in_flight", "in flight"], ["filtered
 
 export async function overviewTab({ id, name, facts }) {
   const smoothing = facts().step > MANY_STEPS ? 0.9 : 0;
-  const board = new Board([{ id, name }], { smoothing });
-  const tiles = h("div", { class: "tiles", id: "tiles" }), advice = h("div", { class: "advice" }), notes = h("div");
+  const board = new Board([{ ids: [id], name }], { smoothing, marks: () => adviceMarks(facts()) });
+  const verdict = h("p", { class: "verdict", id: "verdict" }), tiles = h("div", { class: "tiles", id: "tiles" }), advice = h("div", { class: "advice" }), notes = h("div");
   const ledger = h("section", { class: "panel w6", id: "ledger" }), staleness = h("section", { class: "panel w6", id: "staleness" });
+  const share = h("section", { class: "panel", id: "share" }), time = h("section", { class: "panel w12 scroll", id: "time", tabindex: "0" });
   const workers = h("section", { class: "panel w6 scroll", id: "workers" }), engines = h("section", { class: "panel w6", id: "speed" });
   const keys = facts().keys, has = (key) => keys.includes(key);
   const charts = [
-    ["reward"], [ACCURACY], ["loss"], ["entropy"], ["grad_norm"], ["staleness", "staleness_max"],
+    ["reward"], [ACCURACY], ["loss"], ["entropy"], ["grad_norm"], ["staleness", "staleness_max"], ["slots_used", "kv_used", "verifiers_used", "cores_idle"],
   ].filter(([key]) => (key === ACCURACY ? facts().evaluations.length : has(key)));
-  const element = h("div", {}, notes, tiles, h("p", { class: "faint" }, `${figure("reward").title} and ${figure("zero_variance_groups").label} are means of the newest 10 steps, the other figures those of the newest step.`), advice,
+  const element = h("div", {}, verdict, notes, tiles, h("p", { class: "faint" }, `Means of the newest 10 steps. ${figure(ACCURACY).title}: of the newest evaluation, on rows that are not trained.`), share, advice,
     h("div", { class: "charts", style: { margin: "12px 0" } }, charts.map((wanted) => board.add(wanted))),
     smoothing > 0 && h("p", { class: "faint" }, `The lines are smoothed (${smoothing}); the faint lines behind them are not.`),
-    h("div", { class: "grid" }, ledger, staleness, workers, engines));
+    h("div", { class: "grid" }, time, ledger, staleness, workers, engines));
 
-  async function draw() {
+  async function draw(changed = true) {
     const now = facts();
-    drawNotes(notes, now);
+    drawNotes(notes, id, now);
+    drawVerdict(verdict, now);
     drawTiles(tiles, now);
-    drawAdvice(advice, now);
+    drawAdvice(advice, id, now);
     drawLedger(ledger, now);
     drawWorkers(workers, now);
     drawSpeed(engines, now);
+    if (changed) drawTime(share, time, await get(`runs/${id}/time`));
     drawStaleness(staleness, await get(`runs/${id}/staleness`));
   }
 
   await draw();
   return {
     element,
-    async update(changed) { if (changed) board.refresh(); await draw(); },
+    async update(changed) { if (changed) board.refresh(); await draw(changed); },
     redraw() { board.redraw(); },
     destroy() { board.destroy(); },
   };
 }
 
-function drawNotes(element, { summary, status, standstill, state, fault }) {
+function drawNotes(element, id, { summary, status, standstill, state, fault, resume }) {
   const notes = fault ? [["bad", fault]] : [];
   if (summary?.reason) notes.push(["bad", summary.reason]);
-  if (state === "stopped") notes.push(["bad", "No kernel owns this run, and it has not ended. `stretto resume` continues it."]);
+  if (state === "stopped") notes.push(["bad", "No kernel owns this run, and it has not ended."]);
   if (state === "running" && status && !status.connected) notes.push(["bad", "The kernel has no connection to nats-server."]);
   if (standstill) notes.push(["bad", standstill]);
   for (const problem of summary?.problems ?? []) notes.push(["", problem]);
-  fill(element, notes.map(([kind, text]) => h("p", { class: `note ${kind}` }, printable(text))));
+  fill(element, notes.map(([kind, text]) => h("p", { class: `note ${kind}` }, printable(text))),
+    resume && h("p", { class: "note" }, "This continues the run: ", h("code", { class: "whole", id: "go-on", title: "A click selects the command" }, printable(resume)), ". ", h("a", { href: `#/run/${id}/logs?problems=1` }, "Warnings and errors of its kernel"), state === "failed" && summary?.members?.missing > 0 && [", ", h("a", { href: `#/run/${id}/samples?outcome=failed&view=list` }, "samples that failed")], "."));
 }
 
-function drawTiles(element, { last, headline, evaluations, status, state, keys }) {
+/** The first clause says whether the run learns; what goes with it follows. */
+function drawVerdict(element, { verdict }) {
+  const [, head, rest] = /^([^;]*)([^]*)$/.exec(verdict);
+  fill(element, [h("strong", {}, printable(head)), printable(rest)]);
+  element.hidden = !verdict;
+}
+
+function drawTiles(element, { last, recent, change, evaluations, status, state, keys }) {
   const accuracies = evaluations.filter((each) => typeof each[ACCURACY] === "number"), newest = accuracies.at(-1);
   const best = accuracies.reduce((one, other) => (one && one[ACCURACY] >= other[ACCURACY] ? one : other), null);
-  const text = (key) => figureText(key, last[key]), sub = (...keys) => keys.filter((key) => last[key] !== undefined).map((key) => `${figure(key).label} ${text(key)}`).join(", ");
+  const sub = (key) => (recent[key] === null ? "" : `${figure(key).label} ${figureText(key, recent[key])}`);
   const tiles = [
-    ["reward", headline.reward.recent, headline.reward.change === null ? "" : `${signed(headline.reward.change)} from the first 10 steps`, keys.includes("reward")],
-    [ACCURACY, newest?.[ACCURACY], newest ? `version ${newest.step}; best ${figureText(ACCURACY, best[ACCURACY])} at ${best.step}` : "", newest],
-    ["zero_variance_groups", headline.zero_variance_groups.recent, "", keys.includes("zero_variance_groups")],
-    ["loss", last.loss, "", last.loss !== undefined && !keys.includes("reward")],
-    ["entropy", last.entropy, sub("behaviour_kl")],
-    ["staleness", last.staleness, last.staleness === undefined ? "" : `max ${text("staleness_max")}${last.staleness_limit === undefined ? "" : `, limit ${text("staleness_limit")}`}`],
-    ["length", last.length, sub("truncated")],
-    ["step_s", last.step_s, sub("train_s")],
-    ["step_tokens_per_s", last.step_tokens_per_s, sub("train_tokens_per_s")],
+    ["reward", recent.reward, change === null ? "" : `first 10 steps: ${figureText("reward", recent.reward - change)}`],
+    [ACCURACY, newest?.[ACCURACY] ?? null, newest ? `version ${newest.step}; ${best[ACCURACY] === newest[ACCURACY] ? "the best so far" : `best ${figureText(ACCURACY, best[ACCURACY])} at version ${best.step}`}` : ""],
+    ["zero_variance_groups", recent.zero_variance_groups, ""],
+    ["loss", keys.includes("reward") ? null : recent.loss, ""],
+    ["entropy", recent.entropy, sub("behaviour_kl")],
+    ["staleness", recent.staleness, last.staleness_limit === undefined ? "" : `limit ${figureText("staleness_limit", last.staleness_limit)}`],
+    ["length", recent.length, sub("truncated")],
+    ["step_s", recent.step_s, sub("train_s")],
+    ["step_tokens_per_s", recent.step_tokens_per_s, sub("train_tokens_per_s")],
   ];
-  fill(element, tiles.filter(([, value, , there]) => there ?? value !== undefined).map(([key, value, below]) => h("div", { class: "tile", "data-tile": key, title: tooltip(key) }, h("div", { class: "label" }, figure(key).name), h("div", { class: "value" }, figureText(key, value)), h("div", { class: "sub" }, below))));
+  fill(element, tiles.filter(([, value]) => value !== null).map(([key, value, below]) => h("div", { class: "tile", "data-tile": key, title: tooltip(key) }, h("div", { class: "label" }, figure(key).name), h("div", { class: "value" }, figureText(key, value)), h("div", { class: "sub" }, below))));
   if (state !== "running" || !status) return;
-  const { evaluating, bottleneck, now, generate_tokens_per_s } = status;
-  const lines = [bottleneck ? `the bottleneck is ${bottleneck}` : now, evaluating && `evaluating version ${evaluating.version}: ${number(evaluating.rows)} of ${number(evaluating.of)} rows`, generate_tokens_per_s ? `generating ${number(Math.round(generate_tokens_per_s))} tokens/s` : ""];
+  const { evaluating, now, generate_tokens_per_s } = status;
+  const lines = [now, evaluating && `evaluating version ${evaluating.version}: ${number(evaluating.rows)} of ${number(evaluating.of)} rows`, generate_tokens_per_s ? `generating ${number(Math.round(generate_tokens_per_s))} tokens/s` : ""];
   element.append(h("div", { class: "tile wide", "data-tile": "Now" }, h("div", { class: "label" }, "Now"), lines.filter(Boolean).map((line) => h("div", { class: "sub" }, printable(line)))));
 }
 
-function drawAdvice(element, { summary, status }) {
-  const advice = summary?.advice ?? status?.advice ?? [];
+const adviceOf = ({ summary, status }) => summary?.advice ?? status?.advice ?? [];
+
+/** The steps from which on advice says that something goes wrong, for curves. */
+export const adviceMarks = (facts) => adviceOf(facts).map(({ since, rule }) => ({ at: since, text: rule.replaceAll("_", " ") }));
+
+/** Advice, with links to the keys that it names and to the samples of the step from which on it holds. */
+function drawAdvice(element, id, facts) {
+  const advice = adviceOf(facts), samples = (step) => h("a", { href: `#/run/${id}/samples?purpose=train&step_from=${step}&step_to=${step}` }, "samples");
+  const key = (text) => (/^[a-z_]+(\.[a-z_]+)+$/.test(text) ? h("a", { href: `#/run/${id}/config?filter=${encodeURIComponent(text)}` }, h("code", {}, text)) : h("code", {}, text));
   const open = advice.filter((each) => !each.until), past = advice.filter((each) => each.until);
   fill(element,
-    open.map((each) => h("article", { "data-rule": each.rule }, h("h3", {}, `${each.rule.replaceAll("_", " ")} `, h("span", { class: "muted" }, `since step ${each.since}`)), h("div", { class: "wrap" }, withCode(each.message)))),
+    open.map((each) => h("article", { "data-rule": each.rule }, h("h3", {}, `${each.rule.replaceAll("_", " ")} `, h("span", { class: "muted" }, `since step ${each.since} · `), samples(each.since)), h("div", { class: "wrap" }, withCode(each.message, key)))),
     past.length > 0 && h("details", {}, h("summary", { class: "muted" }, `${past.length} withdrawn`), past.map((each) => h("article", { class: "past" }, h("h3", {}, `${each.rule.replaceAll("_", " ")} steps ${each.since} to ${each.until}`), h("div", { class: "wrap" }, withCode(each.message))))));
 }
 
@@ -91,6 +109,7 @@ function drawLedger(element, { last, not_trained, summary, status, state }) {
       ACCOUNTS.filter(([key]) => counts[key]).map(([key]) => h("div", { class: `k-${key}`, style: { flex: String(counts[key]) } }))),
     h("div", { class: "legend" }, ACCOUNTS.map(([key, label]) => h("span", { "data-account": key }, h("span", { class: `key k-${key}` }), `${label} ${number(counts[key])}`)),
       running && h("span", {}, `${number(status.finished)} finished, waiting for a batch`)),
+    summary?.members?.missing > 0 && h("p", { class: "muted" }, `${number(summary.members.missing)} of ${number(summary.members.sampled)} answers have no reward, because their workflow, environment or reward failed. A ticket whose group has failed begins again; it counts as failed when it has failed too often.`),
     not_trained.length > 0 && h("table", { style: { "margin-top": "8px" } }, h("tbody", {}, not_trained.map(([cause, count]) => h("tr", {}, h("td", { class: "number" }, number(count)), h("td", { class: "wrap" }, printable(cause)))))));
 }
 
@@ -108,14 +127,33 @@ function drawWorkers(element, { status, state }) {
       }))));
 }
 
-function drawSpeed(element, { last, summary }) {
-  const keys = ["generate_busy_s", "verify_busy_s", "train_s", "swap_pause_s", "ticket_generate_s", "ticket_score_s", "slots_used", "kv_used", "samples_waiting"];
+function drawSpeed(element, { last, recent, summary }) {
+  const keys = ["generate_busy_s", "verify_busy_s", "train_s", "swap_pause_s", "slots_used", "kv_used", "verifiers_used", "samples_waiting"];
   const rows = [
     ...keys.map((key) => [figure(key).name, last[key], (value) => figureText(key, value), tooltip(key)]),
     ["overlap", summary?.overlap, (value) => number(value, 3)], ["swaps", summary?.swaps?.count, number], ["restarts", summary?.restarts, number],
   ];
   fill(element, h("h2", {}, "Speed ", h("span", { class: "muted" }, last.step ? `in step ${last.step}` : "")),
-    h("dl", { class: "facts two" }, rows.filter(([, value]) => value !== undefined && value !== null).map(([label, value, format, title]) => [h("dt", { title }, label), h("dd", {}, format(value))])));
+    h("dl", { class: "facts two" }, rows.filter(([, value]) => value !== undefined && value !== null).map(([label, value, format, title]) => [h("dt", { title }, label), h("dd", {}, format(value))])),
+    recent.ticket_s > 0 && ticketTimes(recent));
+}
+
+/** Where the time of a ticket goes. Its samples run at once, so the parts overlap. */
+function ticketTimes(recent) {
+  const turns = recent["reward/turns"] ?? 1, all = recent.ticket_s, words = `${duration(all)}${turns > 1 ? `, ${number(turns, 2)} turns of ${duration(all / turns)}` : ""}, in the mean of the newest 10 steps`;
+  const parts = ["ticket_generate_s", "ticket_score_s", "ticket_tool_s", "ticket_environment_s", "ticket_own_s"].filter((key) => recent[key] !== null);
+  return [h("h2", { style: { "margin-top": "12px" } }, "Time of a ticket ", h("span", { class: "muted" }, words)),
+    h("div", { class: "bars", id: "ticket" }, parts.map((key) => [h("span", { class: "muted", title: tooltip(key) }, figure(key).label), h("div", { class: "track" }, h("div", { class: "fill", style: { width: `${Math.min(100, (100 * recent[key]) / all)}%` } })),
+      h("span", { class: "number", "data-part": key }, `${duration(recent[key])} · ${((100 * recent[key]) / all).toFixed(0)} %`)]))];
+}
+
+/** Where the time of the steps went: in the mean of the newest ones, and of each step, as the report draws it. */
+function drawTime(share, each, times) {
+  share.hidden = each.hidden = !times;
+  if (!times) return;
+  const { svg, head, parts } = times;
+  fill(share, h("h2", {}, "Time of a step ", h("span", { class: "muted" }, head)), timeBar(parts));
+  fill(each, h("h2", {}, "Time of each step"), document.importNode(new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, true), timeLegend(parts));
 }
 
 function drawStaleness(element, { counts, source }) {

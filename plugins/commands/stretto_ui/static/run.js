@@ -6,8 +6,9 @@ import { curvesTab } from "./curves.js";
 import { timelineTab } from "./timeline.js";
 import { samplesTab } from "./samples.js";
 import { configTab } from "./config.js";
+import { logsTab } from "./logs.js";
 
-const TABS = { overview: ["Overview", overviewTab], curves: ["Curves", curvesTab], timeline: ["Timeline", timelineTab], samples: ["Samples", samplesTab], config: ["Configuration", configTab] };
+const TABS = { overview: ["Overview", overviewTab], curves: ["Curves", curvesTab], timeline: ["Timeline", timelineTab], samples: ["Samples", samplesTab], config: ["Configuration", configTab], logs: ["Logs", logsTab] };
 
 export async function runView(id, tab, query) {
   let facts = await get(`runs/${id}`);
@@ -52,15 +53,16 @@ export async function runView(id, tab, query) {
       return true;
     },
     async update() {
-      const before = JSON.stringify(facts.revision) + facts.state;
+      const old = facts, same = (...values) => new Set(values.map((value) => JSON.stringify(value))).size === 1;
       facts = await get(`runs/${id}`);
+      if (facts.state !== "running" && same(old, facts)) return; // drawn again, it would lose what the reader has selected
       drawHead();
-      await current.update?.(JSON.stringify(facts.revision) + facts.state !== before);
+      await current.update?.(!same([old.revision, old.state], [facts.revision, facts.state]));
     },
     redraw() { current?.redraw?.(); },
     key(event) {
       const names = Object.keys(TABS);
-      if (/^[1-5]$/.test(event.key)) { location.hash = `#/run/${id}/${names[event.key - 1]}`; return true; }
+      if (/^[1-6]$/.test(event.key)) { location.hash = `#/run/${id}/${names[event.key - 1]}`; return true; }
       return current?.key?.(event) ?? false;
     },
     destroy() { current?.destroy?.(); },

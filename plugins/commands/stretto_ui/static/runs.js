@@ -1,57 +1,113 @@
-// The list of all runs: sortable, filtered by text, several selected to compare.
-import { ago, duration, fill, h, number, printable } from "./dom.js";
+// The list of all runs: sortable, filtered by text, several selected to compare. Runs that differ only in their seed are one row, which opens.
+import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
 import { get } from "./api.js";
 import { spark } from "./charts.js";
-import { ACCURACY, figure, figureText } from "./figures.js";
+import { ACCURACY, deviation, figure, figureText, mean } from "./figures.js";
 
-const columns = () => [
-  ["name", "run"], ["state", "state"], ["step", "step", "number"], ["reward", figure("reward").label, "number"], ["curve", "", ""], ["accuracy", figure(ACCURACY).label, "number"],
-  ["best", "best", "number"], ["algorithm", "algorithm"], ["model", "model"], ["wall_s", "duration", "number"], ["changed", "changed", "number"],
+const MOST_KEYS = 5; // columns of keys that differ
+
+const columns = (keys) => [
+  ["name", "run"], ["state", "state"], ["verdict", "verdict"], ["step", "step", "number"], ["reward", figure("reward").label, "number"], ["curve", ""],
+  ["accuracy", figure(ACCURACY).label, "number"], ...keys.map((key) => [key, shortened(key, keys)]), ["wall_s", "duration", "number"], ["changed", "changed", "number"], ["marks", ""],
 ];
+
+/** The last words of a dotted key that no other of the keys ends with, at least two. */
+function shortened(key, keys) {
+  const words = printable(key).split("."), end = (count) => words.slice(-count).join(".");
+  let count = 2;
+  while (count < words.length && keys.some((other) => other !== key && `.${other}`.endsWith(`.${end(count)}`))) count += 1;
+  return end(count);
+}
+
+/** Ids of runs that this browser remembers under a name. */
+function remembered(name) {
+  const ids = new Set(JSON.parse(localStorage.getItem(name) ?? "[]"));
+  return { has: (id) => ids.has(id), turn(id) { if (!ids.delete(id)) ids.add(id); localStorage.setItem(name, JSON.stringify([...ids])); } };
+}
 
 export async function runsView(query) {
   let answer = await get("runs");
   let order = { key: "changed", down: true };
-  const chosen = new Set((query.get("runs") ?? "").split(",").filter(Boolean));
+  const chosen = new Set((query.get("runs") ?? "").split(",").filter(Boolean)), opened = new Set();
+  const pinned = remembered("pinned"), hidden = remembered("hidden");
   const body = h("tbody"), head = h("tr"), count = h("span", { class: "muted" });
-  const search = h("input", { type: "search", placeholder: "Filter by name, folder, model …", "aria-label": "Filter runs", "data-search": true, oninput: draw });
+  const search = h("input", { type: "search", placeholder: "Filter by name, value, verdict …", "aria-label": "Filter runs", "data-search": true, oninput: draw });
+  const together = h("input", { type: "checkbox", checked: true, id: "together", onchange: draw }), seeds = h("label", {}, together, "seeds in one row");
+  const all = h("input", { type: "checkbox", id: "hidden", onchange: draw }), unseen = h("span"), others = h("label", {}, all, unseen);
   const compare = h("button", { type: "button", id: "compare", onclick: go }, "Compare");
   const problems = h("div");
   const element = h("div", {},
-    h("div", { class: "tools" }, h("h1", {}, "Runs"), count, h("span", { class: "grow" }), search, compare),
+    h("div", { class: "tools" }, h("h1", {}, "Runs"), count, h("span", { class: "grow" }), others, seeds, search, compare),
     problems, h("div", { class: "panel scroll" }, h("table", { id: "runs" }, h("thead", {}, head), body)));
 
   function go() { if (chosen.size > 1) location.hash = `#/compare?runs=${[...chosen].join(",")}`; }
 
-  function choose(id, on) {
-    if (on) chosen.add(id); else chosen.delete(id);
+  function choose(ids, on) {
+    for (const id of ids) { if (on) chosen.add(id); else chosen.delete(id); }
     draw();
   }
 
+  /** The rows to show, in order: a run, or several that differ only in their seed, followed by them if they are opened. */
+  function rowsOf(runs) {
+    const groups = new Map();
+    for (const run of runs) {
+      const key = together.checked ? run.setting : run.id;
+      groups.set(key, [...(groups.get(key) ?? []), run]);
+    }
+    const rows = [...groups.values()].map((members) => (members.length > 1 ? grouped(members) : members[0]));
+    const sorted = (some) => some.sort((one, other) => pins(other) - pins(one) || compared(valueOf(one, order.key), valueOf(other, order.key)) * (order.down ? -1 : 1));
+    return sorted(rows).flatMap((row) => [row, ...(opened.has(row.id) && row.members ? sorted([...row.members]) : [])]);
+  }
+
+  const pins = (row) => (row.members ?? [row]).some((run) => pinned.has(run.id));
+
   function draw() {
-    const text = search.value.trim().toLowerCase();
-    const rows = answer.runs.filter((run) => `${run.name} ${run.path} ${run.model} ${run.algorithm} ${run.state}`.toLowerCase().includes(text));
-    rows.sort((one, other) => compared(one[order.key], other[order.key]) * (order.down ? -1 : 1));
+    const text = search.value.trim().toLowerCase(), keys = Object.keys(answer.differing), shown = keys.slice(0, MOST_KEYS);
+    const valued = answer.runs.map((run, index) => ({ ...run, values: Object.fromEntries(keys.map((key) => [key, answer.differing[key][index]])) }));
+    const found = valued.filter((run) => `${run.name} ${run.path} ${run.state} ${run.verdict} ${Object.values(run.values).join(" ")}`.toLowerCase().includes(text));
+    const away = found.filter((run) => hidden.has(run.id)).length, runs = all.checked ? found : found.filter((run) => !hidden.has(run.id));
     const focused = document.activeElement?.closest?.("tr.link")?.dataset.id;
-    fill(count, `${rows.length} below ${printable(answer.folder)}`);
+    fill(count, `${runs.length} ${answer.folder === null ? "below runs, or living on this machine" : `below ${printable(answer.folder)}`}`);
     compare.disabled = chosen.size < 2;
     fill(compare, chosen.size < 2 ? "Compare" : `Compare ${chosen.size}`);
+    seeds.hidden = new Set(answer.runs.map((run) => run.setting)).size === answer.runs.length;
+    fill(unseen, `${away} hidden`);
+    others.hidden = !away;
     fill(problems, answer.problems.map((problem) => h("p", { class: "note bad" }, printable(problem))));
-    fill(head, h("th", {}, h("span", { class: "muted" }, "")), columns().map(([key, label, kind]) => h("th", { class: kind ?? "", scope: "col", "aria-sort": order.key === key && label ? (order.down ? "descending" : "ascending") : null },
+    fill(head, h("th"), columns(shown).map(([key, label, kind]) => h("th", { class: kind ?? "", scope: "col", title: label ? key : null, "aria-sort": order.key === key && label ? (order.down ? "descending" : "ascending") : null },
       label && h("button", { type: "button", onclick: () => { order = { key, down: order.key === key ? !order.down : kind === "number" }; draw(); } }, label))));
-    fill(body, rows.map((run) => h("tr", { class: `link ${chosen.has(run.id) ? "chosen" : ""}`, tabindex: "0", "data-id": run.id,
-      onclick: (event) => { if (!event.target.closest("input, a")) location.hash = `#/run/${run.id}/overview`; },
-      onkeydown: (event) => { if (event.key === "Enter" && event.target.tagName === "TR") location.hash = `#/run/${run.id}/overview`; } },
-      h("td", {}, h("input", { type: "checkbox", checked: chosen.has(run.id), "aria-label": `Select ${run.name}`, onchange: (event) => choose(run.id, event.target.checked) })),
-      h("td", {}, h("a", { href: `#/run/${run.id}/overview` }, printable(run.name)), h("div", { class: "faint wrap" }, printable(run.path))),
-      h("td", {}, h("span", { class: `pill ${run.state}` }, run.state)),
-      h("td", { class: "number" }, `${number(run.step)} / ${number(run.total)}`),
-      h("td", { class: "number" }, figureText("reward", run.reward)), h("td", {}, spark(run.curve)),
-      h("td", { class: "number" }, figureText(ACCURACY, run.accuracy)), h("td", { class: "number" }, figureText(ACCURACY, run.best)),
-      h("td", {}, printable(run.algorithm ?? "–")), h("td", { class: "clip", title: printable(run.model ?? "") }, printable((run.model ?? "–").split("/").slice(-2).join("/"))),
-      h("td", { class: "number" }, duration(run.wall_s)), h("td", { class: "number" }, ago(run.changed)))));
-    if (!rows.length) fill(body, h("tr", {}, h("td", { colspan: columns().length + 1, class: "empty" }, answer.runs.length ? "No run matches the filter." : "No run in this folder yet.")));
+    const rows = rowsOf(runs), accuracies = rows.map((row) => row.accuracy).filter((value) => value !== null);
+    fill(body, rows.map((row) => line(row, shown, accuracies.length > 1 && !answer.caution ? Math.max(...accuracies) : null)));
+    if (!runs.length) fill(body, h("tr", {}, h("td", { colspan: columns(shown).length + 1, class: "empty" }, answer.runs.length ? "No run matches the filter." : nothing())));
     if (focused) body.querySelector(`[data-id="${focused}"]`)?.focus();
+  }
+
+  const nothing = () => withCode(answer.folder === null ? "No run is below `runs` here, and none of yours lives on this machine. `stretto run FILE` starts one; `stretto ui FOLDER` shows others."
+    : "No run in this folder yet. `stretto quickstart` makes an example and runs it.");
+
+  function line(row, keys, highest) {
+    const ids = (row.members ?? [row]).map((run) => run.id), open = () => (row.members ? unfold(row.id) : (location.hash = `#/run/${row.id}/overview`));
+    const mark = (label, sign, set) => h("button", { type: "button", class: "plain small", "aria-label": `${label} ${row.name}`, title: label, "aria-pressed": String(ids.every(set.has)), onclick: () => { for (const id of ids) set.turn(id); draw(); } }, sign);
+    return h("tr", { class: `link ${ids.every((id) => chosen.has(id)) ? "chosen" : ""} ${opened.has(row.setting) && !row.members ? "member" : ""}`, tabindex: "0", "data-id": row.id,
+      onclick: (event) => { if (!event.target.closest("input, a, button")) open(); },
+      onkeydown: (event) => { if (event.key === "Enter" && event.target.tagName === "TR") open(); } },
+      h("td", {}, h("input", { type: "checkbox", checked: ids.every((id) => chosen.has(id)), "aria-label": `Select ${row.name}`, onchange: (event) => choose(ids, event.target.checked) })),
+      h("td", { class: "name clip", title: printable(row.path) }, 
+        row.members ? [printable(row.name), h("button", { type: "button", class: "plain small", "aria-expanded": String(opened.has(row.id)), onclick: () => unfold(row.id) }, `${row.members.length} seeds ${opened.has(row.id) ? "▴" : "▾"}`)]
+          : h("a", { href: `#/run/${row.id}/overview` }, printable(row.name)), ![".", row.name].includes(row.path) && h("span", { class: "muted" }, ` ${printable(row.path)}`)),
+      h("td", { class: "state" }, h("span", { class: `pill ${row.state}` }, row.state)),
+      h("td", { class: "said clip", title: printable(row.verdict) }, warning(row), printable(row.members ? row.verdict : said(row)) || "–"),
+      h("td", { class: "number step" }, `${number(row.step)} / ${number(row.total)}`),
+      h("td", { class: "number reward" }, figureText("reward", row.reward), spread("reward", row.reward_sd)), h("td", { class: "curve" }, spark(...(row.members ?? [row]).map((run) => run.curve))),
+      h("td", { class: "number accuracy", title: `best ${figureText(ACCURACY, row.best)}` }, row.accuracy !== null && row.accuracy === highest && h("span", { class: "pill highest", title: "The highest of the runs here" }, "highest"), ` ${figureText(ACCURACY, row.accuracy)}`, spread(ACCURACY, row.accuracy_sd)),
+      keys.map((key) => h("td", { class: "value clip", title: printable(row.values[key] ?? "") }, printable(row.values[key] ?? "–"))),
+      h("td", { class: "number" }, duration(row.wall_s)), h("td", { class: "number" }, ago(row.changed)),
+      h("td", { class: "marks" }, mark("Pin", "★", pinned), mark("Hide", "✕", hidden)));
+  }
+
+  function unfold(id) {
+    if (!opened.delete(id)) opened.add(id);
+    draw();
   }
 
   draw();
@@ -61,18 +117,47 @@ export async function runsView(query) {
     async update() { const before = JSON.stringify(answer); answer = await get("runs"); if (JSON.stringify(answer) !== before) draw(); },
     redraw() {},
     key(event) {
-      const id = document.activeElement?.closest?.("tr.link")?.dataset.id;
+      const row = document.activeElement?.closest?.("tr.link");
       if (event.key === "c") go();
-      else if (event.key === "x" && id) choose(id, !chosen.has(id));
+      else if (event.key === "x" && row) row.querySelector("input").click();
       else return false;
       return true;
     },
   };
 }
 
+/** The first clause of a run's verdict, without its state. */
+const said = ({ verdict }) => verdict.split(";")[0].replace(/^[a-z ]+\d*, /, "");
+
+const spread = (key, sd) => typeof sd === "number" && h("span", { class: "muted" }, ` ± ${figureText(key, sd)}`);
+
+/** Open advice and failed tickets of a run, or of the worst of several. */
+function warning({ advice, failed }) {
+  const texts = [...advice.map((rule) => rule.replaceAll("_", " ")), failed >= 0.005 && `${Math.round(100 * failed)} % failed`].filter(Boolean);
+  return texts.length > 0 && h("span", { class: "warn", title: printable(texts.join(", ")) }, failed >= 0.005 ? `▲ ${texts.at(-1)} ` : "▲ ");
+}
+
+/** One row for runs that differ only in their seed: means over them, and the standard deviation between them. */
+function grouped(members) {
+  const of = (key) => members.map((run) => run[key]).filter((value) => typeof value === "number");
+  const [first] = members, states = new Set(members.map((run) => run.state)), joined = (texts, by) => [...new Set(texts)].join(by);
+  return {
+    ...first, members, id: first.setting, path: ".", values: Object.fromEntries(Object.keys(first.values).map((key) => [key, joined(members.map((run) => run.values[key]), " ")])),
+    state: ["running", "failed", "stopped", "interrupted", "completed"].find((state) => states.has(state)), verdict: joined(members.map(said), " · "),
+    advice: [...new Set(members.flatMap((run) => run.advice))], failed: Math.max(...of("failed")), step: Math.min(...of("step")),
+    reward: mean(of("reward")), reward_sd: deviation(of("reward")), accuracy: mean(of("accuracy")), accuracy_sd: deviation(of("accuracy")),
+    best: of("best").length ? Math.max(...of("best")) : null, wall_s: mean(of("wall_s")), changed: Math.max(...of("changed")),
+  };
+}
+
+/** What a column shows of a row: one of its values by a dotted key, or one of its figures. */
+const valueOf = (row, key) => (key in row.values ? row.values[key] : row[key]);
+
 function compared(one, other) {
   if (one === other) return 0;
   if (one === null || one === undefined) return -1;
   if (other === null || other === undefined) return 1;
-  return typeof one === "string" ? one.localeCompare(other) : one - other;
+  if (typeof one !== "string") return one - other;
+  const numbers = [Number(one), Number(other)];
+  return numbers.every(Number.isFinite) ? numbers[0] - numbers[1] : one.localeCompare(other);
 }

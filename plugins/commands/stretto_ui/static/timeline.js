@@ -1,11 +1,14 @@
 // Generation and training over time, on a canvas: lanes of spans, what waited for what, zoom and movement.
 import { colour, debounce, duration, fill, h, number, printable } from "./dom.js";
 import { get } from "./api.js";
-import { figure, tooltip } from "./figures.js";
+import { hueOf, timeBar } from "./figures.js";
 
 const LABEL = 132, ROW = 18, THIN = 5, GAP = 9, AXIS = 22, FLIGHT = 46;
-const COLOURS = { step: "c0", wait: "c5", evaluation: "c4", call: "c2", swap: "c3", train: "c0", eval: "c4" };
-const KINDS = [["step", "train step"], ["wait", "wait before a step"], ["call", "call of a worker group"], ["swap", "swap of weights"], ["train", "ticket: generation"], ["score", "ticket: scoring"], ["eval", "evaluation"]];
+/** What a span shows -> the part of a step's time whose colour it has: training itself, or a wait for it. */
+const PARTS = { step: "train_s", call: "train_s", swap: "wait/swap_s", train: "wait/groups_s", evaluation: "wait/evaluation_s", eval: "wait/evaluation_s" };
+const SCORING = 4; // the colour of a wait that is rare
+const KINDS = [["step", "training: a step, a call of its workers"], ["train", "ticket: generation"], ["score", "ticket: scoring"], ["swap", "swap of weights"], ["eval", "evaluation"]];
+const hueOfKind = (kind) => (kind === "score" ? SCORING : hueOf(PARTS[kind]));
 
 export async function timelineTab({ id, facts }) {
   let data = await get(`runs/${id}/timeline`, { width: 1200 });
@@ -13,7 +16,7 @@ export async function timelineTab({ id, facts }) {
   let [start, end] = [data.start, data.end], follows = facts().state === "running", loading = false, boxes = [];
   const abort = new AbortController();
   const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": "Timeline of generation and training", id: "timeline" });
-  const detail = h("p", { class: "detail", "aria-live": "polite" }), range = h("span", { class: "muted mono" }), waits = h("section", { class: "panel w6", id: "waits" });
+  const detail = h("p", { class: "detail", "aria-live": "polite" }), range = h("span", { class: "muted mono" }), time = h("section", { class: "panel", id: "share" });
   const tip = h("div", { class: "tip", hidden: true }), followed = h("input", { type: "checkbox", checked: follows, onchange: () => { follows = followed.checked; } });
   const element = h("div", {},
     h("div", { class: "tools" },
@@ -21,8 +24,8 @@ export async function timelineTab({ id, facts }) {
       h("button", { type: "button", onclick: () => go(data.begun, data.ended) }, "Whole run"), h("button", { type: "button", onclick: newest }, "Newest steps"),
       facts().state === "running" && h("label", {}, followed, "follow"), range),
     h("section", { class: "panel timeline" }, canvas, detail),
-    h("div", { class: "legend", style: { margin: "10px 2px 14px" } }, KINDS.map(([kind, label]) => h("span", {}, h("span", { class: `key k${kind === "score" ? 6 : COLOURS[kind].slice(1)}` }), label)), h("span", { class: "faint" }, "Drag to move, Ctrl and wheel to zoom, hover for details, click a ticket for its samples.")),
-    h("div", { class: "grid" }, waits), tip);
+    h("div", { class: "legend", style: { margin: "10px 2px 14px" } }, KINDS.map(([kind, label]) => h("span", {}, h("span", { class: `key k${hueOfKind(kind)}` }), label)), h("span", { class: "faint" }, "Pale before a step: what training waits for. Drag to move, Ctrl and wheel to zoom, hover for details, click a ticket for its samples.")),
+    time, tip);
   const sized = new ResizeObserver(() => draw());
 
   async function newest() {
@@ -106,7 +109,7 @@ export async function timelineTab({ id, facts }) {
     }
     canvas.classList.toggle("loading", loading);
     fill(range, `${clock(start)} to ${clock(end)} · ${duration(end - start)}${loading ? " · loading" : ""}`);
-    drawWaits();
+    drawTime();
   }
 
   function drawAxis(pen, x, left, width, height) {
@@ -128,11 +131,11 @@ export async function timelineTab({ id, facts }) {
     const high = lane.kind === "tickets" ? (lane.rows * THIN < ROW ? ROW / lane.rows : THIN) : tall;
     for (const span of lane.spans) {
       const left = x(span.start), wide = Math.max(1, x(span.end) - left - (high > 6 ? 0.5 : 0)), top = y + (span.row ?? 0) * high;
-      pen.fillStyle = colour(COLOURS[span.kind]);
-      pen.globalAlpha = span.kind === "wait" ? 0.4 : span.count > 1 ? 0.35 + 0.55 * Math.min(1, span.busy_s / (span.end - span.start)) : 0.9;
+      pen.fillStyle = colour(`c${span.part ? hueOf(span.part) : hueOfKind(span.kind)}`);
+      pen.globalAlpha = span.kind === "wait" ? 0.5 : span.count > 1 ? 0.35 + 0.55 * Math.min(1, span.busy_s / (span.end - span.start)) : 0.9;
       pen.fillRect(left, top, wide, high - (high > 4 ? 1 : 0));
       if (span.score > 0.02) {
-        pen.fillStyle = colour("c6");
+        pen.fillStyle = colour(`c${SCORING}`);
         pen.fillRect(left + wide * (1 - span.score), top, wide * span.score, high - (high > 4 ? 1 : 0));
       }
       pen.globalAlpha = 1;
@@ -141,7 +144,7 @@ export async function timelineTab({ id, facts }) {
       if (text && wide > 26) {
         pen.fillStyle = span.kind === "wait" ? colour("text") : colour("panel");
         pen.textBaseline = "middle";
-        const full = pen.measureText(text).width <= wide - 8, brief = text.match(/(\d+)$/)?.[1] ?? text;
+        const full = pen.measureText(text).width <= wide - 8, brief = (span.kind !== "wait" && text.match(/(\d+)$/)?.[1]) || text;
         pen.fillText(shorten(pen, full ? text : brief, wide - 8), Math.max(left, label()) + 4, top + high / 2);
       }
     }
@@ -149,7 +152,7 @@ export async function timelineTab({ id, facts }) {
 
   function drawFlight(pen, lane, x, y, tall) {
     const most = Math.max(1, ...lane.flight), step = (data.end - data.start) / lane.flight.length;
-    pen.fillStyle = colour("c0");
+    pen.fillStyle = colour(`c${hueOfKind("train")}`);
     pen.globalAlpha = 0.6;
     pen.beginPath();
     pen.moveTo(x(data.start), y + tall);
@@ -164,12 +167,9 @@ export async function timelineTab({ id, facts }) {
     pen.globalAlpha = 1;
   }
 
-  function drawWaits() {
-    const whole = end - start, most = Math.max(...data.waits.map(([, seconds]) => seconds), 1e-9);
-    fill(waits, h("h2", {}, "What training waited for ", h("span", { class: "muted" }, "in this window")),
-      loading ? h("p", { class: "muted" }, "Loading.")
-        : data.waits.length ? h("div", { class: "bars" }, data.waits.map(([cause, seconds]) => [h("span", { class: "muted", title: tooltip(`wait/${cause}_s`) }, figure(`wait/${cause}_s`).label), h("div", { class: "track" }, h("div", { class: "fill", style: { width: `${(100 * seconds) / most}%` } })), h("span", { class: "number" }, `${duration(seconds)} · ${((100 * seconds) / whole).toFixed(1)} %`)]))
-        : h("p", { class: "muted" }, "No step in this window."));
+  function drawTime() {
+    const wait = loading ? "Loading." : data.parts.length ? "" : "No step in this window.";
+    fill(time, h("h2", {}, "Time of the steps ", h("span", { class: "muted" }, "in this window")), wait ? h("p", { class: "muted" }, wait) : timeBar(data.parts));
   }
 
   const clock = (time) => relative(time - data.begun, (end - start) / 100);

@@ -1,0 +1,146 @@
+"""What advice, verdict and live view know of a run: its newest lines, and a few figures of older ones."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from stretto.kernel.schedule.health import Evaluated, RewardHistory, Window
+from stretto.observe.bottleneck import number
+from stretto.records.figures import RECENT_STEPS, recent
+
+KEPT = 200
+"""Number of newest lines."""
+_POINTS = 64
+
+
+class History:
+    """The newest lines of a run, and its evaluations."""
+
+    def __init__(self) -> None:
+        self.lines: deque[Mapping[str, Any]] = deque(maxlen=KEPT)
+        self._figures: dict[str, deque[tuple[int, float]]] = {}
+        """Name -> the newest (step, figure) pairs of the lines in which the figure is finite."""
+        self.evaluations: list[Evaluated] = []
+        """Those with an accuracy, in order."""
+        self.first: dict[str, Window] = {}
+        """Name -> the first 10 steps with that figure, for `reward`, `loss` and `entropy`."""
+        self.rewards = RewardHistory()
+        self.lr = 0.0
+        """Largest learning rate so far."""
+        self.limit = -math.inf
+        """Largest reward of an answer so far."""
+        self.varied = False
+        """Whether two answers of one batch ever had different rewards."""
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Take in the line of the next step."""
+        self.lines.append(line)
+        for name in line:
+            if (value := number(line, name)) is not None:
+                self._figures.setdefault(name, deque(maxlen=KEPT)).append((line["step"], value))
+        self.lr = max(self.lr, number(line, "lr") or 0.0)
+        if (largest := number(line, "reward_max")) is not None:  # 0 is a limit too
+            self.limit = max(self.limit, largest)
+        self.varied = self.varied or bool(number(line, "reward_std"))
+        for name in ("reward", "loss", "entropy"):
+            if name not in self.first and (window := self.window(name, 10)):
+                self.first[name] = window
+        if (reward := number(line, "reward")) is not None:
+            self.rewards.add(line["step"], reward, number(line, "reward_std"))
+
+    @property
+    def start(self) -> Window | None:
+        """See `RewardHistory`."""
+        return self.rewards.start
+
+    @property
+    def spread(self) -> float:
+        """See `RewardHistory`."""
+        return self.rewards.spread
+
+    def known(self, name: str) -> list[tuple[int, float]]:
+        """Return the newest (step, figure) pairs of the lines that have a finite figure of this name."""
+        return list(self._figures.get(name, ()))
+
+    def window(self, name: str, count: int, *, back: int = 0) -> Window | None:
+        """Return the window of `count` known figures of a name that ends before the newest `back` figures;
+        None if there are fewer."""
+        known = self.known(name)
+        return Window.of(known[: len(known) - back], count)
+
+    def has_room(self) -> bool:
+        """Return whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
+        spread = self.window("reward_std", 10)
+        return spread is not None and self.spread > 0 and spread.mean >= 0.7 * self.spread
+
+    def rises(self, name: str, count: int) -> bool:
+        """Whether the mean of the newest `count` steps is more than two standard errors above the mean of the
+        `count` steps before them."""
+        now, before = self.window(name, count), self.window(name, count, back=count)
+        if now is None or before is None:
+            return False
+        rise, error = now.rise(before)
+        return rise > 2 * error
+
+    def gain(self, name: str) -> float | None:
+        """Return how far the mean reward or loss of the newest 20 steps is from that of the first 10, if it
+        is clearly better: by more than three standard errors and a tenth of the rewards' spread; else
+        None."""
+        first, now = self.first.get(name), self.window(name, 20)
+        if first is None or now is None:
+            return None
+        rise, error = now.rise(first)
+        better = rise if name == "reward" else -rise
+        return rise if better > max(3 * error, 0.1 * self.spread) else None
+
+    def broken(self) -> list[str]:
+        """Return what shows that the policy is broken, as clauses; empty if nothing does."""
+        entropy, first = self.window("entropy", 3), self.first.get("entropy")
+        norm, truncated = self.window("grad_norm", 3), self.window("truncated", 3)
+        certain = entropy and first and entropy.mean < max(0.02, 0.1 * first.mean)
+        clauses = [
+            f"its answers are nearly certain (entropy {entropy.mean:.2g} nats per token)"
+            if entropy and certain
+            else "",
+            f"{truncated.mean:.0%} of the answers end at the limit of tokens"
+            if truncated and truncated.mean > 0.9
+            else "",
+            "the gradient is 0, so no step changes it any more" if norm and norm.mean < 1e-6 else "",
+        ]
+        return [clause for clause in clauses if clause]
+
+
+class Curve:
+    """The means of a figure over equal numbers of steps. When there are 64 means, each two become one."""
+
+    def __init__(self) -> None:
+        self._means: list[float] = []
+        self._width = 1
+        """Number of figures in one mean."""
+        self._begun: list[float] = []
+        """The newest figures, which are not in a mean yet."""
+        self._newest: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def add(self, value: float) -> None:
+        """Take in the figure of the next step."""
+        self._begun.append(value)
+        self._newest.append(value)
+        if len(self._begun) < self._width:
+            return
+        self._means.append(sum(self._begun) / self._width)
+        self._begun.clear()
+        if len(self._means) == _POINTS:
+            self._means = [(one + two) / 2 for one, two in zip(*[iter(self._means)] * 2, strict=True)]
+            self._width *= 2
+
+    def points(self) -> list[float]:
+        """Return the means, in order; at most 64. The last one may be over fewer steps."""
+        begun = [sum(self._begun) / len(self._begun)] if self._begun else []
+        return [*self._means, *begun]
+
+    def recent(self) -> float | None:
+        """Return the mean over the newest steps; None before the first step."""
+        return recent(list(self._newest))

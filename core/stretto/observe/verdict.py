@@ -1,0 +1,289 @@
+"""The verdict: one line that says whether a run learns, and what it waits for.
+
+Every view shows this line: the kernel makes it, and writes it into `status.json` and `summary.json`.
+docs/seeing.md defines its words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from stretto.bus.messages.events import CAUSES, CauseKind
+from stretto.kernel.schedule.health import Evaluated
+from stretto.observe.advice import Adviser
+from stretto.observe.bottleneck import bottleneck, total, verifiers_used
+from stretto.observe.history import History
+from stretto.records.accuracy import estimate_share
+from stretto.records.figures import FIGURES, VERDICT_STEPS, duration_text, recent
+from stretto.records.metrics import ACCURACY
+from stretto.records.status import State, Verdict
+
+_FEWEST = 10
+"""No trend is claimed of fewer steps."""
+_APART = 30
+"""With this many steps, the first 10 are none of the newest 20."""
+_ERRORS = 2.3
+"""Standard errors from which on a change is none of chance: a two-sided test at 2 %. So of runs that do not
+change, about 1 % get each wrong verdict by their rewards, and as many by their evaluations."""
+_LEAST_SHARE = 0.1
+"""Part of the time from which on a wait is named."""
+_LEAST_AFTER_S = 10.0
+"""Seconds after an ended run's last step from which on they are named, if they are that part of its time."""
+_LEAST_WITHOUT_SIGNAL = 0.3
+_MOST_ADVICE = 2
+_SAID = frozenset(
+    {
+        *("reward_collapse", "constant_reward", "zero_variance_groups", "plateau", "evaluation_waits"),
+        *("training_waits", "generation_waits", "verifier_bound", "failure_bias"),
+    }
+)
+"""Rules whose problem the other clauses name."""
+_WHY_GENERATION = frozenset({"slot_bound", "kv_bound", "lost_prefixes"})
+"""Rules that say why generation is slow."""
+_OF_TIME = _WHY_GENERATION | {"slow_swaps"}
+"""Rules whose problem takes a share of the time."""
+_WAITS: tuple[CauseKind, ...] = tuple(cause for cause in CAUSES if cause != "groups")
+"""Causes that are named from `_LEAST_SHARE` on. A wait for groups is named as what the run is bound by."""
+_PAST = {
+    "learning": "learned",
+    "flat": "no change",
+    "falling": "fell",
+    "collapsing": "collapsed",
+    "broken": "broken",
+    "unknown": "not known whether it learned",
+}
+
+Trend = Literal["unknown", "learning", "flat", "falling", "collapsing", "broken"]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What the verdict uses besides the figures."""
+
+    status: State
+    steps: int
+    """Number of complete steps."""
+    trains: bool = True
+    """Whether the run has steps to train, and is no evaluation."""
+    restarts: int = 0
+    """Number of workers that were lost and started again."""
+    rows_change: bool = False
+    """Whether a curriculum chooses the rows, so that the rewards of two steps cannot be compared."""
+    wall_s: float = 0.0
+    """Seconds of the run."""
+    after_s: float = 0.0
+    """The part of them after the newest step."""
+
+
+def verdict(adviser: Adviser, state: RunState) -> Verdict:
+    """Return the verdict about a run after its newest step. Why a run ended, views say beside it."""
+    history = adviser.history
+    ended = state.status in ("completed", "interrupted", "failed")
+    found, what = _trend(adviser, state.rows_change, ended=ended)
+    said = f"{_PAST[found] if ended else found}: {what}" if history.lines else ""
+    if ended:
+        how = "finished" if state.status == "completed" else f"{state.status} at step {state.steps}"
+        head = ", ".join(filter(None, [how, said]))
+    else:
+        head = said or ("waiting for the first step" if state.trains else "")
+    named = any(advice.rule == "lost_workers" for advice in adviser.open)
+    lost = f"lost workers started again {state.restarts} times" if state.restarts and not named else ""
+    late = ended and history.lines and state.after_s >= max(_LEAST_AFTER_S, _LEAST_SHARE * state.wall_s)
+    after = f"it went on for {duration_text(state.after_s)} after its last step" if late else ""
+    text = "; ".join(filter(None, [head, lost, *_clauses(adviser), after]))
+    return Verdict(found if history.lines else "waiting", text)
+
+
+# ------------------------------------------------------------------------------------- does it learn
+
+
+def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, str]:
+    """Return whether the run learns, and the figures that show it."""
+    history = adviser.history
+    for advice in adviser.open:
+        problem = advice.message.partition("; ")[0]
+        if advice.rule == "constant_reward":
+            return "broken", problem
+        if advice.rule == "reward_collapse":
+            return "broken" if history.broken() else "collapsing", problem
+    if rows_change or _left_out(history):
+        return _by_evaluations(history.evaluations, "the rows of two steps cannot be compared")
+    name = "reward" if history.known("reward") else "loss"
+    known = history.known(name)[-VERDICT_STEPS:]
+    if len(known) < _FEWEST:
+        value = FIGURES[name].text(recent([each for _, each in known]))
+        return "unknown", f"{name} {value} after {len(known)} step{'s' * (len(known) != 1)}, too few to tell"
+    better = trend(known) * (1 if name == "reward" else -1)
+    gain = history.gain(name) if len(history.known(name)) >= _APART else None
+    since_start = "" if gain is None else _signed(name, gain)
+    if ended and since_start and better >= 0:
+        return "learning", f"{name} {since_start} in {known[-1][0]} steps"
+    changed = f"{name} {_signed(name, _change(known))} in {len(known)} steps"
+    by_evaluations, shown = _by_evaluations(history.evaluations, "")
+    if better < 0:
+        return "falling", changed
+    if better > 0:
+        return "learning", changed
+    if by_evaluations in ("learning", "falling"):
+        return by_evaluations, f"{shown}, {changed}"
+    value = FIGURES[name].text(float(np.mean([each for _, each in known])))
+    rest = f", {since_start} since the start" if since_start else ""
+    return "flat", f"{name} {value} for {len(known)} steps{rest}"
+
+
+def trend(known: Sequence[tuple[int, float]]) -> int:
+    """Return whether a figure rises (1), falls (-1) or neither (0).
+
+    The slope of least squares counts if it is more than 2.3 standard errors from 0. The error is that of
+    independent residuals times √((1 + ρ) / (1 - ρ)), with ρ their correlation from step to step (Bayley and
+    Hammersley 1946); few steps need more errors, about as Student's distribution does.
+
+    Args:
+        known: at least 3 (step, figure) pairs, in order.
+    """
+    steps, values = np.array(known, np.float64).T
+    count, away = len(steps), steps - steps.mean()
+    slope = float(away @ values / (away @ away))
+    rest = values - values.mean() - slope * away
+    squares = float(rest @ rest)
+    if squares <= 1e-18 * float(values @ values):  # all on one line
+        return int(np.sign(slope)) if abs(slope) > 1e-9 * float(np.abs(values).max()) else 0
+    # A fitted line takes about 2/n from the correlation of its residuals.
+    correlation = min(0.9, max(0.0, float(rest[1:] @ rest[:-1]) / squares + 2 / count))
+    variance = squares / (count - 2) * (1 + correlation) / (1 - correlation)
+    error = math.sqrt(variance / float(away @ away))
+    return int(np.sign(slope)) if abs(slope) > _ERRORS * (1 + 2.2 / (count - 2)) * error else 0
+
+
+def _change(known: Sequence[tuple[int, float]]) -> float:
+    """Return the mean of the newest steps less that of as many first ones, at most 10 and half of all."""
+    values = [value for _, value in known]
+    count = min(_FEWEST, len(values) // 2)
+    return math.fsum(values[-count:]) / count - math.fsum(values[:count]) / count
+
+
+def _left_out(history: History) -> bool:
+    """Whether the algorithm, or a gate, leaves out so many finished groups that the mean reward of the others
+    says little of the policy."""
+    lines = list(history.lines)[-VERDICT_STEPS:]
+    filtered = sum(
+        count
+        for line in lines
+        for reason, count in line.get("not_trained", {}).items()
+        if reason.startswith("filtered: ")
+    )
+    groups = sum(line.get("ledger", {}).get("trained", 0) for line in lines[-1:])
+    before = lines[0].get("ledger", {}).get("trained", 0) if lines else 0
+    return filtered > 0 and filtered > 0.1 * (filtered + groups - before)
+
+
+def _by_evaluations(evaluations: Sequence[Evaluated], why: str) -> tuple[Trend, str]:
+    """Return the trend that the newest evaluation shows against an earlier one, 60 steps before or the first.
+
+    Args:
+        why: why the reward does not tell, for the case that evaluations do not tell either.
+    """
+    if len(evaluations) < 2:
+        return "unknown", f"{why}, and there are no two held-out evaluations"
+    version, now, samples = evaluations[-1]
+    since, before, count = next(
+        (each for each in reversed(evaluations[:-1]) if each[0] <= version - VERDICT_STEPS), evaluations[0]
+    )
+    rise, error = now - before, math.hypot(_error(now, samples), _error(before, count))
+    better: Trend = "flat" if abs(rise) <= _ERRORS * error else "learning" if rise > 0 else "falling"
+    return better, f"held out {_signed(ACCURACY, rise)} since version {since}"
+
+
+def _error(share: float, count: int) -> float:
+    """Return the standard error of a share of answers. Two successes and two failures are added, so that it
+    is not 0 at 0 and 1 (Agresti and Coull 1998)."""
+    share = min(1.0, max(0.0, share))
+    middle = (share * count + 2) / (count + 4)
+    return math.sqrt(middle * (1 - middle) / (count + 4))
+
+
+# ----------------------------------------------------------------------------------- what goes with it
+
+
+def _clauses(adviser: Adviser) -> Iterator[str]:
+    """Yield what else matters: held-out accuracy, groups without a signal, waits, and what advice says."""
+    history = adviser.history
+    yield from _held_out(history.evaluations)
+    problems = {advice.rule: advice.message.partition("; ")[0] for advice in adviser.open}
+    flat = recent([each for _, each in history.known("zero_variance_groups")]) or 0.0
+    if history.varied and flat >= _LEAST_WITHOUT_SIGNAL and "truncation" not in problems:
+        yield f"{flat:.0%} of the groups without signal"
+    apart = _SAID | _OF_TIME | {"failures"}
+    yield from [problem for rule, problem in problems.items() if rule not in apart][:_MOST_ADVICE]
+    lines = list(history.lines)[-VERDICT_STEPS:]
+    costs = [(_failed(lines), problems["failures"])] if "failures" in problems else []
+    lines = [line for line in lines if line["step"] > 1]  # it waits for the first groups
+    if not lines or "ticket_generate_s" not in lines[-1]:
+        yield from (text for _, text in costs)
+        return
+    part, share = bottleneck(lines)
+    shares = _shares(lines)
+    costs += _times(shares, problems)
+    late = ", late tickets among them" if shares["late_ticket"] >= 0.005 else ""
+    waited = shares["groups"] + shares["late_ticket"]
+    waits = f"training waits {waited:.0%} of the time for groups{late}"
+    if part == "verification":
+        used = verifiers_used(lines)
+        work = f"they work {used:.0%} of the time, and " if used else ""
+        costs.append((share, f"bound by verifiers (rewards and tools): {work}{waits}"))
+    yield from (text for _, text in sorted(costs, key=lambda cost: -cost[0]))
+    if part == "training":
+        yield f"bound by training, which works {share:.0%} of the time"
+    elif part == "workflow":
+        own, whole = (total(lines, name) / len(lines) for name in ("ticket_own_s", "ticket_s"))
+        yield f"bound by the workflow's own work, {own:.2g} of the {whole:.2g} s of a ticket: {waits}"
+    elif part == "generation" and not _WHY_GENERATION & problems.keys():
+        yield f"bound by generation: {waits}"
+
+
+def _held_out(evaluations: Sequence[Evaluated]) -> Iterator[str]:
+    if evaluations:
+        version, accuracy, samples = evaluations[-1]
+        best = max(evaluations, key=lambda each: each[1])
+        interval = estimate_share(accuracy, samples).ci95
+        text = f"held out {FIGURES[ACCURACY].text(accuracy)}"
+        text += "" if interval is None else f" ± {FIGURES[ACCURACY].text(interval)}"
+        if len(evaluations) == 1:
+            yield f"{text} at version {version}"
+        else:
+            yield f"{text}, the best so far" if best[1] == accuracy else f"{text}, best at version {best[0]}"
+
+
+def _failed(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of tickets that failed."""
+    first, last = (line.get("ledger", {}) for line in (lines[0], lines[-1]))
+    failed, trained = (last.get(name, 0) - first.get(name, 0) for name in ("failed", "trained"))
+    return failed / max(1, failed + trained)
+
+
+def _shares(lines: Sequence[Mapping[str, Any]]) -> dict[CauseKind, float]:
+    """Return the share of the time that training waited, by cause."""
+    all_s = max(total(lines, "step_s"), 1e-9)
+    return {cause: total(lines, f"wait/{cause}_s") / all_s for cause in CAUSES}
+
+
+def _times(shares: Mapping[CauseKind, float], problems: Mapping[str, str]) -> Iterator[tuple[float, str]]:
+    """Yield shares of the time that are lost, and to what."""
+    for cause in _WAITS:
+        if cause == "swap" and "slow_swaps" in problems:
+            yield shares[cause], problems["slow_swaps"]
+        elif shares[cause] >= _LEAST_SHARE:
+            words = FIGURES[f"wait/{cause}_s"].label.removeprefix("wait for ")
+            yield shares[cause], f"{words} took {shares[cause]:.0%} of the time"
+    for rule in sorted(_WHY_GENERATION & problems.keys()):
+        yield shares["groups"], problems[rule]
+
+
+def _signed(name: str, value: float) -> str:
+    """Return a difference of a figure with its sign."""
+    return f"{'+' if value >= 0 else '-'}{FIGURES[name].text(abs(value))}"

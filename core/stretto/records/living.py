@@ -1,0 +1,62 @@
+"""Which runs of this user live on this machine: one small file for each, in the user's state folder.
+
+The files only say where to look. Whether a run lives, its lock says (see `stretto.bus.guard.is_locked`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import structlog
+
+from stretto.bus.guard import is_locked
+
+log = structlog.get_logger()
+
+
+@contextmanager
+def listed(folder: Path) -> Generator[None]:
+    """List a run, which this process owns, for the duration of the block. Without a home that can be written,
+    the run is not listed."""
+    path = str(folder.resolve())
+    try:
+        place = _place()
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = place / hashlib.sha256(path.encode()).hexdigest()[:16]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with os.fdopen(os.open(file, flags, 0o600), "w") as opened:
+            opened.write(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        log.info("the run is not in the list of living runs", error=str(error))
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
+def living() -> list[Path]:
+    """Return the folders of the listed runs that live. What a killed kernel has left is removed."""
+    found: list[Path] = []
+    try:
+        files = sorted(_place().iterdir())
+    except (OSError, RuntimeError):  # no run was ever listed
+        return []
+    for file in files:
+        with suppress(OSError):  # its run ends at this moment
+            folder = Path(file.read_text())
+            if is_locked(folder / "bus" / "kernel.lock"):
+                found.append(folder)
+            else:
+                file.unlink()
+    return sorted(found)
+
+
+def _place() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "stretto" / "runs"

@@ -1,0 +1,67 @@
+"""The logs in a run's folder as text: one JSON Lines file for the kernel, the supervisor and each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import TextIOWrapper
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import structlog
+
+from stretto.assembly.logs import printable_fields
+from stretto.errors import ConfigError, offer, printable
+from stretto.records.files import open_record
+
+_TEXT = structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0, sort_keys=False)
+_PROBLEMS = ("warning", "error", "critical")
+
+
+def log_files(folder: Path) -> dict[str, Path]:
+    """Return the logs of a run by the names of their processes, in order; `kernel` is the kernel's."""
+    return {file.stem: file for file in sorted((folder / "logs").glob("*.jsonl"))}
+
+
+def open_log(folder: Path, name: str) -> TextIOWrapper:
+    """Open a log.
+
+    Raises:
+        ConfigError: if there is no such log, or if it cannot be read.
+    """
+    logs = log_files(folder)
+    if name not in logs:
+        raise ConfigError(f"{folder} has no log of {name!r}{offer(name, logs, 'logs')}")
+    try:
+        return TextIOWrapper(open_record(logs[name]), encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{logs[name]} cannot be read: {error}") from error
+
+
+def whole_lines(log: IO[str]) -> Iterator[str]:
+    """Yield the lines that are complete. A later call continues behind them."""
+    while True:
+        place = log.tell()
+        line = log.readline()
+        if not line.endswith("\n"):
+            log.seek(place)
+            return
+        yield line
+
+
+def log_text(line: str, *, problems: bool = False) -> str:
+    """Return a line of a log as people read it. A line that is not JSON stays as it is.
+
+    Args:
+        problems: return an empty text for a line that is neither a warning nor an error.
+    """
+    try:
+        event = msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return printable(line.rstrip("\n"))
+    if problems and event.get("level") not in _PROBLEMS:
+        return ""
+    fields = printable_fields(event)
+    trace = fields.pop("exception", None)
+    text = _TEXT(None, "", {"event": "", **fields})
+    return f"{text}\n{trace}" if trace else str(text)

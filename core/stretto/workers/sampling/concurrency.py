@@ -1,0 +1,133 @@
+"""How many tickets a rollout worker runs at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import anyio
+import structlog
+
+from stretto.base import clock
+from stretto.bus.messages.membership import EngineFigures, Routes
+from stretto.bus.messages.tickets import Purpose
+from stretto.config import Bounds
+
+log = structlog.get_logger()
+
+_LOOK_S = 5.0
+_LESS = 0.8
+_MORE = 1 / 8
+
+
+class Concurrency:
+    """The number of tickets that run, and its limit.
+
+    A limit with bounds begins at the smaller one, and follows the rules of TCP: slow start, then additive
+    increase and multiplicative decrease (Jacobson, 1988, doi:10.1145/52324.52356). The signal is what engines
+    compute again because their prefix caches are too small for the conversations under way. It is looked at
+    every 5 s.
+
+    - The limit doubles while it is reached. When engines have computed again more tokens than they sampled
+      for the first time, it falls to the half.
+    - From then on it grows by an eighth in the time in which as many tickets end, and falls by a fifth when
+      engines have computed again more tokens than they sampled.
+    - What was sampled before a fall counts by half after it, so that one lost text does not make it fall
+      again. What is older than the time in which `limit` tickets end counts by half, too.
+    - After a fall it looks again only when so few tickets run.
+
+    Args:
+        limit: the number of tickets of each purpose, or its bounds.
+    """
+
+    def __init__(self, limit: int | Bounds, now: Callable[[], float] = clock.now) -> None:
+        self._bounds = Bounds(min=limit, max=limit) if isinstance(limit, int) else limit
+        self._limit: float = self._bounds.min
+        self._is_slow_start = True
+        self._running = Counter[Purpose]()
+        self._changed = anyio.Event()
+        self._closed = False
+        self._now = now
+        self._figures: dict[str, EngineFigures] = {}  # by the nonce of the process
+        self._sampled = self._lost = 0.0
+        self._round = 0
+        """Tickets that have ended since these were halved."""
+        self._begin_look()
+
+    @property
+    def limit(self) -> int:
+        """The largest number of tickets of each purpose now."""
+        return int(self._limit)
+
+    async def room(self, purpose: Purpose) -> int:
+        """Wait until a ticket of this purpose may begin, and return how many may. After `close`, return 0."""
+        while (room := self.limit - self._running[purpose]) <= 0 and not self._closed:
+            await self._changed.wait()
+        return 0 if self._closed else room
+
+    def begin(self, purpose: Purpose) -> None:
+        """Count a ticket that was taken. It may be more than the limit, if this fell meanwhile."""
+        self._running[purpose] += 1
+        self._was_reached = self._was_reached or self._running[purpose] >= self.limit
+
+    def end(self, purpose: Purpose) -> None:
+        """Count a ticket that has ended."""
+        self._was_reached = self._was_reached or self._running[purpose] >= self.limit
+        self._running[purpose] -= 1
+        self._ended += 1
+        self._notify()
+
+    def close(self) -> None:
+        """Let no more tickets begin."""
+        self._closed = True
+        self._notify()
+
+    def follow(self, routes: Routes) -> None:
+        """Take in the latest figures of the engines, and set the limit."""
+        sampled = lost = 0
+        for peer in routes.peers:
+            if (new := peer.figures) is not None:
+                former = self._figures.get(peer.nonce, new)
+                sampled += new.generated_tokens - former.generated_tokens
+                lost += new.lost_tokens - former.lost_tokens
+        self._figures = {peer.nonce: peer.figures for peer in routes.peers if peer.figures is not None}
+        if max(self._running.values(), default=0) > self.limit:
+            self._begin_look()
+            return
+        self._sampled += sampled
+        self._lost += lost
+        self._has_sampled = self._has_sampled or sampled > 0
+        if self._now() - self._looked_at >= _LOOK_S:
+            self._look()
+            self._begin_look()
+
+    # ------------------------------------------------------------------------------------ private
+
+    def _begin_look(self) -> None:
+        self._looked_at, self._ended = self._now(), 0
+        self._was_reached = max(self._running.values(), default=0) >= self.limit
+        self._has_sampled = False
+
+    def _look(self) -> None:
+        if self._lost > self._sampled:
+            self._set(self._limit * (1 / 2 if self._is_slow_start else _LESS))
+            self._is_slow_start = False
+            self._sampled, self._lost, self._round = self._sampled / 2, 0.0, 0
+            return
+        if self._was_reached and self._has_sampled:
+            more = self._limit if self._is_slow_start else self._ended * max(_MORE, 1 / self._limit)
+            self._set(self._limit + more)
+        self._round += self._ended
+        if self._round >= self._limit:
+            self._sampled, self._lost, self._round = self._sampled / 2, self._lost / 2, 0
+
+    def _set(self, limit: float) -> None:
+        before = self.limit
+        self._limit = min(max(limit, self._bounds.min), self._bounds.max)
+        if self.limit != before:
+            log.debug("concurrency", limit=self.limit, sampled=self._sampled, lost=self._lost)
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

@@ -1,0 +1,251 @@
+"""The verdict: what it says of made series of steps, and how often it is wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from step_lines import RUN, Line, Steps
+from stretto.observe.advice import Adviser
+from stretto.observe.verdict import RunState, trend, verdict
+from stretto.records.status import Verdict
+
+RUNNING, COMPLETED = RunState("running", 60), RunState("completed", 60)
+
+
+def judged(
+    lines: Sequence[Line], state: RunState = RUNNING, evaluations: Sequence[tuple[int, float, int]] = ()
+) -> Verdict:
+    """The verdict after lines and evaluations."""
+    adviser = Adviser(RUN)
+    for each in evaluations:
+        adviser.evaluated(*each)
+    for line in lines:
+        adviser.step(line)
+    return verdict(adviser, state)
+
+
+# ------------------------------------------------------------------------------------- its words
+
+
+def test_before_the_first_step_it_waits() -> None:
+    assert judged([]) == Verdict("waiting", "waiting for the first step")
+    assert (
+        judged([], evaluations=[(0, 0.25, 400)]).text
+        == "waiting for the first step; held out 0.250 ± 0.042 at version 0"
+    )
+    assert judged([], RunState("failed", 0)).text == "failed at step 0"
+    evaluated = judged([], RunState("completed", 0, trains=False), [(0, 0.25, 400)])
+    assert evaluated.text == "finished; held out 0.250 ± 0.042 at version 0"
+
+
+def test_of_a_few_steps_it_claims_nothing() -> None:
+    said = judged(Steps()(7, (0.1, 0.9)))
+    assert said.state == "unknown"
+    assert "after 7 steps, too few to tell" in said.text
+
+
+def test_a_run_that_learns() -> None:
+    said = judged(Steps()(60, (0.3, 0.5)), evaluations=[(0, 0.31, 400), (40, 0.5, 400), (60, 0.485, 400)])
+    assert said.state == "learning"
+    head, held_out, *_ = said.text.split("; ")
+    assert head == "learning: reward +0.211 in 60 steps"
+    assert held_out == "held out 0.485 ± 0.049, best at version 40"
+
+
+def test_a_run_whose_reward_has_stopped_to_rise_is_flat_and_has_learned() -> None:
+    lines = [*(steps := Steps())(60, (0.2, 0.8)), *steps(60, 0.8)]
+    said = judged(lines)
+    assert said.state == "flat"
+    assert said.text.startswith("flat: reward 0.796 for 60 steps, +0.564 since the start; ")
+    ended = judged(lines, COMPLETED)
+    assert ended.state == "learning"
+    assert ended.text.startswith("finished, learned: reward +0.564 in 120 steps; ")
+
+
+def test_a_fall_that_is_no_collapse_is_named_too() -> None:
+    said = judged(Steps()(60, (0.6, 0.45)))
+    assert (said.state, said.text[:17]) == ("falling", "falling: reward -")
+
+
+def test_a_collapse_and_a_broken_policy() -> None:
+    steps = Steps()
+    collapsing = judged([*steps(20, (0.5, 0.62)), *steps(20, (0.62, 0.1))])
+    assert collapsing.state == "collapsing"
+    assert collapsing.text.startswith("collapsing: mean reward fell from 0.6")
+    assert "`training.lr`" not in collapsing.text
+    steps, broken = Steps(), {"entropy": 0.01, "grad_norm": 0.0, "truncated": 1.0, "reward_std": 0.0}
+    lines = [*steps(4, 0.5), *steps(40, 0.0, **broken, zero_variance_groups=1.0)]
+    assert judged(lines).state == "broken"
+    assert judged(lines, COMPLETED).text.startswith("finished, broken: mean reward fell from 0.")
+    constant = judged(Steps()(20, 0.0))
+    assert constant.state == "broken"
+    assert constant.text.startswith("broken: every answer so far has the reward 0, so nothing is learnt")
+
+
+def test_a_run_without_rewards_learns_when_its_loss_falls() -> None:
+    lines = [{"step": step, "step_s": 1.0, "loss": 2.0 - step / 60} for step in range(1, 61)]
+    said = judged(lines)
+    assert (said.state, said.text) == ("learning", "learning: loss -0.8333 in 60 steps")
+
+
+@pytest.mark.parametrize("change", ["curriculum", "filtered"])
+def test_where_rows_change_only_held_out_rows_tell(change: str) -> None:
+    lines = Steps()(60, 0.5)
+    if change == "filtered":
+        lines = [
+            line
+            | {"not_trained": {"filtered: by the algorithm": 9}, "ledger": {"trained": 32 * line["step"]}}
+            for line in lines
+        ]
+    state = RunState("running", 60, rows_change=change == "curriculum")
+    assert judged(lines, state).text.startswith(
+        "unknown: the rows of two steps cannot be compared, and there are no two held-out evaluations"
+    )
+    rising = judged(lines, state, [(0, 0.3, 400), (60, 0.5, 400)])
+    assert (rising.state, rising.text[:41]) == ("learning", "learning: held out +0.200 since version 0")
+    assert judged(lines, state, [(0, 0.3, 400), (60, 0.33, 400)]).state == "flat"
+
+
+def test_held_out_rows_tell_what_a_reward_at_its_limit_does_not() -> None:
+    said = judged(Steps()(60, 0.5), evaluations=[(0, 0.3, 400), (60, 0.5, 400)])
+    assert said.state == "learning"
+    assert said.text.startswith("learning: held out +0.200 since version 0, reward ")
+
+
+def test_waits_come_largest_first_with_what_bounds_the_run() -> None:
+    waits: dict[str, Any] = {
+        "train_s": 0.2,
+        "wait/evaluation_s": 0.37,
+        "wait/checkpoint_s": 0.15,
+        "wait/swap_s": 0.05,
+    }
+    clauses = judged(Steps()(60, 0.5, **waits)).text.split("; ")
+    assert clauses[-2:] == ["evaluations took 37% of the time", "checkpoints took 15% of the time"]
+    waits = {"train_s": 0.25, "wait/groups_s": 0.75}
+    [*_, bound] = judged(Steps()(60, 0.5, **waits)).text.split("; ")
+    assert bound == "bound by generation: training waits 75% of the time for groups"
+    [*_, bound] = judged(Steps()(60, 0.5, **waits, ticket_score_s=3.0)).text.split("; ")
+    assert bound == "bound by verifiers (rewards and tools): training waits 75% of the time for groups"
+    [*_, bound] = judged(Steps()(60, 0.5, **waits, ticket_own_s=3.0, ticket_s=3.5)).text.split("; ")
+    assert bound == (
+        "bound by the workflow's own work, 3 of the 3.5 s of a ticket: "
+        "training waits 75% of the time for groups"
+    )
+    [*_, bound] = judged(Steps()(60, 0.5)).text.split("; ")
+    assert bound.startswith("bound by training, which works 7")
+
+
+def test_evaluations_that_wait_for_the_verifiers_too_do_not_hide_them() -> None:
+    waits: dict[str, Any] = {"train_s": 0.25, "wait/evaluation_s": 0.45, "wait/groups_s": 0.3}
+    *_, evaluations = judged(Steps()(60, 0.5, **waits, verifiers_used=0.5)).text.split("; ")
+    assert evaluations == "evaluations took 45% of the time"
+    *_, bound, evaluations = judged(Steps()(60, 0.5, **waits, verifiers_used=0.95)).text.split("; ")
+    assert bound == (
+        "bound by verifiers (rewards and tools): they work 95% of the time, and training waits 30% of the "
+        "time for groups"
+    )
+    assert evaluations == "evaluations took 45% of the time"
+
+
+def test_a_long_time_after_the_last_step_is_named() -> None:
+    said = judged(Steps()(60, 0.5), RunState("completed", 60, wall_s=110.0, after_s=23.0)).text
+    assert said.endswith("; it went on for 23 s after its last step")
+    for state in (
+        RunState("completed", 60, wall_s=600.0, after_s=23.0),
+        RunState("completed", 60, wall_s=20.0, after_s=9.0),
+        RunState("running", 60, wall_s=110.0, after_s=23.0),
+    ):
+        assert "after its last step" not in judged(Steps()(60, 0.5), state).text
+
+
+def test_the_larger_of_two_causes_comes_first() -> None:
+    both: dict[str, Any] = {
+        "wait/swap_s": 0.3,
+        "swap_pause_s": 0.3,
+        "wait/groups_s": 0.6,
+        "slots_used": 1.0,
+        "samples_waiting": 40.0,
+        "train_s": 0.15,
+        "step_s": 1.05,
+    }
+    *_, slots, swaps = judged(Steps()(60, 0.5, **both)).text.split("; ")
+    assert slots.startswith("generation is bound by its slots: 100% are in use")
+    assert swaps.startswith("swaps of weights stop the engines 29% of the time")
+
+    failing = [
+        line
+        | {"not_trained": {"failed: begun 3 times; at last it hangs": 1}}
+        | {"ledger": {"failed": line["step"], "trained": 9 * line["step"]}}
+        for line in Steps()(60, 0.5, **{"train_s": 0.25, "wait/groups_s": 0.75}, ticket_score_s=3.0)
+    ]
+    *_, time, failures = judged(failing).text.split("; ")
+    assert time == "bound by verifiers (rewards and tools): training waits 75% of the time for groups"
+    assert failures.endswith("tickets failed in 10 steps: 10 x begun 3 times, at last it hangs")
+    *_, failures, _ = judged([line | {"train_s": 0.9} for line in failing]).text.split("; ")
+    assert "tickets failed" in failures
+
+
+def test_a_worker_that_is_lost_again_and_again_is_named() -> None:
+    lines = Steps()(60, 0.5, train_s=0.25)
+    for step in (10, 30, 50):
+        lines[step]["lost"] = [{"worker": "inference-1", "how": "killed by signal 9"}]
+    said = judged(lines, RunState("running", 60, restarts=3)).text
+    assert "; inference-1 was lost 3 times in 60 steps, at last killed by signal 9; " in said
+    assert "lost workers" not in said
+
+
+def test_lost_workers_are_counted() -> None:
+    state = RunState("running", 60, restarts=3)
+    assert "; lost workers started again 3 times; " in judged(Steps()(60, 0.5), state).text
+
+
+def test_advice_is_named_in_place_of_what_it_explains() -> None:
+    full = judged(Steps()(60, 0.5, train_s=0.3, slots_used=1.0, samples_waiting=40.0)).text
+    assert "generation is bound by its slots: 100% are in use" in full
+    assert "bound by generation:" not in full
+    assert "40% of the answers end at the limit of tokens" in judged(Steps()(60, 0.5, truncated=0.4)).text
+    assert "44% of the groups without signal" in judged(Steps()(60, 0.5, zero_variance_groups=0.44)).text
+
+
+# ------------------------------------------------------------------------------------- is it right
+
+
+def series(random: np.random.Generator, count: int, rise: float, correlation: float) -> list[float]:
+    """Rewards that rise evenly, with normal noise whose steps are correlated. The quickstart's noise has a
+    deviation of 0.034 and a correlation of -0.17, measured over 60 steps at a learning rate of 1e-12."""
+    noise = random.normal(0, 0.04, count)
+    for step in range(1, count):
+        noise[step] = correlation * noise[step - 1] + np.sqrt(1 - correlation**2) * noise[step]
+    return [*(0.5 + np.linspace(0, rise, count) + noise)]
+
+
+def share_of(count: int, rise: float, correlation: float) -> Counter[str]:
+    random, steps = np.random.default_rng(7), Steps()(60, 0.5)
+    return Counter(
+        judged([line | {"reward": value} for line, value in zip(steps, rewards, strict=True)]).state
+        for rewards in (series(random, 60, rise, correlation) for _ in range(count))
+    )
+
+
+def test_of_200_runs_whose_reward_does_not_change_at_most_5_percent_get_another_verdict() -> None:
+    states = share_of(200, 0.0, -0.17)
+    assert states["flat"] >= 190, states
+
+
+def test_of_200_runs_that_rise_by_a_tenth_95_percent_learn() -> None:
+    states = share_of(200, 0.1, -0.17)
+    assert states["learning"] >= 190, states
+
+
+def test_the_trend_of_short_and_of_correlated_series() -> None:
+    random = np.random.default_rng(3)
+    for count, correlation, most in ((10, 0.0, 60), (60, 0.3, 80), (60, 0.6, 120)):
+        found = sum(trend([*enumerate(series(random, count, 0.0, correlation))]) != 0 for _ in range(2000))
+        assert found <= most, (count, correlation, found)
+    assert trend([*enumerate([0.5] * 20)]) == 0
+    assert trend([*enumerate(np.linspace(1, 0, 20))]) == -1
