@@ -8,6 +8,8 @@
 # make docs         the documentation site, into build/site; fails if a link does not hold
 # make test-slow   the tests that take a minute or more
 # make test-all    both, in one go
+# make test-nightly   minutes of what these cover in a smaller size: three and four ranks, many models, learning from images,
+#                  benchmarks, the conformance suites of new engines, the wheel with torch, the commands of the docs
 # make test-universes   600 simulated runs with faults: 300 that have to pass, and 300 new ones, whose failures are told
 # make test-chaos  kills in all configurations, the same bits with kills as without, and the search for planted mistakes
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
@@ -36,14 +38,17 @@ ARGS ?=
 JOBS ?=
 # Hundreds of processes import the same modules: they keep them compiled, also where the environment forbids it.
 export PYTHONDONTWRITEBYTECODE :=
+# Compiling all that is installed takes half of an installation's time, and most of it is never imported.
+PIP_INSTALL = $(BIN)/pip install -q --no-compile $(PIP_ARGS) -c constraints.txt
 # A file's tests run in one process, which makes their shared fixtures once; conftest.py has the order of the files.
 PARALLEL := --dist loadfile --no-loadscope-reorder
-DEFAULT := not slow and not integration and not chaos and not cluster and not gpu
+ALL := not nightly and not integration and not chaos and not cluster and not gpu
+DEFAULT := not slow and $(ALL)
 ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart vision test test-slow test-all test-universes test-chaos test-integration test-gpu test-hosts test-clusters coverage lint lines format docs bench clean
+.PHONY: quickstart vision test test-slow test-all test-nightly test-universes test-chaos test-integration test-gpu test-hosts test-clusters coverage lint lines format docs bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
@@ -56,10 +61,13 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n $(or $(JOBS),4) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m slow $(ARGS)
+	$(BIN)/python -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m "slow and $(ALL)" $(ARGS)
 
 test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m "not integration and not chaos and not cluster and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m "$(ALL)" $(ARGS)
+
+test-nightly: $(VENV)/installed
+	$(BIN)/python -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m nightly $(ARGS)
 
 test-universes: $(VENV)/installed
 	$(BIN)/python tests/helpers/universe_search.py small 0 300
@@ -81,7 +89,7 @@ test-hosts: $(VENV)/installed
 	$(BIN)/python -m pytest -q -rs -m cluster tests/hosts $(ARGS)
 
 test-clusters: $(VENV)/installed
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[ray]'
+	$(PIP_INSTALL) -e '.[ray]'
 	$(BIN)/python -m pytest -q -m cluster $(ARGS)
 
 coverage: $(VENV)/installed
@@ -143,6 +151,6 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "stretto needs Python 3.11 or newer: none of python3, python3.11 ... python3.14 is; give one with make PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "$(PYTHON) has no venv module (on Debian: apt install python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]'
 	$(BIN)/stretto schema > examples/schema.json  # editors check the example files with it
 	@touch $@

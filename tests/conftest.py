@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import tempfile
 import textwrap
 import time
 from collections import Counter
@@ -17,6 +19,7 @@ import anyio
 import psutil
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from commands import STRETTO, output_of
 from fixture_types import OpenBus
@@ -35,19 +38,28 @@ RUN = "test-run"
 
 pytest.register_assert_rewrite("stretto.testing")  # its failures then show the values compared
 
+# How long an example takes says how busy the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
 # Two compute threads for each of two processes on two cores would wait for each other; torch reads this when
 # it is imported, which is later.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A job in the background ignores SIGINT, and so would every process that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="stretto-state-")  # living runs are listed there
 
 
 LONGEST = (
-    *("test_deaths", "test_torch_runs", "test_evaluate", "test_layouts", "test_quickstart_model"),
-    *("test_advice", "test_runs", "test_user_code", "test_real_run", "test_resumed_with_changes"),
-    *("test_conformance", "test_templates", "test_trackers", "test_page", "test_replay", "test_vision"),
-    *("test_torch_requests", "test_math", "test_doc_blocks", "test_benchmarks"),
-    *("test_universe", "test_tapes", "test_check", "test_reasoning_gym", "test_liveness", "test_anthropic"),
-    *("test_nats", "test_workflows", "test_forecast", "test_mirror", "test_online", "test_writer"),
-    *("test_worker_groups", "test_checkpoint_store", "test_agent", "test_weights"),
+    *("test_deaths", "test_templates", "test_doc_blocks", "test_wheel", "test_torch_runs", "test_evaluate"),
+    *("test_layouts", "test_conformance", "test_vision", "test_quickstart_model", "test_advice", "test_runs"),
+    *("test_sweep", "test_user_code", "test_resumed_with_changes", "test_replay", "test_divergence"),
+    *("test_elastic", "test_docs_python", "test_page", "test_supervise", "test_trackers", "test_faults"),
+    *("test_chaos", "test_python_runs", "test_universe", "test_tapes", "test_math", "test_check"),
+    *("test_reasoning_gym", "test_real_run", "test_torch_requests", "test_liveness", "test_anthropic"),
+    *("test_forecast", "test_export", "test_online", "test_writer", "test_images", "test_nats"),
+    *("test_workflows", "test_mirror", "test_worker_groups", "test_checkpoint_store", "test_agent"),
+    *("test_kept_samples", "test_event_files", "test_watch", "test_lora_files", "test_weights"),
 )
 """The files whose tests take longest, by processor time or by waiting, in the order in which they begin."""
 
@@ -56,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give slow tests 20 minutes. Begin with the files whose tests take longest, so that no process of pytest
     is left alone with one."""
     for item in items:
-        long = item.get_closest_marker("slow") or item.get_closest_marker("cluster")
+        long = any(map(item.get_closest_marker, ("slow", "nightly", "cluster")))
         if long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
     runs = {"start", "module_start"}

@@ -14,7 +14,7 @@ venv=$(cd "$venv" && pwd)
 "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
   { echo "install.sh: $venv is of $("$venv/bin/python" -V); remove it, and give an ENGINES_PYTHON of version 3.11" >&2; exit 1; }
 # shellcheck disable=SC2086 - several arguments
-"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps ${PIP_ARGS:-} -r "$here/$engine.txt"
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --no-deps ${PIP_ARGS:-} -r "$here/$engine.txt"
 
 # PyPI's torchvision is a build for CUDA: with a torch for CPUs its operators are missing, and its import then fails
 # at an operator whose schema they would have brought. The processors of images need no operator.
