@@ -1,16 +1,19 @@
 # make quickstart   set everything up and train the tiny model of examples/quickstart
 # make vision       the same for examples/vision, a tiny model that reads images
-# make test         set everything up and run the tests
-# make coverage     the same tests, and which lines they run in all processes; fails below the floor in pyproject.toml
+# make test         set everything up and run the tests that a developer runs all day
+# make coverage     the same tests, and which lines they run in all processes; fails below the floor in pyproject.toml.
+#                   SET=all adds the slow and the nightly tests
 # make lint         ruff, pyright (strict), import rules, sizes, declared dependencies, spelling
 # make lines        lines of code of each package
 # make format       what ruff can mend
 # make docs         the documentation site, into build/site; fails if a link does not hold
-# make test-slow   the tests that take a minute or more
-# make test-all    both, in one go
+# make test-slow    the tests that take a minute or more, or start many processes; ARGS=--write-durations notes how long
+# make test-sample  some files of these: as many as end within BUDGET seconds (420); which ones, the commit decides
+# make test-slowly  the tests of `make test` beside busy loops that make the machine three times slower than a good one
+# make test-wheel   the wheel alone, in an environment of its own
 # make test-nightly   minutes of what these cover in a smaller size: three and four ranks, many models, learning from images,
-#                  benchmarks, the conformance suites of new engines, the wheel with torch, the commands of the docs
-# make test-universes   600 simulated runs with faults: 300 that have to pass, and 300 new ones, whose failures are told
+#                   benchmarks, the conformance suites of new engines, the wheel with torch, the commands of the docs
+# make test-universes   600 simulated runs with faults: 300 that have to pass, and 300 new ones, whose failures are listed
 # make test-chaos  kills in all configurations, the same bits with kills as without, and the search for planted mistakes
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make test-gpu    what only GPUs can show; skipped without CUDA
@@ -42,13 +45,18 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL = $(BIN)/pip install -q --no-compile $(PIP_ARGS) -c constraints.txt
 # A file's tests run in one process, which makes their shared fixtures once; conftest.py has the order of the files.
 PARALLEL := --dist loadfile --no-loadscope-reorder
-ALL := not nightly and not integration and not chaos and not cluster and not gpu
-DEFAULT := not slow and $(ALL)
+ALL := not integration and not chaos and not cluster and not gpu
+DEFAULT := not slow and not nightly and $(ALL)
+SLOW := slow and not nightly and $(ALL)
+# `.ci/run` gives a test that fails a second chance, alone, and reports it.
+PYTEST = $(BIN)/python $(if $(SECOND_CHANCE),.ci/second_chance.py,-m pytest -q)
+BUDGET ?= 420
+SET ?= default
 ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart vision test test-slow test-all test-nightly test-universes test-chaos test-integration test-gpu test-hosts test-clusters coverage lint lines format docs bench clean
+.PHONY: quickstart vision test test-slow test-sample test-slowly test-wheel test-nightly test-universes test-chaos test-integration test-gpu test-hosts test-clusters coverage lint lines format docs bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
@@ -58,29 +66,36 @@ vision: $(VENV)/installed
 	$(BIN)/stretto run examples/vision/run.yaml $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(or $(JOBS),4) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
+	$(PYTEST) -n $(or $(JOBS),4) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m "slow and $(ALL)" $(ARGS)
+	$(PYTEST) -n $(or $(JOBS),3) $(PARALLEL) -m "$(SLOW)" $(ARGS)
 
-test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m "$(ALL)" $(ARGS)
+test-sample: $(VENV)/installed
+	$(BIN)/python .ci/sample.py $(BUDGET) "$(SLOW)"
+
+test-slowly: $(VENV)/installed
+	$(BIN)/python .ci/slowly.py $(MAKE) test ARGS="$(ARGS)"
+
+test-wheel: $(VENV)/installed
+	$(PYTEST) tests/contracts/test_wheel.py -m "$(SLOW)" $(ARGS)
 
 test-nightly: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m nightly $(ARGS)
+	$(PYTEST) -n $(or $(JOBS),3) $(PARALLEL) -m "nightly and $(ALL)" $(ARGS)
 
 test-universes: $(VENV)/installed
 	$(BIN)/python tests/helpers/universe_search.py small 0 300
 	-$(BIN)/python tests/helpers/universe_search.py small $$(date +%s) 300
 
 test-chaos: $(VENV)/installed
-	$(BIN)/python -m pytest -q -m chaos --timeout=3600 $(ARGS)
+	$(BIN)/python -m pytest -q -m chaos $(ARGS)
 
 test-integration: $(VENV)/installed
 test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLLM_PYTHON),,$(ENGINES)/vllm/installed)
 	SGLANG_PYTHON=$(or $(SGLANG_PYTHON),$(CURDIR)/$(ENGINES)/sglang/bin/python) \
 	VLLM_PYTHON=$(or $(VLLM_PYTHON),$(CURDIR)/$(ENGINES)/vllm/bin/python) \
-	$(BIN)/python -m pytest -q -m integration --timeout=900 $(ARGS)
+	$(BIN)/python -m pytest -q -m integration $(ARGS)
+	$(BIN)/python .ci/served.py passed
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -q -rs -m gpu $(ARGS)
@@ -95,7 +110,7 @@ test-clusters: $(VENV)/installed
 coverage: $(VENV)/installed
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/python -m coverage run -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
+	$(BIN)/python -m coverage run -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m "$(if $(filter all,$(SET)),$(ALL),$(DEFAULT))" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
@@ -105,6 +120,7 @@ lint: $(VENV)/installed
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python .ci/lint_imports.py
 	$(BIN)/python .ci/lint_sizes.py
+	$(BIN)/python .ci/lint_patience.py
 	$(BIN)/deptry core plugins/* examples/quickstart
 	$(BIN)/codespell
 

@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from commands import STRETTO, output_of
 from fixture_types import OpenBus
+from patience import SOON_S, factor, measure_again, patience, simulated_time
 from processes import arguments_of
 from run_files import T, TestedRun
 from stretto.assembly.assembly import Assembly
@@ -50,35 +51,35 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="stretto-state-")  # living runs are listed there
 
 
-LONGEST = (
-    *("test_deaths", "test_templates", "test_doc_blocks", "test_wheel", "test_torch_runs", "test_evaluate"),
-    *("test_layouts", "test_conformance", "test_vision", "test_quickstart_model", "test_advice", "test_runs"),
-    *("test_sweep", "test_user_code", "test_resumed_with_changes", "test_replay", "test_divergence"),
-    *("test_elastic", "test_docs_python", "test_page", "test_supervise", "test_trackers", "test_faults"),
-    *("test_chaos", "test_python_runs", "test_universe", "test_tapes", "test_math", "test_check"),
-    *("test_reasoning_gym", "test_real_run", "test_torch_requests", "test_liveness", "test_anthropic"),
-    *("test_forecast", "test_export", "test_online", "test_writer", "test_images", "test_nats"),
-    *("test_workflows", "test_mirror", "test_worker_groups", "test_checkpoint_store", "test_agent"),
-    *("test_kept_samples", "test_event_files", "test_watch", "test_lora_files", "test_weights"),
-)
-"""The files whose tests take longest, by processor time or by waiting, in the order in which they begin."""
+# ----------------------------------------------------------------------------- order and deadlines
+
+_DURATIONS = Path(__file__).parents[1] / ".ci" / "durations.json"
+"""Seconds that the files with slow tests take, on a good machine; `make test-slow ARGS=--write-durations`."""
+_LIMITS_S = {"chaos": 3600, "slow": 900, "nightly": 900, "cluster": 900, "integration": 900}
+"""Mark -> seconds that such a test may take on a good machine."""
+_LIMIT_S, _RUN_S = 300, 180
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests 20 minutes. Begin with the files whose tests take longest, so that no process of pytest
-    is left alone with one."""
-    for item in items:
-        long = any(map(item.get_closest_marker, ("slow", "nightly", "cluster")))
-        if long and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(1200))
+    """Begin with the files whose tests take longest, so that no process of pytest is left alone with one."""
+    durations = json.loads(_DURATIONS.read_text())
     runs = {"start", "module_start"}
 
-    def place(item: pytest.Item) -> tuple[int, bool]:
-        name = item.path.stem
-        known = LONGEST.index(name) if name in LONGEST else len(LONGEST)
-        return known, runs.isdisjoint(getattr(item, "fixturenames", ()))
+    def place(item: pytest.Item) -> tuple[float, bool]:
+        file = str(item.path.relative_to(_DURATIONS.parents[1]))
+        return -durations.get(file, 0.0), runs.isdisjoint(getattr(item, "fixturenames", ()))
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Measure the machine again, and give the test its deadline before pytest-timeout reads it."""
+    measure_again()
+    if not item.get_closest_marker("timeout"):
+        seconds = max((s for mark, s in _LIMITS_S.items() if item.get_closest_marker(mark)), default=_LIMIT_S)
+        item.add_marker(pytest.mark.timeout(patience(seconds)))
+    return (yield)
 
 
 # ------------------------------------------------------------------------------- where the time goes
@@ -89,6 +90,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--processor-time",
         action="store_true",
         help="list the files and tests that took most processor time, with that of their child processes",
+    )
+    parser.addoption(
+        "--write-durations",
+        action="store_true",
+        help="note in .ci/durations.json how long the tests of each file take on a good machine",
     )
 
 
@@ -115,6 +121,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--write-durations"):
+        _write_durations(terminalreporter)
     if not config.getoption("--processor-time"):
         return
     files, tests = Counter[str](), Counter[str]()
@@ -127,6 +135,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for seconds in (files, tests):
         for name, value in seconds.most_common(40):
             terminalreporter.write_line(f"{value:8.1f} s  {name}")
+
+
+def _write_durations(terminalreporter: pytest.TerminalReporter) -> None:
+    files = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            files[getattr(report, "nodeid", "").partition("::")[0]] += getattr(report, "duration", 0.0)
+    slower = factor()
+    known = json.loads(_DURATIONS.read_text())
+    known |= {file: round(seconds / slower) for file, seconds in files.items() if seconds / slower >= 1}
+    _DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
 # --------------------------------------------------------------------------------------- logs
@@ -145,7 +164,7 @@ def _own_log() -> Iterator[None]:
 @pytest.fixture
 def bus_config() -> BusConfig:
     """Overridden by tests that want another."""
-    return BusConfig(grace_s=2.0, max_payload_mb=1)
+    return BusConfig(grace_s=patience(2), max_payload_mb=1)
 
 
 @pytest.fixture
@@ -256,7 +275,7 @@ class Run(TestedRun):
         """Wait for a moment. Look at the processes now and then: that reads all of the machine's."""
         if time.monotonic() - self._looked > 0.25:
             self.look()
-        time.sleep(0.05)
+        time.sleep(SOON_S)
 
     def look(self) -> list[psutil.Process]:
         """All processes started so far, by it or by what it started, that are still there."""
@@ -276,17 +295,17 @@ class Run(TestedRun):
         """The process of the run that has this argument, if it runs."""
         return next((process for process in self.look() if argument in arguments_of(process)), None)
 
-    def until(self, condition: Callable[[], Any], deadline_s: float = 180) -> Any:
-        deadline = time.monotonic() + deadline_s
+    def until(self, condition: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + patience(_RUN_S)
         while not (result := condition()):
             assert self.process.poll() is None, f"ended early:\n{self.text()}"
             assert time.monotonic() < deadline, f"waited too long:\n{self.text()}"
             self._sleep()
         return result
 
-    def end(self, deadline_s: float = 180) -> int:
+    def end(self) -> int:
         """Its exit status, once it has ended by itself."""
-        deadline = time.monotonic() + deadline_s
+        deadline = time.monotonic() + patience(_RUN_S)
         while (status := self.process.poll()) is None:
             assert time.monotonic() < deadline, f"does not end:\n{self.text()}"
             self._sleep()
@@ -305,12 +324,12 @@ class Run(TestedRun):
     def operate(self, verb: str, *arguments: str, status: int = 0) -> str:
         return output_of(verb, self.folder, *arguments, status=status)
 
-    def assert_nothing_is_left(self, within_s: float = 2) -> None:
+    def assert_nothing_is_left(self) -> None:
         """No process of the run is there any more, and no weights in shared memory."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + patience()
         while alive := self.look():
             assert time.monotonic() < deadline, [(process.pid, arguments_of(process)) for process in alive]
-            time.sleep(0.05)
+            time.sleep(SOON_S)
         run = json.loads((self.folder / "bus" / "kernel.json").read_text())["run"]
         assert not list(Path("/dev/shm").glob(f"stretto-{run}-*"))
 
@@ -348,11 +367,15 @@ def _runs(request: pytest.FixtureRequest, folder: Path) -> AbstractContextManage
     """What starts runs in the world that the test wants."""
     if getattr(request, "param", REAL) == REAL:
         return runs_in(folder)
-    from simulated_runs import (
-        simulated_runs_in,  # imports much, and stretto.testing, which is rewritten above
-    )
+    return _simulated_runs(folder)
 
-    return simulated_runs_in(folder, write_run_file(folder))
+
+@contextmanager
+def _simulated_runs(folder: Path) -> Generator[Callable[..., Any]]:
+    from simulated_runs import simulated_runs_in  # imports stretto.testing, which is rewritten above
+
+    with simulated_time(), simulated_runs_in(folder, write_run_file(folder)) as start:
+        yield start
 
 
 @pytest.fixture
@@ -382,7 +405,7 @@ def write_run_file(folder: Path) -> Path:
             reward: exact
             dataset: {{use: jsonl, path: {folder}/rows.jsonl}}
             queue: {{batch_size: 4, max_staleness: 2}}
-            bus: {{grace_s: 3}}
+            bus: {{grace_s: {patience(3)}}}
             samples: {{keep: none}}
             steps: 8
             """

@@ -20,6 +20,7 @@ from anyio.abc import SocketStream
 from openai import AsyncOpenAI
 
 from agent_session import CALL, TEMPLATE, FakeSession, check_exact, recorded_agent, tokenizer_with
+from patience import SOON_S, patience
 from stretto import Context
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
@@ -50,6 +51,8 @@ async def agent_of(
         async with AsyncOpenAI(base_url=url, api_key=key) as client:
             yield client, recorder
 
+
+WHOLE_TICKET_S = 600
 
 USER: Any = {"role": "user", "content": "abc ok?"}
 
@@ -387,9 +390,9 @@ async def test_a_closed_recorder_ends_its_calls(tokenizer: PolicyTokenizer) -> N
                     await client.chat.completions.create(model="", messages=[USER])
 
             tasks.start_soon(ask)
-            with anyio.fail_after(5):
+            with anyio.fail_after(patience()):
                 while not session.asked:
-                    await anyio.sleep(0.01)
+                    await anyio.sleep(SOON_S)
     with pytest.raises(openai.AuthenticationError):
         await client.models.list()
     await client.close()
@@ -401,10 +404,10 @@ async def test_a_client_that_hangs_up_ends_its_call(tokenizer: PolicyTokenizer) 
     session = FakeSession(tokenizer, "thin ok", "abc")
     session.go_on = anyio.Event()
     async with agent_of(session) as (client, recorder):
-        impatient = client.with_options(timeout=0.2, max_retries=0)
+        impatient = client.with_options(timeout=patience(0.2), max_retries=0)
         with pytest.raises(openai.APITimeoutError):
             await impatient.chat.completions.create(model="", messages=[USER])
-        with anyio.fail_after(5):
+        with anyio.fail_after(patience()):
             await session.cancelled.wait()
         session.go_on.set()
         await client.chat.completions.create(model="", messages=[USER])
@@ -477,10 +480,10 @@ async def test_an_agent_that_prints_nothing_is_scored_by_the_last_answer(tokeniz
         ("echo oh >&2; exit 3", {}, "ended with status 3; the end of its standard error: oh"),
         ("exit 3", {"on_error": "score"}, "got no answer of the model and ended with status 3"),
         ("true", {}, "got no answer of the model and ended with status 0"),
-        ("sleep 100", {"agent_timeout_s": 0.2}, "got no answer of the model and was killed after"),
+        ("sleep 100", {"agent_timeout_s": patience(0.2)}, "got no answer of the model and was killed after"),
         (
             f"{CHAT}; sleep 100",
-            {"on_timeout": "fail", "agent_timeout_s": 1},
+            {"on_timeout": "fail", "agent_timeout_s": patience(1)},
             "took longer than agent_timeout",
         ),
         (["/no/such/agent"], {}, "ended with status 127; the end of its standard error: .*/no/such/agent"),
@@ -504,13 +507,13 @@ async def test_what_there_is_is_scored(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer)
     statuses: list[int | None] = []
     each: list[dict[str, Any]] = [
-        {"command": f"{CHAT}; sleep 100 & sleep 100", "agent_timeout_s": 1.5},
+        {"command": f"{CHAT}; sleep 100 & sleep 100", "agent_timeout_s": patience(1.5)},
         {"command": f"{CHAT}; exit 3", "on_error": "score"},
         {"command": f"{CHAT}; {CHAT} || exit 3", "max_calls": 1},  # a limit is no error
         {"command": f"{CHAT}; sleep 100 > /dev/stdout &"},  # what it leaves running does not keep it
     ]
     for options in each:
-        with anyio.fail_after(20):
+        with anyio.fail_after(patience()):
             assert len(await run_agent(session, **options)) == 1
         assert session.scored[1] is not None
         statuses.append(session.scored[1]["exit_status"][0])
@@ -566,15 +569,15 @@ async def test_many_agents_that_are_killed_leave_no_sockets(
     session.group_size = 12
     files = psutil.Process().num_fds()
     options = {"command": ["python", "hold.py", CHAT], "folder": str(tmp_path)}
-    with anyio.fail_after(60):
+    with anyio.fail_after(patience()):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: run_agent(session, "bubblewrap", **options))
             while len(session.asked) < 12:
-                await anyio.sleep(0.02)
+                await anyio.sleep(SOON_S)
             assert psutil.Process().num_fds() > files + 12 * 20
             tasks.cancel_scope.cancel()
         while psutil.Process().num_fds() > files or _sleeping():
-            await anyio.sleep(0.02)
+            await anyio.sleep(SOON_S)
 
 
 def _sleeping() -> list[psutil.Process]:
@@ -588,7 +591,7 @@ async def test_one_agent_cannot_take_all_connections(monkeypatch: pytest.MonkeyP
         first, second, third = [await connect() for _ in range(3)]
         assert await answers(first)
         assert await answers(second)
-        with anyio.move_on_after(0.3):
+        with anyio.move_on_after(patience(0.3)):
             assert not await answers(third)
         await first.aclose()
         assert await answers(third)
@@ -614,7 +617,7 @@ async def test_strangers_at_the_port_take_few_files_and_stop_no_agent(tokenizer:
         for _ in range(200):
             strangers.append(await clients.enter_async_context(await anyio.connect_tcp("127.0.0.1", port)))
             await strangers[-1].send(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\n")
-        with anyio.fail_after(20):
+        with anyio.fail_after(patience()):
             for stranger in strangers[:100]:
                 with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
                     await stranger.receive()
@@ -635,7 +638,7 @@ async def socket_of_endpoint() -> AsyncGenerator[
 ]:
     """An endpoint that serves a socket: a function that connects to it, and the task that serves it."""
     endpoint = Endpoint()
-    with socket.create_server(("127.0.0.1", 0)) as listener, anyio.fail_after(20):
+    with socket.create_server(("127.0.0.1", 0)) as listener, anyio.fail_after(patience()):
         listener.setblocking(False)
         serving = asyncio.create_task(endpoint.serve_socket(listener))
         async with AsyncExitStack() as clients:
@@ -711,7 +714,7 @@ def test_curl_trains(start: Callable[..., Any], tmp_path: Path) -> None:
 
 def test_agents_that_never_end_fail_their_tickets_and_leave_nothing(start: Callable[..., Any]) -> None:
     run = start(
-        *("workflow=agent", "workflow.command=sleep 1000", "workflow.agent_timeout_s=0.5"),
+        *("workflow=agent", "workflow.command=sleep 1000", f"workflow.agent_timeout_s={patience(0.5)}"),
         *(f"sandbox={'unsafe' if sandbox_problem() else 'bubblewrap'}", "algorithm.group_size=2"),
         "queue.batch_size=1",
         out="never",
@@ -728,7 +731,7 @@ def test_agents_that_never_end_fail_their_tickets_and_leave_nothing(start: Calla
     [
         ({}, "expected either `command` or `function`"),
         ({"command": "true", "function": "a:b"}, "expected either `command` or `function`"),
-        ({"command": "true", "agent_timeout_s": 600}, "must be less than timeout_s=600"),
+        ({"command": "true", "agent_timeout_s": WHOLE_TICKET_S}, "must be less than timeout_s=600"),
     ],
 )
 def test_what_cannot_run_is_refused(options: Any, message: str) -> None:

@@ -25,6 +25,7 @@ from anyio.abc import TaskGroup
 from openai import OpenAI
 
 from agent_session import FakeSession
+from patience import SOON_S, patience
 from stretto import Context
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -44,7 +45,7 @@ def post(url: str, key: str, body: Any = None, *, raw: bytes = b"") -> tuple[int
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, data, headers, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=patience()) as answer:
             status, text = answer.status, answer.read()
     except urllib.error.HTTPError as error:
         status, text = error.code, error.read()
@@ -108,7 +109,7 @@ async def registry_of(
     workflow = OnlineWorkflow(OnlineConfig(use="online", **options), context)
     await workflow.registry.open()
     tickets = [Ticket(workflow, session) for session in sessions]
-    with anyio.fail_after(30):
+    with anyio.fail_after(patience()):
         async with anyio.create_task_group() as tasks:
             for ticket in tickets:
                 tasks.start_soon(ticket.run)
@@ -167,7 +168,7 @@ def text_of(trajectory: Trajectory) -> str:
 
 async def test_a_session_that_never_ends_fails_its_ticket_alone(tmp_path: Path) -> None:
     stuck, other = group("a", "b", size=2), group("c")
-    async with registry_of(tmp_path, stuck, other, session_timeout_s=2.0) as (registry, tickets, _):
+    async with registry_of(tmp_path, stuck, other, session_timeout_s=patience(2.0)) as (registry, tickets, _):
         sessions = [await registry.start() for _ in range(2)]
         for session in sessions:
             await registry.ask(session)
@@ -277,7 +278,7 @@ async def test_a_start_waits_for_a_sample(tmp_path: Path, monkeypatch: pytest.Mo
         late = Ticket(ticket._workflow, group("b"))  # pyright: ignore[reportPrivateUsage]
         tasks.start_soon(late.run)
         while not started:
-            await anyio.sleep(0.01)
+            await anyio.sleep(SOON_S)
         assert await registry.ask(started[0]) == "b"
 
 
@@ -301,7 +302,7 @@ class Program(threading.Thread):
         self.errors: list[str] = []
 
     def run(self) -> None:
-        while not self.over.wait(0.05):
+        while not self.over.wait(SOON_S):
             with suppress(OSError, ValueError):  # the worker is not there yet, or no more
                 address = json.loads(self.file.read_text())
                 status, session = post(f"{address['base_url']}/sessions", address["token"])
@@ -316,7 +317,7 @@ class Program(threading.Thread):
             if n == 3:
                 return
             assert post(f"{url}/end", session["api_key"])[0] == 200
-            self.over.wait(0.1)
+            self.over.wait(SOON_S)
             status, state = post(f"{url}/reward", token, {"reward": float(answer == "yes"), "late": 1})
             if status != 200:
                 self.errors.append(state["error"]["code"])
@@ -338,7 +339,9 @@ def test_late_rewards_train_and_a_session_that_never_ends_fails_its_ticket_alone
     start: Callable[..., Any], tmp_path: Path
 ) -> None:
     program = Program(tmp_path / "out")
-    run = start(*online(tmp_path, "workflow.session_timeout_s=5", "steps=22", "queue.max_failures=2"))
+    run = start(
+        *online(tmp_path, f"workflow.session_timeout_s={patience(5)}", "steps=22", "queue.max_failures=2")
+    )
     program.start()
     try:
         summary = run.assert_completed(22, batch_size=2)

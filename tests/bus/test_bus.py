@@ -25,6 +25,7 @@ from nats.aio.msg import Msg
 
 from bus_testing import bundle, raw_client, server_pid, until
 from fixture_types import OpenBus
+from patience import patience
 from stretto.array import Array
 from stretto.bus import messages
 from stretto.bus.messages.base import Message, Refusal
@@ -153,11 +154,11 @@ async def test_everything_goes_on_after_the_server_was_killed(
             await until(lambda: outcomes == [1])
             os.kill(server_pid(tmp_path), signal.SIGKILL)
             await until(lambda: not kernel.connected)
-            with anyio.fail_after(40):
+            with anyio.fail_after(patience()):
                 await rollout.store.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
                 assert (await kernel.store.read(names.log_stream, sequence, TrajectoryBundle)).ticket == 1
                 await rollout.publish(leaving, Leaving("rollout-0", "n", "bye"))
-            await until(lambda: outcomes == [1, 2] and got == ["bye"], 40)
+            await until(lambda: outcomes == [1, 2] and got == ["bye"])
             tasks.cancel_scope.cancel()
 
 
@@ -271,7 +272,7 @@ from stretto.bus.server import NatsServer, lock_run
 from stretto.config import BusConfig
 async def main(folder):
     lock = lock_run(folder / "bus")
-    await NatsServer.start(folder / "bus", "r", BusConfig(grace_s=1.0), folder)
+    await NatsServer.start(folder / "bus", "r", BusConfig(grace_s=float(sys.argv[2])), folder)
     print("up", flush=True)
     time.sleep(600)
 anyio.run(main, Path(sys.argv[1]))
@@ -280,7 +281,7 @@ anyio.run(main, Path(sys.argv[1]))
 
 def test_the_guard_ends_the_server_when_the_kernel_was_killed(tmp_path: Path) -> None:
     kernel = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(tmp_path), str(patience(1))], stdout=subprocess.PIPE, text=True
     )
     assert kernel.stdout is not None
     assert kernel.stdout.readline() == "up\n"
@@ -291,7 +292,7 @@ def test_the_guard_ends_the_server_when_the_kernel_was_killed(tmp_path: Path) ->
     kernel.kill()
     kernel.wait()
     kernel.stdout.close()
-    gone, alive = psutil.wait_procs([guard, server], timeout=8)
+    gone, alive = psutil.wait_procs([guard, server], timeout=patience())
     assert len(gone) == 2, alive
 
 
@@ -306,7 +307,7 @@ async def test_a_kernel_that_takes_over_uses_the_formers_server(tmp_path: Path) 
     third = await NatsServer.start(tmp_path / "bus", "r", BusConfig(max_payload_mb=16), tmp_path)
     assert not former.is_running()
     assert isinstance(first.process, subprocess.Popen)
-    assert first.process.wait(5) is not None
+    assert first.process.wait(patience()) is not None
     await third.stop()
     lock.close()
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from nats_cluster import LOGIN, Cluster
+from patience import patience
 from stretto.bus.client import connect
 from stretto.bus.messages.events import Event, EventBatch, VersionPublished
 from stretto.bus.messages.subjects import Subjects
@@ -32,7 +33,7 @@ async def test_each_event_is_stored_once_and_by_the_newest_writer(tmp_path: Path
             role="kernel",
             user=LOGIN["user"],
             password=LOGIN["password"],
-            outage_s=60.0,
+            outage_s=patience(60.0),
             replicas=3,
         )
         async with connect(bootstrap) as bus, anyio.create_task_group() as tasks:

@@ -17,6 +17,7 @@ from nats.aio.client import Client
 
 from bus_testing import NO_LOCK, raw_client, until
 from fixture_types import OpenBus
+from patience import SOON_S, patience
 from stretto.array import Array
 from stretto.bus.joining import check_operator, is_token_of, operator_bootstrap, write_bootstrap
 from stretto.bus.messages.events import KernelLease
@@ -163,16 +164,16 @@ async def test_only_the_operator_can_give_a_run_commands(
         for role in (*ROLES, "samples", "viewer"):
             async with open_bus(role) as other:
                 with pytest.raises(NoAnswer):
-                    await other.request(subject, command, RunScaled, who="kernel", deadline_s=0.5)
+                    await other.request(subject, command, RunScaled, who="kernel", deadline_s=patience(0.5))
         assert not received
         async with open_bus("operator") as operator:
-            answer = await operator.request(subject, command, RunScaled, who="kernel", deadline_s=10)
+            answer = await operator.request(subject, command, RunScaled, who="kernel", deadline_s=patience())
             assert answer.done == ("done",)
             heard: list[Beacon] = []
             for mine in (names.beacon, names.kernel("rollout", "leaving"), names.ticket("train")):
                 await kernel.subscribe(mine, Beacon, heard.append)
                 await operator.publish(mine, Beacon(1, "over"))
-            await operator.request(subject, command, RunScaled, who="kernel", deadline_s=10)
+            await operator.request(subject, command, RunScaled, who="kernel", deadline_s=patience())
             assert not heard
     assert received == [command] * 2
 
@@ -246,13 +247,13 @@ async def test_no_other_role_can_answer_a_request(open_bus: OpenBus, names: Subj
         async def forge() -> None:
             for _ in range(20):
                 await forger.publish(f"{names.answers('rollout', 'inference')}.{rollout.inbox}.1", forged)
-                await anyio.sleep(0.02)
+                await anyio.sleep(SOON_S)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(forge)
             with pytest.raises(NoAnswer):
                 await rollout.request(
-                    score, ScoreSamples(b"", ("x",), b""), Scored, who="verifier-0", deadline_s=0.5
+                    score, ScoreSamples(b"", ("x",), b""), Scored, who="verifier-0", deadline_s=patience(0.5)
                 )
 
 
@@ -302,7 +303,7 @@ async def test_a_message_of_the_log_whose_parts_are_not_there_is_passed_over(
             await stream.publish(names.groups, b"\xc1" + msgspec.msgpack.encode(sequences))
         await stream.publish(names.groups, b"\xc1")
         await rollout.store.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
-        with anyio.fail_after(20):
+        with anyio.fail_after(patience()):
             _, message = await anext(
                 kernel.store.follow(names.log_stream, names.groups, GroupFailed, start=1)
             )

@@ -22,6 +22,7 @@ from anyio.from_thread import start_blocking_portal
 
 from bus_testing import one_at_a_time, server_pid, until, welcome
 from fixture_types import OpenBus
+from patience import patience
 from stretto.assembly.assembly import Worker
 from stretto.bus import connection, store
 from stretto.bus import server as server_module
@@ -79,7 +80,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
     async def answer(message: Message) -> LoadReport:
         del message
         asked.set()
-        await anyio.sleep(1.5)  # the server stands still meanwhile
+        await anyio.sleep(patience(1.5))  # the server stands still meanwhile
         return LoadReport(Load(0, 0, 0, 1, 0, 0.0, 0, 0.0, 0.0))
 
     async with open_bus("kernel") as kernel, open_bus("inference") as inference:
@@ -90,7 +91,9 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
             revisions: list[int] = []
 
             async def ask() -> None:
-                report = await kernel.request(subject, AskLoad(), LoadReport, who="inference-0", deadline_s=3)
+                report = await kernel.request(
+                    subject, AskLoad(), LoadReport, who="inference-0", deadline_s=patience(3)
+                )
                 answers.append(report)
 
             async def store() -> None:
@@ -101,7 +104,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
             with standing_still(server_pid(tmp_path)):
                 await until(lambda: not kernel.connected and not inference.connected)
                 tasks.start_soon(store)
-                await anyio.sleep(3)  # with the time before, longer than the request's deadline
+                await anyio.sleep(patience(3))  # with the time before, longer than the request's deadline
                 assert not answers
             await until(lambda: bool(answers) and bool(revisions))
         with pytest.raises(NoAnswer, match="verifier-9"):
@@ -110,7 +113,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
                 AskLoad(),
                 LoadReport,
                 who="verifier-9",
-                deadline_s=0.5,
+                deadline_s=patience(0.5),
             )
 
 
@@ -158,7 +161,7 @@ async def test_a_store_that_a_full_disk_has_broken_is_named_and_works_after_a_re
         assert wait is not None
         assert (wait.who, wait.verb) == (SERVER, f"append to {names.events}")
         server.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
-        await anyio.sleep(3)
+        await anyio.sleep(patience(3))
         assert not sequences, "the server stores again by itself: no restart is needed"
         restart_server(tmp_path / "bus")
         await until(lambda: sequences == [2])
@@ -183,12 +186,12 @@ async def test_a_waiting_worker_gets_what_comes_after_the_server_has_started_aga
         tasks.start_soon(take)
         await kernel.store.append(subject, Refusal("before"), id="0")
         await until(lambda: len(taken) == 1)
-        await anyio.sleep(0.1)  # it asks again
+        await anyio.sleep(patience(0.1))  # it asks again
         former = server_pid(tmp_path)
         restart_server(tmp_path / "bus")
         await until(lambda: server_pid(tmp_path) not in (0, former))
         await kernel.store.append(subject, Refusal("after"), id="1")
-        await until(lambda: len(taken) == 2, 6)  # without asking again it would be 10 s
+        await until(lambda: len(taken) == 2, patience(6))  # without asking again it would be 10 s
         tasks.cancel_scope.cancel()
 
 
@@ -217,7 +220,7 @@ async def test_a_kernel_ends_a_former_guard_that_hangs(
     await until(lambda: psutil.Process(server.process.pid).status() == psutil.STATUS_STOPPED)
     second = await NatsServer.start(tmp_path / "bus", "test-run", bus_config, tmp_path / "logs")
     assert isinstance(server.process, subprocess.Popen)
-    assert server.process.wait(10) == -signal.SIGKILL
+    assert server.process.wait(patience(10)) == -signal.SIGKILL
     assert second.process.poll() is None
     await second.stop()
 
@@ -348,7 +351,7 @@ async def test_no_worker_counts_as_silent_while_the_bus_is_out(
     _join(workers, tmp_path)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(workers.watch)
-        await anyio.sleep(4)
+        await anyio.sleep(patience(4))
         assert not lost
         out = False  # from now on it is silent by itself
         await until(lambda: bool(lost))
@@ -384,7 +387,7 @@ async def test_heartbeats_come_while_the_event_loop_stands_still(
             stopped = time.monotonic()
             while time.monotonic() < stopped + 5:  # as imports and loading do
                 if work == "sleep":
-                    time.sleep(1)
+                    time.sleep(patience(1))
             during = [beat for at, beat in arrivals if stopped < at < stopped + 5]
         receiving.cancel()
     assert len(during) >= 3
@@ -420,10 +423,10 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(workers.watch)
             workers.beat(Heartbeat("rollout-0", "n", ready=True, blocked_s=4.0))
-            await anyio.sleep(1.5)
+            await anyio.sleep(patience(1.5))
             assert not lost
             workers.beat(Heartbeat("rollout-0", "n", ready=True, blocked_s=6.0))
-            with anyio.fail_after(30):
+            with anyio.fail_after(patience(30)):
                 assert await handle.wait() < 0
             tasks.cancel_scope.cancel()
         assert lost == ["its event loop stood still for 6 s"]
@@ -474,7 +477,7 @@ async def test_a_process_that_does_not_end_after_sigkill_is_replaced_and_hides_n
     lost: list[str] = []
     workers.on_lost = lambda member, how, final: lost.append(member.worker)
     _join(workers, tmp_path)
-    with anyio.fail_after(30):
+    with anyio.fail_after(patience(30)):
         async with anyio.create_task_group() as tasks:
             await workers.launch([Worker("rollout-0", "rollout", Resources())], tasks)
             tasks.start_soon(workers.watch)
@@ -515,12 +518,12 @@ def kernel(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 async def test_a_worker_waits_for_a_kernel_that_stands_still_and_leaves_a_dead_one(
     kernel: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    watch = KernelWatch(KernelLock.of(tmp_path), grace_s=1, outage_s=1)
-    with standing_still(kernel.pid), anyio.move_on_after(3) as waiting:
+    watch = KernelWatch(KernelLock.of(tmp_path), grace_s=patience(1), outage_s=patience(1))
+    with standing_still(kernel.pid), anyio.move_on_after(patience(3)) as waiting:
         await watch.until_gone()
     assert waiting.cancelled_caught
     kernel.kill()
-    with anyio.fail_after(30):
+    with anyio.fail_after(patience(30)):
         assert "its lock is free" in await watch.until_gone()
 
 
@@ -538,9 +541,9 @@ async def test_a_worker_on_another_machine_leaves_after_the_outage_time(
 ) -> None:
     del kernel
     elsewhere = msgspec.structs.replace(KernelLock.of(tmp_path), machine="another")
-    watch = KernelWatch(elsewhere, grace_s=0.1, outage_s=1.5)
+    watch = KernelWatch(elsewhere, grace_s=patience(0.1), outage_s=patience(1.5))
     began = time.monotonic()
-    with anyio.fail_after(30):
+    with anyio.fail_after(patience(30)):
         assert "no beacon" in await watch.until_gone()
     assert time.monotonic() - began > 1.5
 
@@ -550,7 +553,7 @@ async def test_a_worker_on_another_machine_stays_while_beacons_come(
 ) -> None:
     del kernel
     elsewhere = msgspec.structs.replace(KernelLock.of(tmp_path), machine="another")
-    watch = KernelWatch(elsewhere, grace_s=0.1, outage_s=1.0)
+    watch = KernelWatch(elsewhere, grace_s=patience(0.1), outage_s=patience(1.0))
     gone: list[str] = []
 
     async def wait() -> None:
@@ -559,7 +562,7 @@ async def test_a_worker_on_another_machine_stays_while_beacons_come(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait)
         for _ in range(30):
-            await anyio.sleep(0.1)
+            await anyio.sleep(patience(0.1))
             watch.hear()
         assert not gone
         tasks.cancel_scope.cancel()
@@ -568,14 +571,14 @@ async def test_a_worker_on_another_machine_stays_while_beacons_come(
 async def test_a_worker_that_starts_after_the_kernels_death_does_not_wait_to_join(tmp_path: Path) -> None:
     bus = tmp_path / "bus"
     lock = lock_run(bus)
-    server = await NatsServer.start(bus, "r", BusConfig(grace_s=1.0), tmp_path)
+    server = await NatsServer.start(bus, "r", BusConfig(grace_s=patience(1.0)), tmp_path)
     bootstrap = write_bootstrap(bus, "rollout-0")
     lock.close()
     worker = subprocess.Popen(
         [sys.executable, "-m", "stretto.workers", bootstrap], stdout=subprocess.PIPE, text=True
     )
     try:
-        output, _ = worker.communicate(timeout=30)
+        output, _ = worker.communicate(timeout=patience(30))
     finally:
         worker.kill()
         await server.stop()
@@ -602,7 +605,7 @@ async def test_a_process_of_a_former_kernel_hears_no_request_to_its_successor(
 
             await bus.serve(context.subject("end"), EndStep, end)
         subject = names.worker("trainer", "trainer-0", "present", "end")
-        await kernel.request(subject, EndStep(2, 0), StepEnded, who="trainer-0", deadline_s=10)
+        await kernel.request(subject, EndStep(2, 0), StepEnded, who="trainer-0", deadline_s=patience(10))
         await former.subscribe(names.beacon, Beacon, lambda beacon: None)  # it has read all messages before
     assert heard == ["present"]
 

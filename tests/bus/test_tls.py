@@ -18,6 +18,7 @@ import pytest
 
 from bus_testing import until
 from nats_cluster import LOGIN, Server, free_ports, outer_address
+from patience import patience
 from stretto.bus import connection
 from stretto.bus.certificates import Authority
 from stretto.bus.client import connect
@@ -126,7 +127,7 @@ async def test_nothing_is_sent_to_a_server_that_offers_no_tls(certs: Path) -> No
     url = f"tls://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     with pytest.raises(BusError, match="offers no TLS"):
         await open_once(bootstrap(url, identity(certs)), url, 10)
-    assert await asyncio.wait_for(received, 10) == b""
+    assert await asyncio.wait_for(received, patience()) == b""
     server.close()
 
 

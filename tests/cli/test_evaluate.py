@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from commands import stretto
+from patience import patience
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.make.evaluate import EvaluationOptions, compose_evaluation, pass_at_k, result_of
@@ -346,7 +347,11 @@ def assert_evaluated(run: Any, versions: list[int]) -> None:
 @in_simulation
 def test_evaluations_beside_training_are_each_of_their_version(start: Any, tmp_path: Path) -> None:
     run = start(
-        *("steps=12", "inference.tokens_per_s=1500", "workflow.timeout_s=5"),  # turns of half a second
+        *(
+            "steps=12",
+            "inference.tokens_per_s=1500",
+            f"workflow.timeout_s={patience(5)}",
+        ),  # turns of half a second
         *held_out(tmp_path, 3, 20, 2),
     )
     run.assert_completed(12)

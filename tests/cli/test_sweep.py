@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 
 from commands import STRETTO, output_of
+from patience import SOON_S, patience
 from statuses import make_status
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -39,7 +40,6 @@ reward: {use: function, function: score.py:score}
 dataset: {use: jsonl, path: rows.jsonl}
 evaluation: {dataset: {use: jsonl, path: rows.jsonl}, rows: 4}
 queue: {batch_size: 2}
-bus: {grace_s: 3}
 samples: {keep: none}
 steps: 3
 """
@@ -119,7 +119,7 @@ def swept(file: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(patience(900))
 def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     folder, values = run_file.parent / "sweep", "queue.max_staleness=0,1"
     with (run_file.parent / "first.txt").open("w") as output:
@@ -127,13 +127,13 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
             [*STRETTO, *command(run_file, values, "steps=100", "--jobs", "1")], stdout=output, stderr=output
         )
     metrics = folder / "max_staleness-0" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + patience(120)
     while not metrics.exists() or metrics.read_text().count('"ledger"') < 2:
         assert first.poll() is None, (run_file.parent / "first.txt").read_text()
         assert time.monotonic() < deadline, (run_file.parent / "first.txt").read_text()
-        time.sleep(0.05)
+        time.sleep(SOON_S)
     first.send_signal(signal.SIGINT)
-    assert first.wait(60) == 130
+    assert first.wait(patience()) == 130
     assert json.loads((folder / "max_staleness-0" / "summary.json").read_text())["status"] == "interrupted"
     assert not (folder / "max_staleness-1").exists()
     assert "the same command again continues it" in (run_file.parent / "first.txt").read_text()
@@ -157,7 +157,7 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(run_file: Path) -> None:
-    values = "workflow.timeout_s=0.0001,60", "queue.max_failures=2"
+    values = f"workflow.timeout_s={patience(0.0001)},60", "queue.max_failures=2"
     printed = output_of(*command(run_file, *values, "--jobs", "1"), status=1)
     assert "timeout_s-0.0001: exit status 1; failed at step 0" in printed
     assert "timeout_s-60: completed" in printed

@@ -17,6 +17,7 @@ import pytest
 from fixture_types import OpenBus
 from kept_samples import Kept
 from made_run import make_run
+from patience import patience
 from sample_messages import failed, record
 from statuses import make_status
 from stretto.bus.messages.membership import RunStatus
@@ -170,7 +171,7 @@ async def test_a_viewer_follows_the_run_over_the_bus(
             while True:
                 for content in contents:
                     await kernel.publish(names.status, RunStatus(content))
-                await anyio.sleep(0.1)
+                await anyio.sleep(patience(0.1))
 
         try:
             async with anyio.create_task_group() as tasks:

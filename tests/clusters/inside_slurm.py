@@ -6,6 +6,7 @@ from pathlib import Path
 
 import anyio
 
+from patience import patience
 from stretto import Context
 from stretto.testing import LauncherConformance
 from stretto_slurm import SlurmConfig
@@ -27,7 +28,7 @@ async def test_each_process_sees_gpus_of_its_own(tmp_path: Path) -> None:
     ]
     launcher = SlurmLauncher(SlurmConfig(nodes=2), Context(run="r", name="n", seed=0))
     handles = await launcher.launch(jobs)
-    with anyio.fail_after(60):
+    with anyio.fail_after(patience()):
         assert [await handle.wait() for handle in handles] == [0] * 5
     seen = [job.tail(1).split() for job in jobs]
     assert sorted(map(tuple, seen[:4])) == [(node, gpu) for node in ("node1", "node2") for gpu in "01"]

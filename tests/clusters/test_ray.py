@@ -22,6 +22,7 @@ import pytest
 from tests.conftest import Run, Start, write_run_file
 
 from cluster_page import Section, filled
+from patience import patience
 from processes import arguments_of
 from stretto import Context
 from stretto.component import Problem
@@ -35,7 +36,7 @@ from worker_jobs import job as worker_job
 pytest.importorskip("ray", reason="needs `pip install 'stretto[ray]'`")
 from stretto_ray.launcher import RayHandle, RayLauncher
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(patience(600))]
 
 ROOT = Path(__file__).parent.parent.parent
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -155,11 +156,11 @@ def on_cluster(nodes: Nodes, **resources: Mapping[str, float]) -> list[str]:
     return [f"launcher={json.dumps(section)}", "weights=bus"]
 
 
-def assert_ended(run: Run, within_s: float = 30) -> None:
+def assert_ended(run: Run) -> None:
     """No worker of a run is there any more."""
     pids = {pid for each in places(run).values() for _, pid in each}
     assert pids
-    until(lambda: not any(map(is_worker, pids)), within_s, lambda: f"left: {[*filter(is_worker, pids)]}")
+    until(lambda: not any(map(is_worker, pids)), lambda: f"left: {[*filter(is_worker, pids)]}")
 
 
 def is_worker(pid: int) -> bool:
@@ -187,7 +188,7 @@ def job(folder: Path, worker: str, code: str = "import time; time.sleep(600)", *
 
 @pytest.fixture
 async def launcher(nodes: Nodes) -> AsyncIterator[RayLauncher]:
-    config = RayConfig(address=nodes.address, resources={"rollout": {"shared": 1}}, start_s=60)
+    config = RayConfig(address=nodes.address, resources={"rollout": {"shared": 1}}, start_s=patience(60))
     launcher = RayLauncher(config, Context(run="r", name="n", seed=0))
     yield launcher
     launcher.close()
@@ -223,7 +224,9 @@ async def test_processes_share_a_gpu(launcher: RayLauncher, tmp_path: Path) -> N
 
 
 async def test_a_worker_without_room_is_an_error(nodes: Nodes, tmp_path: Path) -> None:
-    launcher = RayLauncher(RayConfig(address=nodes.address, start_s=5), Context(run="r", name="n", seed=0))
+    launcher = RayLauncher(
+        RayConfig(address=nodes.address, start_s=patience(5)), Context(run="r", name="n", seed=0)
+    )
     handles = await launcher.launch([job(tmp_path, "trainer-0", gpus=2)])
     with pytest.raises(
         LaunchError, match=r"trainer-critic-0, .* within 5 s .*unused in the Ray .*GPU 2"
@@ -330,7 +333,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
             cwd=ROOT,
             env=env,
             check=False,
-            timeout=300,
+            timeout=patience(300),
         )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Token authentication is disabled" not in done.stderr
@@ -345,13 +348,13 @@ def test_a_lost_node_costs_its_workers_only(nodes: Nodes, start: Start) -> None:
         *("steps=250", "inference.replicas=2", "rollout.processes=2"),
         *on_cluster(nodes, trainer={"first": 1}),
     )
-    run.until_step(10, 120)
+    run.until_step(10)
     lost = {worker for worker, each in nodes_of(run).items() if each == ["node2"]}
     assert {"inference", "rollout"} <= {worker.partition("-")[0] for worker in lost}
     pids = [places(run)[worker][0][1] for worker in lost]
     try:
         nodes.kill("node2")
-        until(lambda: not any(map(is_worker, pids)), 10)  # also processes in a session of their own
+        until(lambda: not any(map(is_worker, pids)))  # also processes in a session of their own
         assert run.end(300) == 0, run.text()
     finally:
         nodes.start("node2")
@@ -372,16 +375,18 @@ def test_nothing_is_left_of_a_run_whose_kernel_was_killed(
 ) -> None:
     """Unless somebody starts the next one. A supervisor is killed, too."""
     supervise = ["--supervise"] if is_supervised else []
-    run = start(*supervise, "steps=1000", "bus.grace_s=3", *on_cluster(nodes, trainer={"first": 1}))
-    run.until_step(3, 120)
+    run = start(
+        *supervise, "steps=1000", f"bus.grace_s={patience(3)}", *on_cluster(nodes, trainer={"first": 1})
+    )
+    run.until_step(3)
     assert nodes.actors()
     if is_supervised:
         run.process.send_signal(signal.SIGSTOP)  # it starts no other kernel
         kernel_of(run).kill()
     run.process.kill()
     assert_ended(run)
-    run.assert_nothing_is_left(within_s=15)  # nor the client
-    until(lambda: not nodes.actors(), 15)
+    run.assert_nothing_is_left()  # nor the client
+    until(lambda: not nodes.actors())
     assert not list((run.folder / "bus").glob("*.sock"))
     again = start("steps=20", resume=run)
     assert again.end(180) == 0, again.text()
@@ -395,7 +400,7 @@ def test_workers_live_on_when_their_kernel_is_killed(
     cluster = ["launcher=ray"] if has_own_cluster else on_cluster(nodes, trainer={"first": 1})
     run = start("--supervise", "steps=60", "checkpoint.every=5", *cluster)
     for step in (3, 12):
-        run.until_step(step, 120)
+        run.until_step(step)
         kernel_of(run).kill()
     run.assert_completed(60)
     assert run.text().count("workers of the former kernel live on") == 2

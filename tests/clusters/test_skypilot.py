@@ -11,6 +11,7 @@ import pytest
 import yaml
 from tests.conftest import write_run_file
 
+from patience import patience
 from stretto.cli.audit.audit import audit_run
 
 pytestmark = pytest.mark.cluster
@@ -44,7 +45,7 @@ def test_a_machine_joins_the_run_of_the_first(tmp_path: Path) -> None:
                 ["bash", "-c", lines], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
         )
-    said = [machine.communicate(timeout=240)[0] for machine in machines]
+    said = [machine.communicate(timeout=patience(240))[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], said
     run = tmp_path / "home0/runs/first"
     timeline = (run / "timeline.jsonl").read_text()

@@ -18,10 +18,11 @@ from tests.conftest import write_run_file
 
 from cluster_page import Section, filled
 from commands import STRETTO
+from patience import patience
 from stretto.cli.audit.audit import audit_run
 from waiting import until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(patience(600))]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

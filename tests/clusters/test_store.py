@@ -29,7 +29,7 @@ def test_ranks_without_a_folder_go_on_from_the_store(
         f"checkpoint.store=file://{tmp_path}/store",
         "steps=400",
     )
-    run.until_step(5, deadline_s=180)
+    run.until_step(5)
     run.process.kill()
     run.process.wait()
     again = start("steps=8", resume=run)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from patience import patience
 from stretto.testing import WeightsConformance
 from stretto.weights import WeightsNote
 
@@ -46,4 +47,4 @@ class TestBus(TestFileInTheRunsFolder):
 
 class TestCollective(TestFileInTheRunsFolder):
     use = "collective"
-    options = {"bucket_mb": 1, "deadline_s": 20}
+    options = {"bucket_mb": 1, "deadline_s": patience(20)}

@@ -17,6 +17,7 @@ import torch
 from tests.conftest import Run, Start
 
 from fixture_types import Models
+from patience import patience
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.launcher import visible_gpus
@@ -29,7 +30,7 @@ GPUS = torch.cuda.device_count()
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and this machine has {GPUS}")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(patience(600)),
     pytest.mark.skipif(not GPUS, reason="torch finds no GPU with CUDA"),
 ]
 

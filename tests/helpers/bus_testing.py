@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from nats.aio.client import Client
 
+from patience import SOON_S, patience
 from stretto.array import Array
 from stretto.bus.connection import NatsClient
 from stretto.bus.lock import KernelLock
@@ -27,11 +28,11 @@ async def one_at_a_time() -> int:
     return 1
 
 
-async def until(condition: Callable[[], T], deadline_s: float = 30) -> T:
+async def until(condition: Callable[[], T], within_s: float | None = None) -> T:
     """Wait until a condition holds, and return its value."""
-    with anyio.fail_after(deadline_s):
+    with anyio.fail_after(within_s or patience()):
         while not (value := condition()):
-            await anyio.sleep(0.01)
+            await anyio.sleep(SOON_S)
         return value
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from patience import SOON_S, patience
 from stretto.bus.listening import is_loopback, own_hosts
 from stretto.bus.server import binary
 
@@ -58,7 +59,7 @@ class Server:
     def start(self) -> None:
         """Start it, and wait until it takes connections."""
         self._process = subprocess.Popen([binary(), "-c", str(self._file)], stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patience()
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port), 1).close()
@@ -66,7 +67,7 @@ class Server:
             except OSError:
                 assert self._process.poll() is None, self.log.read_text()
                 assert time.monotonic() < deadline, "a nats-server does not start"
-                time.sleep(0.02)
+                time.sleep(SOON_S)
 
     def kill(self) -> None:
         """Kill it as `kill -9` does, if it runs."""

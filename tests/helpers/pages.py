@@ -16,6 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from commands import STRETTO
+from patience import SOON_S, patience
 
 T = TypeVar("T")
 
@@ -35,9 +36,10 @@ class Page:
         self.driver.get("about:blank")
         self.driver.get(f"{self.base}#/{place}")
 
-    def until(self, found: Callable[[], T], seconds: float = 30.0) -> T:
+    def until(self, found: Callable[[], T]) -> T:
         """Wait until a condition holds, and return what it found."""
-        deadline = time.monotonic() + seconds
+        within_s = patience()
+        deadline = time.monotonic() + within_s
         while True:
             try:
                 value = found()
@@ -45,8 +47,8 @@ class Page:
                 value = None
             if value:
                 return value  # pyright: ignore[reportReturnType]
-            assert time.monotonic() < deadline, f"not in {seconds} s: {self.driver.page_source[-3000:]}"
-            time.sleep(0.05)
+            assert time.monotonic() < deadline, f"not in {within_s} s: {self.driver.page_source[-3000:]}"
+            time.sleep(SOON_S)
 
     def all(self, selector: str) -> list[WebElement]:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)

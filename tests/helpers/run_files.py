@@ -31,11 +31,11 @@ class TestedRun(ABC):
         self.folder = folder
 
     @abstractmethod
-    def until(self, condition: Callable[[], Any], deadline_s: float = 180) -> Any:
+    def until(self, condition: Callable[[], Any]) -> Any:
         """Let it run until a condition holds, and return its value."""
 
     @abstractmethod
-    def end(self, deadline_s: float = 180) -> int:
+    def end(self) -> int:
         """Its exit status, once it has ended by itself."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class TestedRun(ABC):
         """What it said."""
 
     @abstractmethod
-    def assert_nothing_is_left(self, within_s: float = 2) -> None:
+    def assert_nothing_is_left(self) -> None:
         """No process of the run is there any more."""
 
     @abstractmethod
@@ -84,8 +84,8 @@ class TestedRun(ABC):
         """Into the first train step."""
         self.until(lambda: any(line["event"] == "call" for line in self.log("trainer-0")))
 
-    def until_step(self, step: int, deadline_s: float = 180) -> None:
-        self.until(lambda: len(self.metrics()) >= step, deadline_s)
+    def until_step(self, step: int) -> None:
+        self.until(lambda: len(self.metrics()) >= step)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of its steps."""

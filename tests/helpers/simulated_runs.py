@@ -33,6 +33,8 @@ from stretto.testing.simulation.universe import Universe
 
 _SLICE_S = 0.02
 """Virtual seconds between two looks at a condition."""
+_UNTIL_S, _END_S, _SETTLED_S = 60.0, 90.0, 2.0
+"""Virtual seconds after which a condition, the end of a run, and that of its processes is late."""
 _STATUS = {"completed": 0, "failed": 1, "raised": 1, "refused": 2, "interrupted": 130}
 
 
@@ -274,15 +276,15 @@ class SimulatedRun(TestedRun):
         pid = self.ask("pid", name)
         return None if pid is None else _Process(self, name, pid)
 
-    def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
-        for _ in range(round(deadline_s / _SLICE_S)):
+    def until(self, condition: Callable[[], Any]) -> Any:
+        for _ in range(round(_UNTIL_S / _SLICE_S)):
             if result := condition():
                 return result
             assert self._advance() is None, f"ended early:\n{self.text()}"
         raise AssertionError(f"waited too long:\n{self.text()}")
 
-    def end(self, deadline_s: float = 90) -> int:
-        for _ in range(round(deadline_s / _SLICE_S)):
+    def end(self) -> int:
+        for _ in range(round(_END_S / _SLICE_S)):
             if (status := self._advance()) is not None:
                 return status
         raise AssertionError(f"does not end:\n{self.text()}")
@@ -309,8 +311,8 @@ class SimulatedRun(TestedRun):
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         return self.ask("call", function, *args)
 
-    def assert_nothing_is_left(self, within_s: float = 2) -> None:
-        assert self.ask("settle", within_s) == []
+    def assert_nothing_is_left(self) -> None:
+        assert self.ask("settle", _SETTLED_S) == []
 
     def assert_audit_is_clean(self) -> None:
         """Neither the audit nor an oracle of the universe finds anything wrong."""

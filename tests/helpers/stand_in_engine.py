@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from patience import patience
 from stretto.errors import WeightsError
 from stretto.serving.engine import ServerEngine
 from stretto.serving.images import ServerText
@@ -42,7 +43,7 @@ class StandInEngine(ServerEngine):
 
     async def greet(self, server: Server) -> None:
         """Ask for its state."""
-        await server.get("/state", deadline_s=5)
+        await server.get("/state", deadline_s=patience())
 
     async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
         """Yield the chunks of one answer."""
@@ -57,7 +58,7 @@ class StandInEngine(ServerEngine):
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
         """Stop answers."""
-        await server.post("/abort", ids, deadline_s=5)
+        await server.post("/abort", ids, deadline_s=patience())
 
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
         """Do nothing: the server loads files as they are."""
@@ -68,7 +69,9 @@ class StandInEngine(ServerEngine):
         """Load a version."""
         version = update.note.version
         try:
-            await server.post("/load", {"folder": str(folder), "version": str(version)}, deadline_s=5)
+            await server.post(
+                "/load", {"folder": str(folder), "version": str(version)}, deadline_s=patience()
+            )
         except ServerRefused as error:
             raise WeightsError(error.reason, version=version) from error
         return update.hashes()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from commands import STRETTO
+from patience import SOON_S, patience
 
 
 class Terminal:
@@ -34,15 +35,15 @@ class Terminal:
             preexec_fn=lambda: fcntl.ioctl(self._there, termios.TIOCSCTTY, 0),
         )
 
-    def until(self, condition: Callable[[], object], deadline_s: float = 60) -> None:
-        deadline = time.monotonic() + deadline_s
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + patience()
         while not condition():
             assert time.monotonic() < deadline, self.shown
             try:
                 shown = os.read(self._here, 1 << 16).decode(errors="replace")
                 self.shown += re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
             except BlockingIOError:
-                time.sleep(0.02)
+                time.sleep(SOON_S)
 
     def until_it_shows(self, text: str) -> None:
         """Wait until it shows a text from now on."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from patience import patience
 from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import Chunk, Finish, GenerateRequest, Sampling
@@ -193,7 +194,7 @@ class Served:
 
     async def until(self, *keys: tuple[str, int], tokens: int | None = None) -> list[Result]:
         """Wait until these samples have finished, or have so many tokens."""
-        with anyio.fail_after(30):
+        with anyio.fail_after(patience()):
             while not all(self._reached(key, tokens) for key in keys):
                 await self._news.wait()
         return [self.results[key] for key in keys]
@@ -220,7 +221,7 @@ async def serving(
     served = Served(make_engine(folder, slots=slots, **config))
     async with anyio.create_task_group() as tasks:
         try:
-            with anyio.fail_after(30):
+            with anyio.fail_after(patience()):
                 await tasks.start(start_as_worker, served)
             if version is not None:
                 await served.engine.swap(Update(weights_of(load(folder)), version))
@@ -244,6 +245,9 @@ async def start_as_worker(served: Served, *, task_status: TaskStatus[None]) -> N
         served.failures += errors.exceptions
 
 
+NO_DEADLINE_S = 3600.0
+
+
 def load(folder: Path) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     return model.float().eval().requires_grad_(False)
@@ -258,7 +262,7 @@ def request(
     min_version: int = 0,
     begun: tuple[Array, ...] = (),
     have: tuple[int, ...] = (),
-    deadline_s: float = 3600.0,
+    deadline_s: float = NO_DEADLINE_S,
     max_tokens: int = 20,
     **sampling: Any,
 ) -> GenerateRequest:

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from patience import SOON_S, patience
 
-def until(condition: Callable[[], Any], within_s: float = 180, otherwise: Callable[[], Any] = str) -> Any:
+
+def until(condition: Callable[[], Any], otherwise: Callable[[], Any] = str) -> Any:
     """Wait until a condition holds, and return what it found.
 
     Args:
         otherwise: what to show if it does not hold in time.
     """
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + patience()
     while not (found := condition()):
         assert time.monotonic() < deadline, otherwise()
-        time.sleep(0.05)
+        time.sleep(SOON_S)
     return found

@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
+from patience import SOON_S, patience
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SCRIPT = HERE / "hosts.sh"
@@ -32,7 +34,7 @@ REFUSED_S = 20.0
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(patience(300)),
 ]
 
 
@@ -106,13 +108,13 @@ class RunOnHosts:
         file = self.folder / "metrics.jsonl"
         return file.read_text().count('"ledger"') if file.exists() else 0
 
-    def until(self, condition: Callable[[], Any], deadline_s: float = 90) -> Any:
+    def until(self, condition: Callable[[], Any]) -> Any:
         """Wait until a condition holds, and return its value."""
-        deadline = time.monotonic() + deadline_s
+        deadline = time.monotonic() + patience()
         while not (value := condition()):
             assert time.monotonic() < deadline, self.text()[-3000:]
             assert self.process.poll() is None, self.text()[-3000:]
-            time.sleep(0.1)
+            time.sleep(SOON_S)
         return value
 
     def cut(self) -> None:
@@ -127,7 +129,7 @@ class RunOnHosts:
 
     def complete(self) -> dict[str, Any]:
         """Wait until the run is complete; its summary."""
-        assert self.process.wait(200) == 0, self.text()[-3000:]
+        assert self.process.wait(patience(200)) == 0, self.text()[-3000:]
         audit = [*self._program, "audit", str(self.folder)]
         done = subprocess.run(audit, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -232,10 +234,10 @@ def test_a_trainer_on_each_host_and_one_host_is_lost_for_good(
     """The ranks meet over gloo between the hosts; afterwards both are on one."""
     ranks = "{use: fsdp2, processes: 2, threads: 1}"
     run = run_on_hosts("steps=60", f"model={ROOT}/examples/quickstart/model", training=ranks)
-    run.until(lambda: run.steps() >= 5, 150)
+    run.until(lambda: run.steps() >= 5)
     assert any("trainer-1" in " ".join(process.cmdline()) for process in processes_on("B", "stretto.workers"))
     run.cut()
-    at = run.until(lambda: "trainers replaced" in run.text() and run.steps(), 150)
+    at = run.until(lambda: "trainers replaced" in run.text() and run.steps())
     run.until(lambda: run.steps() >= at + 5)
     summary = run.complete()
     assert [each["lost"] for each in summary["recoveries"]] == ["trainer-1"]
@@ -277,7 +279,7 @@ def test_of_two_kernels_the_later_one_owns_the_run(
     continued.until(lambda: continued.steps() >= at + 20)
     of_a = files_of(run.folder)
     hosts("mend")
-    assert run.process.wait(10) != 0
+    assert run.process.wait(patience()) != 0
     assert "it heard the beacon of the kernel of lease" in run.text()
     assert files_of(run.folder) == of_a
     _, alive = psutil.wait_procs(former, timeout=REFUSED_S)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from commands import output_of
+from patience import patience
 from stretto.records.kept.answers import read_answers
 from stretto.records.kept.samples import SampleStore
 from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
@@ -32,9 +33,11 @@ SGLANG = EngineUnderTest(
     {"python": SGLANG_PYTHON, "slots": 8},
     refuses=frozenset({"top_k+top_p"}),
     servers=True,
-    start_s=240,
+    start_s=patience(240),
 )
-VLLM = EngineUnderTest("vllm", {"python": VLLM_PYTHON, "slots": 8}, seeds=True, servers=True, start_s=240)
+VLLM = EngineUnderTest(
+    "vllm", {"python": VLLM_PYTHON, "slots": 8}, seeds=True, servers=True, start_s=patience(240)
+)
 
 
 @with_sglang

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 
+from patience import patience
 from stretto.base.cores import CoreMeter, available_cores
 
 
@@ -17,7 +18,7 @@ def test_cores_that_other_programs_use_are_neither_used_nor_idle() -> None:
     ended = subprocess.run(["setsid", "sh", "-c", script], capture_output=True, text=True, check=True)
     try:
         meter = CoreMeter()
-        time.sleep(0.5)
+        time.sleep(patience(0.5))
         cores = meter.read()
     finally:
         os.killpg(int(ended.stdout), signal.SIGKILL)
@@ -27,7 +28,7 @@ def test_cores_that_other_programs_use_are_neither_used_nor_idle() -> None:
 
 def test_the_shares_of_the_cores_are_no_more_than_all() -> None:
     meter = CoreMeter()
-    deadline = time.monotonic() + 0.1
+    deadline = time.monotonic() + patience(0.1)
     while time.monotonic() < deadline:
         pass
     used, idle = meter.read()

@@ -13,6 +13,7 @@ import anyio
 import psutil
 import pytest
 
+from patience import SOON_S, patience
 from stretto import Context, LauncherConfig
 from stretto.kernel.fleet import forks as forks_module
 from stretto.kernel.fleet.forks import ForkServer
@@ -79,16 +80,16 @@ async def test_processes_survive_the_server_and_their_end_is_noticed(
     log = tmp_path / "w.out"
     process = await forks.fork(command("waits", str(tmp_path)), log, [])
     assert process is not None
-    with anyio.fail_after(30):
+    with anyio.fail_after(patience()):
         while not log.read_text():
-            await anyio.sleep(0.01)
+            await anyio.sleep(SOON_S)
     assert psutil.Process(process.pid).cmdline()[1:4] == ["-m", "waits", str(tmp_path)]
     os.kill(forks.pid, signal.SIGKILL)
     assert await forks.fork(command("show"), tmp_path / "s.out", []) is None
     assert not forks.can_fork(command("show"), process_environment(Resources(), ()))
     assert process.poll() is None
     process.terminate()
-    with anyio.fail_after(30):
+    with anyio.fail_after(patience()):
         assert await process.wait() == -signal.SIGTERM
 
 
@@ -98,7 +99,7 @@ async def test_a_server_that_hangs_hides_no_end_and_is_used_no_more(
     monkeypatch.setattr(forks_module, "_ANSWER_S", 5.0)
     processes = [await forks.fork(command("waits"), tmp_path / "w.out", []) for _ in range(2)]
     os.kill(forks.pid, signal.SIGSTOP)
-    with anyio.fail_after(30):
+    with anyio.fail_after(patience()):
         for process in processes:
             assert process is not None
             process.kill()
@@ -126,9 +127,9 @@ async def test_the_local_launcher_forks_only_workers_with_the_servers_environmen
         for threads in (1, 2)
     ]
     handles = await launcher.launch(jobs)
-    with anyio.fail_after(30):
+    with anyio.fail_after(patience()):
         while not all(job.tail(1) for job in jobs):
-            await anyio.sleep(0.01)
+            await anyio.sleep(SOON_S)
     assert [job.tail(1) for job in jobs] == ["True", "False"]  # a fork has what the server imported
     for handle in handles:
         await handle.stop(20)

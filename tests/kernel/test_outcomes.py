@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fixture_types import OpenBus
+from patience import patience
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Purpose, TrajectoryBundle
 from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
@@ -151,7 +152,7 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
         await rollout.store.append(names.groups, group(sound, ticket=1), id="1/1/end")
 
         seen: list[Outcome] = []
-        with anyio.move_on_after(20) as until_both:
+        with anyio.move_on_after(patience(20)) as until_both:
 
             def accept(sequence: int, outcome: Outcome) -> None:
                 seen.append(outcome)
@@ -170,7 +171,7 @@ async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
         )
         assert [done.ticket for done in scheduler.tickets.done_groups] == [1]
         again: list[Outcome] = []
-        with anyio.fail_after(20):
+        with anyio.fail_after(patience()):
             async for _, outcome in follow_outcomes(kernel, names, start=1, samples=True):
                 again.append(outcome)
                 if len(again) == 2:

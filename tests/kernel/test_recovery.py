@@ -14,6 +14,7 @@ import pytest
 
 from fixture_types import OpenBus
 from kernel_setup import make_setup
+from patience import patience
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
     Event,
@@ -235,7 +236,7 @@ async def test_tickets_of_a_former_kernel_are_gone_before_a_worker_can_take_them
             ending.end("interrupted", "")
 
         monkeypatch.setattr(setup.fleet, "launch", launch)
-        with anyio.fail_after(30):
+        with anyio.fail_after(patience()):
             await own_run(setup, bus, ending)
     assert newest == [0]
 

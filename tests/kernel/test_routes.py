@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import anyio
 
+from patience import SOON_S, patience
 from stretto.bus.messages.membership import EngineFigures, Routes
 from stretto.bus.messages.subjects import Subjects
 from stretto.engine import Load
@@ -25,7 +26,11 @@ class Case:
         self.heard: dict[str, Routes] = {}
         self.messages = 0
         self.sender = RouteSender(
-            cast(Any, self), Subjects("r"), cast(Any, SimpleNamespace(members=self.members)), 7, finish_s=600
+            cast(Any, self),
+            Subjects("r"),
+            cast(Any, SimpleNamespace(members=self.members)),
+            7,
+            finish_s=patience(600),
         )
 
     async def publish(self, subject: str, message: Routes) -> None:
@@ -53,9 +58,9 @@ class Case:
             tasks.cancel_scope.cancel()
 
     async def until(self, condition: Any) -> None:
-        with anyio.fail_after(30):
+        with anyio.fail_after(patience()):
             while not condition():
-                await anyio.sleep(0.01)
+                await anyio.sleep(SOON_S)
 
 
 async def test_a_worker_that_leaves_without_news_is_no_candidate_and_no_error() -> None:
@@ -92,7 +97,7 @@ async def test_a_rollout_worker_hears_at_once_of_engines_that_come_and_go() -> N
         await case.until(lambda: any(peer.exact_version == 4 for peer in case.heard["rollout-0"].peers))
         case.lose("rollout-0")
         case.add("inference-2")
-        await anyio.sleep(0.2)
+        await anyio.sleep(patience(0.2))
         assert "inference-2" not in case.peers("rollout-0"), "a lost rollout worker is told nothing"
 
 
@@ -129,7 +134,7 @@ async def test_a_busy_rollout_worker_may_finish_its_calls_at_a_former_candidate(
         for number in range(8, 16):
             case.add(f"inference-{number}")
         await case.until(lambda: any(peer.closed for each in case.heard.values() for peer in each.peers))
-        await anyio.sleep(0.2)
+        await anyio.sleep(patience(0.2))
         for number in range(40):
             routes = case.heard[f"rollout-{number}"]
             closed = {peer.worker for peer in routes.peers if peer.closed}
@@ -140,7 +145,7 @@ async def test_a_busy_rollout_worker_may_finish_its_calls_at_a_former_candidate(
                 assert not closed
         gone = next(peer.worker for each in case.heard.values() for peer in each.peers if peer.closed)
         case.lose(gone)
-        await anyio.sleep(0.2)
+        await anyio.sleep(patience(0.2))
         async with anyio.create_task_group() as tasks:
             case.heard.clear()
             tasks.start_soon(case.sender.refresh)
@@ -164,5 +169,5 @@ async def test_an_engine_that_joins_is_told_to_few_of_many_rollout_workers() -> 
         assert case.messages < 20
         for member in list(case.members.values()):
             case.sender.look(member)  # as after a swap: with many rollout workers that can wait a second
-        await anyio.sleep(0.2)
+        await anyio.sleep(patience(0.2))
         assert case.messages < 20

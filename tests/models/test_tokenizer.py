@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from patience import patience
 from stretto.errors import ConfigError
 from stretto.models.tokenizer import ByteTokenizer, characters_of, load_tokenizer, work_on_text
 
@@ -70,5 +71,5 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised() -> None:
             continues.set()
 
         tasks.start_soon(go_on)
-        assert await work_on_text(lambda: continues.wait(20), 10**6)
+        assert await work_on_text(lambda: continues.wait(patience()), 10**6)
         assert await work_on_text(threading.current_thread, 10) is threading.current_thread()

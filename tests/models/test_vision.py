@@ -25,6 +25,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import vision_models as vision_models_module
 from commands import output_of
 from fixture_types import Models, Start
+from patience import patience
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.assembly.assembly import Assembly
@@ -310,7 +311,9 @@ def train_as_rank(model: Path, folder: Path, rank: int) -> None:
     from stretto_fsdp2.sharded import ShardedLayout
 
     for number, (options, split) in enumerate(SPLITS):
-        config = Fsdp2TrainingConfig(use="fsdp2", processes=2, clip_norm=None, timeout_s=60, **options)
+        config = Fsdp2TrainingConfig(
+            use="fsdp2", processes=2, clip_norm=None, timeout_s=patience(60), **options
+        )
         meeting = str(folder / f"rendezvous-{number}")
         context = Context(run="r", name="n", seed=1, model=str(model), rank=rank, rendezvous=meeting)
         engine = HFTraining(config, context, ShardedLayout(config, context))
@@ -332,7 +335,7 @@ def test_ranks_change_no_gradient(vision_models: Models, architecture: str, tmp_
         for rank in range(2)
     ]
     whole = gradients_of(engine_of(model), batch_of(Vision(str(model))))
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=patience(120)) for rank in ranks] == [0, 0]
     for number in range(len(SPLITS)):
         found = load_file(tmp_path / f"gradients-{number}.safetensors")
         assert difference(found, whole) < 1e-5, SPLITS[number]

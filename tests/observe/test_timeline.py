@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from full_disk import no_file_larger_than
 from kernel_events import step_measured
+from patience import SOON_S, patience
 from stretto.bus.messages.events import (
     CallEnded,
     Cause,
@@ -67,9 +68,9 @@ async def test_events_are_on_disk_about_a_second_later(tmp_path: Path) -> None:
         timeline.take(now + 1, TicketsIssued((IssuedTicket("train", 7, 2, row=5, min_version=4),)))
         timeline.take(now + 2, TicketStarted("rollout-0", "train", 7, 2))
         timeline.take(now + 3, outcome_read(60, group()))
-        with anyio.fail_after(30):
+        with anyio.fail_after(patience()):
             while len(events) < 4:
-                await anyio.sleep(0.05)
+                await anyio.sleep(SOON_S)
                 events = list(read_timeline(tmp_path))
         tasks.cancel_scope.cancel()
     assert events == [

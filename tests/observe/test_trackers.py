@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from bus_testing import until
+from patience import patience
 from processes import arguments_of
 from stretto.assembly.compose import Composed, compose
 from stretto.kernel.durable.changes import write_values
@@ -67,25 +68,25 @@ async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, forced:
     problems: list[str] = []
     trackers = Trackers(tmp_path, composed.config.trackers, problems)
     trackers.start()
-    await until((tmp_path / "reached").exists, deadline_s=60)
+    await until((tmp_path / "reached").exists)
     [child] = [
         each for each in psutil.Process().children() if "stretto.children.tracker" in arguments_of(each)
     ]
     start = time.monotonic()
     await trackers.finish(lambda: forced)
     assert time.monotonic() - start < 10
-    child.wait(10)
+    child.wait(patience())
     assert problems == [
         f"tracker 'bad': it has not sent everything in time; to send the rest: stretto track {tmp_path}"
     ]
 
 
 async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_the_end(tmp_path: Path) -> None:
-    composed = run_with(tmp_path, "raise OSError('no network')", finish_s=60)
+    composed = run_with(tmp_path, "raise OSError('no network')", finish_s=patience(60))
     problems: list[str] = []
     trackers = Trackers(tmp_path, composed.config.trackers, problems)
     trackers.start()
-    await until(lambda: bool(problems), deadline_s=60)
+    await until(lambda: bool(problems))
     (tmp_path / "summary.json").write_text("{}")
     await trackers.finish(lambda: False)
     fault = "tracker 'bad': it ended with status 1: OSError: no network"

@@ -16,6 +16,7 @@ import pytest
 import structlog
 
 from kernel_setup import make_setup
+from patience import SOON_S, patience
 from stretto.assembly.logs import log_to
 from stretto.bus.messages.tickets import GroupFailed
 from stretto.children.reward import Task, try_to_score
@@ -100,12 +101,12 @@ async def show_failures(setup: RunSetup, terminal: int) -> str:
         scheduler.group_failed(outcome)
     setup.facts.note = SAID
     shown = ""
-    with anyio.fail_after(20):
+    with anyio.fail_after(patience()):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(view.run)
             while "main cause" not in shown or "now" not in shown:
                 shown += read(terminal)
-                await anyio.sleep(0.02)
+                await anyio.sleep(SOON_S)
             view.stop()
             tasks.cancel_scope.cancel()
     log_to(None, console=True, run="test", role="kernel")
@@ -114,10 +115,10 @@ async def show_failures(setup: RunSetup, terminal: int) -> str:
     ending.end("failed", SAID)
     summary = observers.report.finish(ending.status, ending.reason)
     print(final_lines(summary, setup.folder), file=sys.stderr)
-    with anyio.fail_after(20):
+    with anyio.fail_after(patience()):
         while "see " not in shown:
             shown += read(terminal)
-            await anyio.sleep(0.02)
+            await anyio.sleep(SOON_S)
     return shown
 
 

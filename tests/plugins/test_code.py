@@ -18,6 +18,7 @@ import pytest
 from tests.conftest import write_run_file
 
 import hostile_programs
+from patience import patience
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.errors import ConfigError, RewardError
@@ -228,7 +229,7 @@ def attack(runner: SandboxRunner, program: str) -> None:
             took = time.monotonic() - started
             assert mark["reward"] == 0
             assert took < TIME_S * len(tests) + 3
-            assert neighbour.result(timeout=10) == [1.0]
+            assert neighbour.result(timeout=patience()) == [1.0]
     assert not [each for each in recorder.executions if b"ESCAPED" in each.output or b"SECRET" in each.output]
     assert rewards(runner, CALLS, ADD) == [1.0]
 
@@ -261,14 +262,14 @@ def below_warm_pythons() -> list[psutil.Process]:
             command = " ".join(each.cmdline())
             if each.name().startswith("python") and "warm_python.py" in command and "guard.py" not in command:
                 found += each.children()
-    return psutil.wait_procs(found, timeout=5)[1]  # a supervisor ends just after its answer
+    return psutil.wait_procs(found, timeout=patience())[1]  # a supervisor ends just after its answer
 
 
 def test_a_lost_sandbox_is_replaced(runner: SandboxRunner) -> None:
     for each in psutil.Process().children():
         if "bwrap" in each.name():
             each.kill()
-            each.wait(10)
+            each.wait(patience())
     assert rewards(runner, CALLS, *[ADD] * 4) == [1.0] * 4
 
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from patience import SOON_S, patience
 from stretto import Context
 from stretto.errors import RewardError
 from stretto.user_code.scoring import score_group
@@ -36,11 +37,11 @@ class JudgeServer:
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(patience())
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(10)
+        self._thread.join(patience())
 
     async def _serve(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
@@ -60,7 +61,7 @@ class JudgeServer:
         self.keys.append(request.headers.get("Authorization", ""))
         self._busy += 1
         self.busiest = max(self.busiest, self._busy)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(SOON_S)
         self._busy -= 1
         status, reply, headers = self.replies(body["messages"][-1]["content"], len(self.requests))
         if status == 200 and isinstance(reply, str):

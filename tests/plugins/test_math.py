@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 
+from patience import SOON_S, patience
 from stretto import Context
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose_mapping
@@ -181,7 +182,7 @@ class Scorer:
                     with suppress(psutil.NoSuchProcess):
                         held += each.memory_info().rss
                 most = max(most, held)
-                time.sleep(0.002)
+                time.sleep(SOON_S)
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -237,7 +238,11 @@ def test_an_answer_beyond_a_limit_scores_0_says_why_and_leaves_the_others_their_
         "    return {'reward': 2.0, 'length': len(completion)}\n"
     )
     process = scorer(
-        use="function", function=f"{file}:score", answer_cpu_s=0.2, answer_memory_mb=64, timeout_s=30
+        use="function",
+        function=f"{file}:score",
+        answer_cpu_s=0.2,
+        answer_memory_mb=64,
+        timeout_s=patience(30),
     )
     answer, seconds, megabytes = process.usage({"prompt": "p"}, "a", "forever", "huge", "dies", "b")
     assert [reward for reward, _ in answer.scores] == [2, 0, 0, 0, 2]

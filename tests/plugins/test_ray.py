@@ -332,7 +332,7 @@ def test_a_client_without_a_kernel_leaves_with_its_last_worker(folder: Path) -> 
     until(lambda: "ready" in worker.tail(1))
     assert client.poll() is None
     (folder / "end").touch()
-    until(client.poll, 30)
+    until(client.poll)
     assert worker.tail(1) == "done"  # also what it wrote while no kernel was there
     assert list((folder / "bus").iterdir()) == []
 
@@ -343,7 +343,7 @@ async def test_the_client_of_another_cluster_is_left_alone(folder: Path) -> None
     assert await launcher.adopt(worker, record) is None
     assert former.poll() is None
     (folder / "end").touch()
-    until(former.poll, 30)
+    until(former.poll)
     launcher.close()
     assert list((folder / "bus").iterdir()) == []
 
@@ -352,7 +352,7 @@ async def test_workers_end_with_a_client_that_is_killed(folder: Path) -> None:
     worker, place, record, client = kill_a_kernel(folder)
     process = FormerProcess(int(place.split()[-1]))
     client.kill()
-    until(process.poll, 30)
+    until(process.poll)
     launcher = launcher_in(folder)
     assert await launcher.adopt(worker, record) is None
     launcher.close()

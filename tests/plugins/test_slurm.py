@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import write_run_file
 
+from patience import SOON_S, patience
 from stretto.assembly.compose import compose
 from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.cli.start.submit import submitted_resume
@@ -96,13 +97,13 @@ def run(folder: Path, text: str, *, after: int = 0) -> tuple[int, str]:
             ["bash", "-c", text], env=environment, stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience()
         while after and "begun" not in output.read_text():
             assert time.monotonic() < deadline
-            time.sleep(0.01)
+            time.sleep(SOON_S)
         if after:
             process.send_signal(after)
-        return process.wait(60), output.read_text()
+        return process.wait(patience()), output.read_text()
     finally:
         process.kill()
         process.wait()

@@ -14,6 +14,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
+from patience import patience
 from stretto.array import Array
 from stretto.engine import GenerateRequest
 from stretto.errors import EngineError
@@ -255,7 +256,7 @@ async def test_start_fails_with_the_reason(
 async def test_a_start_that_is_cancelled_leaves_no_thread_behind(folders: Folders) -> None:
     engine = make_engine(folders["slow"])
     async with anyio.create_task_group() as tasks:
-        with anyio.move_on_after(0.001) as scope:
+        with anyio.move_on_after(patience(0.001)) as scope:
             await engine.start(lambda chunks: None, tasks)
         assert scope.cancelled_caught
         await engine.stop()

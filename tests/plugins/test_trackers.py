@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from kept_samples import Kept
+from patience import SOON_S, patience
 from stretto.assembly.compose import compose
 from stretto.children.tracker import Mode, command, cursor_file
 from stretto.cli.make.track import track_run
@@ -112,12 +113,12 @@ class Kernel:
     def until_noted(self, **expected: int) -> None:
         """Until the cursor has these numbers."""
         file = cursor_file(self.folder, self.name)
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + patience(90)
         while not (file.exists() and expected.items() <= json.loads(file.read_bytes()).items()):
             assert self.child is not None
             assert self.child.poll() is None, self.output()
             assert time.monotonic() < deadline, self.output()
-            time.sleep(0.02)
+            time.sleep(SOON_S)
 
     def kill_before_note(self, write: Callable[[], None]) -> None:
         """Let the process send what `write` writes, and kill it before it has noted that."""
@@ -138,7 +139,7 @@ class Kernel:
     def wait(self) -> int:
         """The exit status of the process, once it has ended by itself."""
         assert self.child is not None
-        status = self.child.wait(90)
+        status = self.child.wait(patience(90))
         self.leave()
         return status
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fixture_types import Start
+from patience import patience
 from stretto import Context
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -233,7 +234,7 @@ def test_a_tool_that_hangs_fails_no_ticket_nor_does_a_verifier_that_dies(
     run = start(
         *scripted(tmp_path, CALLS),
         f"workflow={{use: tool_use, tools: ['{tmp_path}/tools.py:add', '{tmp_path}/tools.py:slow']}}",
-        "workflow.tool_timeout_s=0.3",
+        f"workflow.tool_timeout_s={patience(0.3)}",
         f"reward={{use: function, function: {tmp_path}/reward.py:score}}",
         "sampling.max_tokens=200",
         "algorithm.group_size=2",
@@ -278,7 +279,7 @@ def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start
     file.write_text(file.read_text().replace("reward: exact\n", ""))
     run = start(
         f"workflow={{use: multi_turn, environment: {tmp_path}/environment.py:count}}",
-        "workflow.environment_timeout_s=0.5",
+        f"workflow.environment_timeout_s={patience(0.5)}",
         "verifier.children=2",
         "algorithm.group_size=2",
         "steps=6",

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from patience import patience
+
 pytestmark = pytest.mark.nightly
 
 
 def figures_of(benchmark: str, *arguments: str, each: set[str]) -> dict[str, Any]:
     """The positive figures that a benchmark prints, each by what it was measured for."""
     command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / benchmark), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(600), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     for values in figures.values():

@@ -17,6 +17,7 @@ import pytest
 
 from commands import stretto
 from fixture_types import Start
+from patience import patience
 from run_files import TestedRun
 from stretto.bus.messages.events import StepTrained, VersionPublished, WeightsServed
 from worlds import in_both_worlds, in_simulation, module_in_both_worlds
@@ -223,7 +224,7 @@ def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_noth
     assert list(Path("/dev/shm").glob(f"stretto-{id}-*"))
     run.process.kill()
     trainer.kill()  # so nobody but the guard can remove the weights
-    run.assert_nothing_is_left(within_s=60)  # after grace_s, which is 3 here, and the end of the server
+    run.assert_nothing_is_left()  # after grace_s, which is 3 here, and the end of the server
 
 
 def status(run: Any) -> str:
@@ -239,7 +240,7 @@ def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(sta
     run.process.kill()
     run.process.wait()
     assert "no kernel owns the run" in status(run)
-    run.assert_nothing_is_left(within_s=60)
+    run.assert_nothing_is_left()
 
 
 # ---------------------------------------------------------------------------- interrupt and resume
@@ -314,7 +315,11 @@ def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
 def test_a_killed_kernels_run_goes_on_and_trains_every_ticket_once(start: Start, trainer_lives: bool) -> None:
     # The workers wait for the next kernel however busy the machine is.
     run = start(
-        "checkpoint.every=3", "steps=20", "queue.max_staleness=1", "samples.keep=all", "bus.grace_s=60"
+        "checkpoint.every=3",
+        "steps=20",
+        "queue.max_staleness=1",
+        "samples.keep=all",
+        f"bus.grace_s={patience(60)}",
     )
     run.until_step(8)
     trainer = run.worker("trainer-0")
@@ -453,7 +458,7 @@ def test_a_worker_that_stood_still_does_not_blame_the_kernel(start: Start) -> No
     run.until_step(2)
     trainer = run.worker("trainer-0")
     trainer.send_signal(signal.SIGSTOP)
-    deadline = run.clock() + 4.5  # grace_s is 3 here
+    deadline = run.clock() + patience(4.5)  # grace_s is 3 here
     run.until(lambda: run.clock() > deadline)
     trainer.send_signal(signal.SIGCONT)
     assert run.assert_completed(30)["restarts"] == 0
@@ -503,7 +508,7 @@ def test_a_run_that_has_lost_its_store_goes_on_from_its_checkpoint_or_is_refused
     run.until_step(8)
     run.process.kill()
     run.process.wait()
-    run.assert_nothing_is_left(within_s=60)
+    run.assert_nothing_is_left()
     before = files_of(run)
     store, checkpoints = run.folder / "bus" / "store", run.folder / "checkpoints"
     version = int(max(path.name for path in checkpoints.iterdir())[-6:])
@@ -532,7 +537,7 @@ def test_a_run_whose_folder_is_removed_ends_with_one_line_that_says_so(start: St
     run = start("steps=1000")
     run.until_step(3)
     moved = run.folder.rename(run.folder.with_name("moved"))
-    assert run.process.wait(90) == 1
+    assert run.process.wait(patience(90)) == 1
     assert "Traceback" not in run.text()
     assert f"error: the run's folder {run.folder} is gone" in run.text().splitlines()[-1]
     moved.rename(run.folder)
@@ -583,13 +588,13 @@ def test_a_run_outlives_its_guard_a_silent_server_and_a_kernel_that_stood_still(
         run.until(lambda deadline=deadline: time.monotonic() > deadline)
         process.resume()
         # A ticket that was on its way to the rollout worker is delivered again after 20 s.
-        run.until_step(len(run.metrics()) + 5, deadline_s=180)
+        run.until_step(len(run.metrics()) + 5)
     assert run.assert_completed(60)["restarts"] == 0
 
 
 @in_both_worlds
 def test_an_outage_beyond_its_limit_ends_the_run_and_names_the_bus(start: Start) -> None:
-    run = start("steps=40", "bus.outage_s=4", "checkpoint.every=2")
+    run = start("steps=40", f"bus.outage_s={patience(4)}", "checkpoint.every=2")
     run.until_step(4)
     run.stop_server()
     assert run.end() == 1

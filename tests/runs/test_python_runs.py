@@ -19,6 +19,7 @@ import yaml
 
 import stretto
 from commands import output_of
+from patience import patience
 from waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
         "reward": "exact",
         "dataset": {"use": "jsonl", "path": file},
         "queue": {"batch_size": 4},
-        "bus": {"grace_s": 3},
+        "bus": {"grace_s": patience(3)},
         "samples": {"keep": "none"},
         "out": tmp_path / "out",
         "steps": 8,
@@ -96,10 +97,10 @@ def test_a_run_that_is_stopped_at_once_writes_no_checkpoint(config: Mapping[str,
         log = run.folder / "logs" / "trainer-0.jsonl"
         until(lambda: log.exists() and '"event": "call"' in log.read_text())  # in its first step
         with pytest.raises(TimeoutError, match="is still running"):
-            run.wait(timeout_s=0.1)
+            run.wait(timeout_s=patience(0.1))
         run.stop()
         run.stop(now=True)
-        summary = run.wait(timeout_s=20)
+        summary = run.wait(timeout_s=patience(20))
     assert summary["status"] == "interrupted"
     assert "twice" in summary["reason"]
 
@@ -164,7 +165,7 @@ def test_a_failed_run_raises_its_reason(config: Mapping[str, Any], tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_killed_kernel_is_reported(config: Mapping[str, Any]) -> None:
-    with stretto.run(config, steps=4000, bus={"grace_s": 1}) as run:
+    with stretto.run(config, steps=4000, bus={"grace_s": patience(1)}) as run:
         until(lambda: run.metrics)
         status = run.status
         assert status is not None
@@ -200,7 +201,7 @@ def test_a_program_that_ends_leaves_nothing_behind(
         f"{end}\n"
     )
     folder = tmp_path / "out"
-    done = subprocess.run([sys.executable, script, json.dumps(config, default=str)], timeout=60)
+    done = subprocess.run([sys.executable, script, json.dumps(config, default=str)], timeout=patience())
     assert done.returncode == (-9 if end else 0)
     if not end:  # it has waited for its run
         assert processes_of(folder) == []
@@ -225,7 +226,7 @@ def test_ctrl_c_during_wait_drains_the_run(config: Mapping[str, Any], tmp_path: 
     until(lambda: metrics.exists() and metrics.read_text())
     process.send_signal(signal.SIGINT)
     try:
-        said, _ = process.communicate(timeout=180)
+        said, _ = process.communicate(timeout=patience(180))
     except subprocess.TimeoutExpired:
         process.kill()
         pytest.fail(f"it still drains: {(tmp_path / 'out' / 'logs' / 'kernel.jsonl').read_text()[-8000:]}")
@@ -252,7 +253,7 @@ def test_the_example_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook: Any = nbformat.read(ROOT / "examples" / "notebook.ipynb", 4)  # pyright: ignore
     path = {"metadata": {"path": str(ROOT / "examples")}}
-    NotebookClient(notebook, timeout=90, kernel_name="python3", resources=path).execute()
+    NotebookClient(notebook, timeout=patience(90), kernel_name="python3", resources=path).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output["text"] for output in outputs if output.output_type == "stream")
     assert "unknown key 'learning_rate'" in text

@@ -65,7 +65,7 @@ def test_an_asynchronous_quickstart_with_a_killed_engine_is_replayed_bit_for_bit
     )
     run.until_step(4)
     run.until(lambda: run.worker("inference-1")).kill()
-    assert run.end(deadline_s=400) == 0, run.text()
+    assert run.end() == 0, run.text()
     assert run.summary()["restarts"] == 1
     assert max(int(each) for each in run.summary()["staleness"]) >= 1
     before = hashes(run.folder)
@@ -101,7 +101,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 def test_a_run_with_a_critic_changed_values_and_a_killed_kernel_is_replayed(start: Start) -> None:
     ppo = ("algorithm={use: ppo, minibatches: 2}", "models.critic.group=critics", "checkpoint.keep=9")
     run = start(*REAL, *ppo, "groups.critics={use: torch}", "checkpoint.every=2", "steps=20")
-    run.until_step(5, deadline_s=120)
+    run.until_step(5)
     run.process.kill()
     run.process.wait()
     report, _ = replay(run.folder)
@@ -118,7 +118,7 @@ def test_a_run_with_a_critic_changed_values_and_a_killed_kernel_is_replayed(star
 def test_a_replay_has_the_number_of_trainers_that_each_step_had(start: Start) -> None:
     fsdp2 = ("training={use: fsdp2, shard: false}", "training.dtype=float32", "queue.batch_size=16")
     run = start(*REAL, *fsdp2, "steps=5000")
-    run.until_step(3, deadline_s=120)
+    run.until_step(3)
     assert "training: 1 -> 2" in output_of("scale", run.folder, "training=2")
     run.until(lambda: any(line.get("worker") == "trainer-1" for line in events(run.folder)))
     run.until_step(len(run.metrics()) + 5)

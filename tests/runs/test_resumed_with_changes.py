@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fixture_types import Start
+from patience import patience
 from stretto.bus.messages.events import BatchStarted, Event, RunOwned
 from worlds import in_both_worlds, in_simulation, module_in_both_worlds
 
@@ -162,7 +163,7 @@ def test_a_resume_with_changes_loses_no_step_of_trainers_that_live_on(start: Sta
     # Training waits for samples: no step is under way. No checkpoint is as new as the trainer, and it waits
     # for the next kernel however busy the machine is.
     run = start(
-        *("checkpoint.every=50", "steps=8", "bus.grace_s=60"),
+        *("checkpoint.every=50", "steps=8", f"bus.grace_s={patience(60)}"),
         *("training.seconds_per_step=0.01", "inference.tokens_per_s=1000"),
     )
     run.until_step(4)
@@ -226,4 +227,4 @@ def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> No
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert all(line["staleness_max"] <= 1 for line in lines[at:])
-    last.assert_nothing_is_left(within_s=60)
+    last.assert_nothing_is_left()

@@ -26,6 +26,7 @@ from nats.js.errors import NotFoundError
 
 from commands import output_of, stretto
 from fixture_types import Start
+from patience import patience
 from processes import arguments_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
@@ -188,7 +189,7 @@ def test_a_worker_started_by_hand_joins_and_works(start: Start) -> None:
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.text()
     run.assert_balanced()
-    assert extra.wait(10) == 0  # it leaves with the others
+    assert extra.wait(patience()) == 0  # it leaves with the others
     log = (run.folder / "logs" / "rollout-extra.jsonl").read_text()
     assert "the run is over" in log
 
@@ -328,7 +329,7 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
             if found and not address:
                 address = found[1].decode()
                 assert urlopen(address).status == 200
-        assert process.wait(30) == 0
+        assert process.wait(patience()) == 0
     os.close(parent)
     with pytest.raises(URLError, match="refused"):
         urlopen(address)

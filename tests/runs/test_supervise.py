@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from fixture_types import Start
+from patience import patience
 
 
 def kernel_of(run: Any) -> psutil.Process:
@@ -42,12 +43,12 @@ def test_a_killed_kernel_is_followed_by_the_next_one(start: Start) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_left_of_a_run_whose_supervisor_was_killed_too(start: Start) -> None:
-    run = start("--supervise", "steps=100", "bus.grace_s=3")
+    run = start("--supervise", "steps=100", f"bus.grace_s={patience(3)}")
     run.until_step(3)
     run.process.send_signal(signal.SIGSTOP)  # it starts no other kernel
     kernel_of(run).kill()
     run.process.kill()
-    run.assert_nothing_is_left(within_s=60)
+    run.assert_nothing_is_left()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from fixture_types import Start
+from patience import patience
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone
@@ -72,7 +73,7 @@ def faulty(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any
     run = module_start(
         *reward(folder, FAULTY_REWARD),
         *(
-            "reward.timeout_s=0.5",
+            f"reward.timeout_s={patience(0.5)}",
             "steps=6",
             "queue.max_failures=1000",
             "queue.max_attempts=1",
@@ -80,7 +81,7 @@ def faulty(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any
             f"plugins=[{folder}/flow.py]",
         ),
         # Five ends of a scoring process belong to one row, each with the start of another one.
-        *("workflow=flow", "workflow.timeout_s=30"),
+        *("workflow=flow", f"workflow.timeout_s={patience(30)}"),
         out="faulty",
     )
     run.assert_completed(6)
@@ -295,7 +296,11 @@ def test_hostile_messages_of_every_role_harm_no_process() -> None:
     """Random, truncated and wrongly typed messages, in the middle of a run; a few thousand of them."""
     fuzz = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
     output = subprocess.run(
-        [sys.executable, fuzz, "--messages", "500"], check=True, capture_output=True, text=True, timeout=300
+        [sys.executable, fuzz, "--messages", "500"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=patience(300),
     )
     result = json.loads(output.stdout.splitlines()[-1])
     assert result["refused"] > 500

@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from commands import output_of
+from patience import patience
 from stretto.models.vision import Vision
 from stretto.user_code.importable import load_module
 
@@ -129,7 +130,7 @@ def test_the_model_overlooks_small_shapes_as_its_teacher_did(script: ModuleType,
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(patience(600))
 def test_the_run_teaches_the_model_to_see_small_shapes(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     rows = [f"dataset.path={made / 'train.jsonl'}", f"evaluation.dataset.path={made / 'heldout.jsonl'}"]

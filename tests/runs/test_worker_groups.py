@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fixture_types import Start
+from patience import patience
 from processes import arguments_of
 from worlds import in_simulation
 
@@ -109,7 +110,9 @@ def test_calls_of_different_groups_overlap_and_rows_move_between_ranks(
 
 @pytest.mark.slow
 def test_a_run_of_many_groups_outlives_a_trainer_and_is_resumed(start: Start, several: list[str]) -> None:
-    run = start(*several, "steps=16", "checkpoint.every=2", "bus.grace_s=30")  # the next kernel adopts them
+    run = start(
+        *several, "steps=16", "checkpoint.every=2", f"bus.grace_s={patience(30)}"
+    )  # the next kernel adopts them
     run.until_step(3)
     os.kill(run.worker("trainer-critics-1").pid, signal.SIGKILL)
     run.until_step(5)
@@ -132,7 +135,7 @@ def test_supervised_runs_start_trainers_only(start: Start) -> None:
     assert roles == {"trainer-0", "trainer-1"}
     run.process.send_signal(signal.SIGKILL)
     run.process.wait()
-    run.assert_nothing_is_left(within_s=60)
+    run.assert_nothing_is_left()
     again = start(resume=run)
     summary = again.assert_completed(40, bound=0)
     assert summary["tokens"] == {"generated": 0, "trained": sum(line["tokens"] for line in again.metrics())}

@@ -15,6 +15,7 @@ import pytest
 
 from bus_testing import raw_client, until
 from fixture_types import OpenBus
+from patience import SOON_S, patience
 from sample_messages import done, record, retired, trained, trajectories
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
@@ -83,7 +84,7 @@ async def writer(folder: Path, last: int = 0) -> AsyncGenerator[subprocess.Popen
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:
-    await until(lambda: process.poll() is not None, 60)
+    await until(lambda: process.poll() is not None)
     return process.returncode
 
 
@@ -108,7 +109,7 @@ async def test_a_killed_writer_goes_on_and_doubles_nothing(
         for ticket in range(3):
             last = await log.group(ticket)
         async with writer(tmp_path) as process:
-            await until(lambda: log.kept_below > last, 60)
+            await until(lambda: log.kept_below > last)
             assert len(rows_of(tmp_path)) == 6
             await log.group(3)
             process.send_signal(signal.SIGKILL)
@@ -117,7 +118,7 @@ async def test_a_killed_writer_goes_on_and_doubles_nothing(
         )  # as if it had not come to the cursor
         await log.group(4)
         async with writer(tmp_path) as process:
-            await until(lambda: log.follows == 2, 60)
+            await until(lambda: log.follows == 2)
             last = await log.group(5)
             await log.bus.store.append(log.names.trained, trained(["5/1/0"], 0), id="t")
             await log.bus.store.append(log.names.retired, retired(4, "expired", "late"), id="r")
@@ -142,7 +143,7 @@ async def test_added_images_are_kept_once_and_before_their_row(
         await log.group(1, images=first | second | lie)
         last = await log.group(2, images=large)
         async with writer(tmp_path) as process:
-            await until(lambda: log.kept_below > last, 60)
+            await until(lambda: log.kept_below > last)
             process.send_signal(signal.SIGTERM)
             assert await ended(process) == 0
     assert images_in(tmp_path) == first | second
@@ -164,7 +165,7 @@ async def test_a_group_without_its_outcome_keeps_its_place_in_the_log(
         await log.bus.store.append(log.names.trajectories, trajectories(1), id="1/0")
         last = await log.group(2)
         async with writer(tmp_path):
-            await until(lambda: log.kept_below == first + 1, 60)
+            await until(lambda: log.kept_below == first + 1)
             assert [row["ticket"] for row in SampleStore(tmp_path).find()] == [0, 0, 2, 2]
         assert last > log.kept_below
 
@@ -177,7 +178,7 @@ async def test_after_a_lost_log_the_new_one_is_read_from_its_beginning(
         (tmp_path / "samples" / "cursor.json").write_text('{"position": 1000}')
         await log.group(0)
         async with writer(tmp_path) as process:
-            await until(lambda: log.follows == 1, 60)
+            await until(lambda: log.follows == 1)
             process.send_signal(signal.SIGTERM)
             assert await ended(process) == 0
         assert rows_of(tmp_path) == ["0/1/0", "0/1/1"]
@@ -234,9 +235,9 @@ async def test_only_the_last_steps_are_kept(open_bus: OpenBus, names: Subjects, 
                 await log.group(step, version=step - 1, images=named(b"in all", b"%d" % step))
                 ids = [f"{step}/1/{index}" for index in (0, 1)]
                 last = await log.bus.store.append(log.names.trained, trained(ids, step - 1), id=f"t{step}")
-                with anyio.fail_after(60):
+                with anyio.fail_after(patience()):
                     while log.kept_below <= last:
-                        await anyio.sleep(0.05)
+                        await anyio.sleep(SOON_S)
             process.send_signal(signal.SIGTERM)
             assert await ended(process) == 0
         steps = {row["step"] for row in SampleStore(tmp_path).find(SampleFilter(outcome="trained"))}

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from bus_testing import until
+from patience import patience
 from processes import arguments_of
 from stand_in_engine import STAND_IN, StandInEngine
 from stretto.array import Array
@@ -217,7 +218,7 @@ Started = tuple[Engine, Answers]
 @asynccontextmanager
 async def started(folder: Path, **options: Any) -> AsyncGenerator[Started]:
     """An engine with its server."""
-    options = {"python": sys.executable, "slots": 4, "start_timeout_s": 20.0} | options
+    options = {"python": sys.executable, "slots": 4, "start_timeout_s": patience(20.0)} | options
     context = Context(run="r", name="n", seed=1, folder=str(folder), worker="inference-0")
     engine, answers = Engine(ServerEngineConfig(use="stand_in", **options), context), Answers()
     try:
@@ -243,7 +244,7 @@ async def test_nothing_is_served_before_a_swap_and_every_version_is_told_right(t
     async with started(tmp_path) as (engine, answers):
         engine.generate(request("early", 6, tokens=150))
         engine.generate(request("later", 1, tokens=5, min_version=2))
-        await anyio.sleep(0.1)
+        await anyio.sleep(patience(0.1))
         assert not answers.tokens
         for version in range(3):
             report = await engine.swap(Update(tmp_path / "weights", version))
@@ -283,7 +284,7 @@ async def test_a_killed_server_is_started_again_and_no_token_is_lost_or_doubled(
 
 
 async def test_a_server_that_falls_silent_is_ended_and_started_again(tmp_path: Path) -> None:
-    async with started(tmp_path, silence_s=0.5) as (engine, answers):
+    async with started(tmp_path, silence_s=patience(0.5)) as (engine, answers):
         await engine.swap(Update(tmp_path / "weights", 0))
         engine.generate(request("a", 2))
         await until(lambda: engine.load().generated_tokens > 10)
@@ -297,7 +298,7 @@ async def test_a_server_lost_too_often_ends_the_engine_with_its_log(tmp_path: Pa
         async with started(tmp_path, restarts=0) as (engine, _):
             await engine.swap(Update(tmp_path / "weights", 0))
             os.kill(process_of(tmp_path).pid, signal.SIGKILL)
-            await anyio.sleep(20)
+            await anyio.sleep(patience(20))
 
     with pytest.raises(ExceptionGroup) as raised:
         await lose()
@@ -325,7 +326,7 @@ async def test_a_server_that_never_answers_is_given_up_at_the_deadline(
 ) -> None:
     monkeypatch.setattr(Engine, "program", ("-c", "import time; print('loading'); time.sleep(600)"))
     with pytest.raises(ExceptionGroup) as raised:
-        async with started(tmp_path, start_timeout_s=0.5):
+        async with started(tmp_path, start_timeout_s=patience(0.5)):
             pass
     assert "was not ready after 0.5 s" in str(leaves(raised.value)[0])
     assert "inference.start_timeout_s" in str(leaves(raised.value)[0])
@@ -337,10 +338,10 @@ async def test_an_abort_reaches_the_server(tmp_path: Path) -> None:
         engine.generate(request("a", 6, tokens=1000))
         await until(lambda: len(answers.tokens) == 4)
         engine.abort("a")
-        await until(lambda: len(answers.finish) == 6 and engine.load().running == 0, deadline_s=2)
+        await until(lambda: len(answers.finish) == 6 and engine.load().running == 0)
         assert set(answers.finish.values()) == {"abort"}
         server = engine._current_server()  # pyright: ignore[reportPrivateUsage]
-        assert (await server.get("/state", deadline_s=5))["running"] == []
+        assert (await server.get("/state", deadline_s=patience()))["running"] == []
 
 
 async def test_tokens_that_arrived_before_an_abort_do_not_follow_the_last_chunk(tmp_path: Path) -> None:
@@ -413,7 +414,7 @@ async def test_begun_answers_go_on_and_wrong_requests_are_answered(tmp_path: Pat
         answers.tokens["a", 0] = right(30)
         engine.generate(request("a", 2, begun=begun, have=(30, -1)))
         engine.generate(request("long", tokens=148))
-        engine.generate(request("late", tokens=140, deadline_s=0.2))
+        engine.generate(request("late", tokens=140, deadline_s=patience(0.2)))
         await until(lambda: len(answers.finish) == 3)
         assert answers.tokens["a", 0] == right(100)
         assert ("a", 1) not in answers.tokens, "nothing was wanted of it"
@@ -471,7 +472,7 @@ async def test_an_attached_server_is_used_and_its_loss_told(tmp_path: Path) -> N
             for child in children():
                 child.kill()
             process.kill()
-            await anyio.sleep(20)
+            await anyio.sleep(patience(20))
 
     try:
         with pytest.raises(ExceptionGroup) as raised:
@@ -503,7 +504,7 @@ def test_no_process_of_a_server_outlives_a_killed_worker(tmp_path: Path) -> None
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) == 3  # the guard, the server, and the child it put in a session of its own
         process.kill()
-    gone, alive = psutil.wait_procs(family, timeout=10)
+    gone, alive = psutil.wait_procs(family, timeout=patience())
     assert not alive
     assert len(gone) == 3
 
@@ -517,7 +518,7 @@ async def test_no_process_of_a_server_outlives_its_stop_when_its_guard_was_kille
     assert len(family) == 2
     guard.kill()
     await server.stop()
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not psutil.wait_procs(family, timeout=patience())[1]
 
 
 # ------------------------------------------------------------------------------ SGLang's checksums

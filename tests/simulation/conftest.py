@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patience
 from stretto.bus.client import Bus, connect
 from stretto.bus.server import Bootstrap, NatsServer, lock_run, restart_server
 from stretto.config import BusConfig
@@ -34,7 +35,7 @@ async def open_bus(tmp_path: Path) -> AsyncIterator[Callable[[str], AbstractAsyn
             yield lambda role: connect(Bootstrap(url="nats://simulated:4222", run=RUN, role=role))
     else:
         lock = lock_run(tmp_path / "bus")
-        config = BusConfig(grace_s=2.0, max_payload_mb=1)
+        config = BusConfig(grace_s=patience(2.0), max_payload_mb=1)
         server = await NatsServer.start(tmp_path / "bus", RUN, config, tmp_path / "logs")
         yield lambda role: connect(Bootstrap.read(tmp_path / "bus" / f"{role}.json"))
         await server.stop()

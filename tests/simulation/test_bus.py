@@ -16,6 +16,7 @@ import pytest
 from nats.aio.client import Client
 
 from bus_testing import NO_LOCK, bundle, one_at_a_time, until
+from patience import patience
 from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
@@ -74,7 +75,7 @@ async def test_payloads_above_the_limit_travel_in_parts(open_bus: OpenBus, names
             Join("trainer-0", "trainer", place, "n", "t"),
             Welcome,
             who="kernel",
-            deadline_s=20,
+            deadline_s=patience(20),
         )
         assert answer.config == place.encode() * 2
 
@@ -89,7 +90,7 @@ async def test_a_subscription_receives_what_is_published_once_it_is_made(
             heard = anyio.Event()
             await kernel.subscribe(subject, Heartbeat, lambda _, heard=heard: heard.set())
             await rollout.publish(subject, Heartbeat("rollout-0", "n", ready=True))
-            with anyio.fail_after(5):
+            with anyio.fail_after(patience(5)):
                 await heard.wait()
 
 
@@ -99,9 +100,9 @@ async def test_a_client_reads_on_after_a_cancelled_subscription(open_bus: OpenBu
     heard = anyio.Event()
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
         for _ in range(20):
-            with anyio.move_on_after(1e-4):
+            with anyio.move_on_after(patience(1e-4)):
                 await kernel.subscribe(names.kernel("trainer", "heartbeat"), Heartbeat, lambda _: None)
-        with anyio.fail_after(3):  # pings would notice later
+        with anyio.fail_after(patience(3)):  # pings would notice later
             await kernel.subscribe(subject, Heartbeat, lambda _: heard.set())
             await rollout.publish(subject, Heartbeat("rollout-0", "n", ready=True))
             await heard.wait()
@@ -117,7 +118,7 @@ async def test_a_request_without_a_server_names_who_is_silent(open_bus: OpenBus,
                 Join("trainer-0", "trainer", "p", "n", "t"),
                 Welcome,
                 who="kernel",
-                deadline_s=0.5,
+                deadline_s=patience(0.5),
             )
     assert anyio.current_time() - began < 3
 
@@ -132,7 +133,7 @@ async def test_a_request_waits_for_a_server_that_comes_late(open_bus: OpenBus, n
         async with anyio.create_task_group() as tasks:
 
             async def late() -> None:
-                await anyio.sleep(0.3)
+                await anyio.sleep(patience(0.3))
                 await kernel.serve(join, Join, welcome)
 
             tasks.start_soon(late)
@@ -141,7 +142,7 @@ async def test_a_request_waits_for_a_server_that_comes_late(open_bus: OpenBus, n
                 Join("trainer-0", "trainer", "p", "n", "t"),
                 Welcome,
                 who="kernel",
-                deadline_s=10,
+                deadline_s=patience(10),
             )
             assert answer.run == "trainer-0"
 
@@ -154,7 +155,7 @@ async def test_a_repeated_request_is_served_once(open_bus: OpenBus, names: Subje
         async def slow(message: Join) -> Welcome:
             nonlocal served
             served += 1
-            await anyio.sleep(4.5)  # the asker repeats itself twice meanwhile
+            await anyio.sleep(patience(4.5))  # the asker repeats itself twice meanwhile
             return Welcome(b"", message.worker, "", 1, 1.0, {}, 300.0, NO_LOCK)
 
         await kernel.serve(join, Join, slow)
@@ -163,7 +164,7 @@ async def test_a_repeated_request_is_served_once(open_bus: OpenBus, names: Subje
             Join("rollout-0", "rollout", "p", "n", "t"),
             Welcome,
             who="kernel",
-            deadline_s=20,
+            deadline_s=patience(20),
         )
     assert served == 1
 
@@ -182,7 +183,7 @@ async def test_what_a_server_raises_reaches_the_asker(open_bus: OpenBus, names: 
                 Join("rollout-0", "rollout", "p", "n", "t"),
                 Welcome,
                 who="kernel",
-                deadline_s=5,
+                deadline_s=patience(5),
             )
 
 
@@ -196,7 +197,7 @@ async def test_a_handler_that_raises_ends_the_bus(open_bus: OpenBus, names: Subj
         async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
             await kernel.subscribe(heartbeat, Heartbeat, broken)
             await rollout.publish(heartbeat, Heartbeat("rollout-0", "n", True))
-            with anyio.fail_after(60):
+            with anyio.fail_after(patience(60)):
                 await anyio.sleep_forever()
 
 
@@ -260,7 +261,7 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
             queue = names.tickets_stream, names.ticket("train"), Ticket
             return bus.store.take(*queue, room=one_at_a_time, until=anyio.Event())
 
-        with anyio.fail_after(10):
+        with anyio.fail_after(patience(10)):
             at_one, at_two = await anext(take(one)), await anext(take(two))
             assert {at_one.message.id, at_two.message.id} == {1, 2}
             await at_two.acknowledge()
@@ -291,7 +292,7 @@ async def test_a_taker_gets_as_many_tickets_as_it_has_room_for(open_bus: OpenBus
             for number in range(7):
                 await kernel.store.append(queue, Ticket(number, 1, "train", 0, 0, 8), id=f"{number}")
             await until(lambda: len(taken) == 5)
-            await anyio.sleep(0.3)
+            await anyio.sleep(patience(0.3))
             assert taken == [0, 1, 2, 3, 4]
             stop.set()  # `take` ends
 
@@ -315,7 +316,7 @@ async def test_a_taker_that_leaves_gives_back_what_it_has_asked_for(
             await kernel.store.append(queue, Ticket(0, 1, "train", 0, 0, 8), id="0")
             await stop.wait()
             await kernel.store.append(queue, Ticket(1, 1, "train", 0, 0, 8), id="1")
-            with anyio.fail_after(10):  # not after `redeliver_s`
+            with anyio.fail_after(patience(10)):  # not after `redeliver_s`
                 other = two.store.take(
                     names.tickets_stream, queue, Ticket, room=one_at_a_time, until=anyio.Event()
                 )
@@ -541,14 +542,14 @@ async def test_everything_goes_on_after_the_server_was_killed(
             await until(lambda: outcomes == [1])
             kill_server()
             await until(lambda: not kernel.connected and not rollout.connected)
-            with anyio.fail_after(40):
+            with anyio.fail_after(patience(40)):
                 assert await rollout.store.append(names.groups, failure(1), id="1") == sequence
                 assert await rollout.store.append(names.groups, failure(2), id="2") == sequence + 1
                 assert (await kernel.store.read(names.log_stream, sequence, GroupFailed)).ticket == 1
                 await first.acknowledge()
                 assert (await anext(tickets)).message.id == 2
                 await rollout.publish(heartbeat, Heartbeat("rollout-0", "n", ready=True, tickets=7))
-            await until(lambda: outcomes == [1, 2] and heard == [7], 40)
+            await until(lambda: outcomes == [1, 2] and heard == [7], patience(40))
             assert (await kernel.store.extent(names.tickets_stream)).first == 2
             tasks.cancel_scope.cancel()
 

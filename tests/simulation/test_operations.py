@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from nats.aio.client import Client
 
+from patience import SOON_S, patience
 from stretto.bus.connection import NatsClient
 from stretto.bus.server import binary
 from stretto.testing.simulation.loop import SimulatedLoop
@@ -59,7 +60,7 @@ class Sequence:
             kind = self.rng.choice(KINDS)
             self.notes.append((kind, await getattr(self, f"_{kind}")()))
         for stream in (self.log, self.queue):
-            await self.client.request(f"$JS.API.STREAM.DELETE.{stream}", timeout=10)
+            await self.client.request(f"$JS.API.STREAM.DELETE.{stream}", timeout=patience(10))
         return self.notes
 
     async def _begin(self) -> None:
@@ -82,7 +83,9 @@ class Sequence:
         )
 
     async def _api(self, verb: str, question: dict[str, Any]) -> dict[str, Any]:
-        answer = await self.client.request(f"$JS.API.{verb}", json.dumps(question).encode(), timeout=10)
+        answer = await self.client.request(
+            f"$JS.API.{verb}", json.dumps(question).encode(), timeout=patience(10)
+        )
         return json.loads(answer.data)
 
     def _sequence(self) -> int:
@@ -99,7 +102,7 @@ class Sequence:
             )
         data = self.rng.randbytes(self.rng.randint(0, 20))
         answer = json.loads(
-            (await self.client.request(subject, data, timeout=10, headers=headers or None)).data
+            (await self.client.request(subject, data, timeout=patience(10), headers=headers or None)).data
         )
         if subject != self.work and "error" not in answer:
             self.last = max(self.last, answer["seq"])
@@ -130,7 +133,7 @@ class Sequence:
             message = answer.get("message", {})
             return _kept(answer, "error"), _kept(message, "subject", "seq", "data")
         answer = await self.client.request(
-            f"$JS.API.DIRECT.GET.{self.log}", json.dumps(question).encode(), timeout=10
+            f"$JS.API.DIRECT.GET.{self.log}", json.dumps(question).encode(), timeout=patience(10)
         )
         headers = answer.headers or {}
         return headers.get("Status"), headers.get("Nats-Subject"), headers.get("Nats-Sequence"), answer.data
@@ -238,10 +241,10 @@ def _on_a_real_server(folder: Path) -> list[list[Any]]:
 
 
 def _address(folder: Path, pid: int) -> str:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patience(20)
     while not (found := [*folder.glob(f"*_{pid}.ports")]) or not found[0].read_text():
         assert time.monotonic() < deadline, "nats-server did not start"
-        time.sleep(0.02)
+        time.sleep(SOON_S)
     return json.loads(found[0].read_text())["nats"][0]
 
 
@@ -255,7 +258,7 @@ def _on_the_simulated_server() -> list[list[Any]]:
             loop.close()
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(patience(1800))
 def test_the_same_operations_have_the_same_results(tmp_path: Path) -> None:
     simulated = _on_the_simulated_server()
     real = _on_a_real_server(tmp_path)

@@ -21,6 +21,7 @@ from universes import large
 TAPES = Path(__file__).with_name("tapes")
 MOST_FAULTS = 4
 SEEDS = 12
+_REAL = ("bug-", "open-", "r3-", "r4-")
 each_mutation = pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 
 
@@ -58,8 +59,10 @@ def find() -> Tape | None:
 
 
 def kept(file: Path) -> Any:
-    open_bug = [pytest.mark.xfail(strict=True)] if file.stem.startswith("open-") else []
-    return pytest.param(file, id=file.stem, marks=open_bug)
+    marks = [pytest.mark.xfail(strict=True)] if file.stem.startswith("open-") else []
+    if not file.stem.startswith(_REAL):
+        marks.append(pytest.mark.slow)
+    return pytest.param(file, id=file.stem, marks=marks)
 
 
 @pytest.mark.parametrize("file", [*map(kept, sorted(TAPES.glob("*.json")))])
@@ -69,6 +72,7 @@ def test_a_kept_tape_passes(file: Path) -> None:
     assert not outcome.failed, "\n".join(describe(tape, outcome, last=60))
 
 
+@pytest.mark.slow
 @each_mutation
 def test_a_planted_mistake_fails_its_tape(mutation: Mutation) -> None:
     tape = read(tape_of(mutation))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from commands import called
 from stretto.errors import ConfigError, RunError
 from stretto.testing.simulation import Fault, Tape, describe, run_tape, search, shrink, tapes_of
 from stretto.testing.simulation.oracles import PLANTED
@@ -57,18 +57,11 @@ def score(prompt, completion):
     os.system("true")
 """
 DIGEST = """\
-from universes import small
-from stretto.testing.simulation import run_tape
-print(run_tape(small(3)).digest)
+import sys
+import msgspec
+from stretto.testing.simulation import Tape, run_tape
+print(run_tape(msgspec.json.decode(sys.stdin.read(), type=Tape)).digest)
 """
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended, and what it printed."""
-
-    status: int
-    output: str
 
 
 @pytest.fixture
@@ -80,34 +73,44 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
-def simulate(folder: Path, *arguments: str) -> Ended:
-    """Run `stretto simulate`."""
-    command = [str(Path(sys.executable).with_name("stretto")), "simulate", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-    return Ended(done.returncode, done.stdout + done.stderr)
+def simulate(folder: Path, *arguments: str, status: int = 0) -> str:
+    """What `stretto simulate` prints."""
+    done = called("simulate", *arguments, cwd=folder)
+    assert done.returncode == status, done.stderr
+    return done.stdout + done.stderr
 
 
-def digest_of_another_process(hash_seed: int) -> str:
-    helpers = Path(__file__).parents[1] / "helpers"
-    path = os.pathsep.join(filter(None, [str(helpers), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": path}
-    command = [sys.executable, "-c", DIGEST]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+def few_steps(tape: Tape) -> Tape:
+    """Return the universe with a shorter run."""
+    return msgspec.structs.replace(tape, run={**tape.run, "steps": 2})
+
+
+def digest_of_another_process(tape: Tape) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", DIGEST],
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        input=msgspec.json.encode(tape).decode(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
 
 
 def test_a_universe_is_the_same_in_each_process() -> None:
-    [(_, warm)] = search([small(3)])
+    tape = few_steps(small(3))
+    [(_, warm)] = search([tape])
 
-    assert warm.messages > 500
-    assert {digest_of_another_process(1), digest_of_another_process(2)} == {warm.digest}
+    assert warm.messages > 100
+    assert digest_of_another_process(tape) == warm.digest
 
 
 def test_a_search_continues_with_the_universes_that_its_record_does_not_name(tmp_path: Path) -> None:
-    tapes, record = [small(1, 1), small(2, 1)], tmp_path / "record"
+    tapes, record = [few_steps(small(seed, 1)) for seed in (1, 2)], tmp_path / "record"
 
     assert [tape.seed for tape, _ in search(tapes[:1], record=record)] == [1]
     assert [tape.seed for tape, _ in search(tapes, record=record)] == [2]
-    other = small(1, 2)  # the same seed, but not the same universe
+    other = few_steps(small(1, 2))  # the same seed, but not the same universe
     assert [tape.seed for tape, _ in search([*tapes, other], record=record)] == [1]
 
 
@@ -123,6 +126,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_fault_of_each_kind_changes_what_happens_and_no_result() -> None:
     calm = small(0, faults=0)
     with_faults = (msgspec.structs.replace(calm, faults=(fault,)) for fault in FAULTS)
@@ -134,12 +138,7 @@ def test_a_fault_of_each_kind_changes_what_happens_and_no_result() -> None:
         assert outcome.digest != undisturbed.digest, tape.faults
 
 
-def test_runs_complete_whatever_goes_wrong() -> None:
-    failed = ["\n".join(describe(*found)) for found in search(map(small, range(3))) if found[1].failed]
-
-    assert failed == []
-
-
+@pytest.mark.slow
 def test_a_replaced_kernel_that_wakes_up_while_the_next_one_starts_changes_nothing() -> None:
     wakes = (1.0, 1.1, 1.25, 1.5, 1.9, 2.3)
     for seconds in wakes:
@@ -251,22 +250,18 @@ def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_file_runs_with_simulated_parts(run_file: Path) -> None:
-    ended = simulate(run_file.parent, str(run_file), "--seeds", "3", "--number", "4")
+    output = simulate(run_file.parent, str(run_file), "--seeds", "1", "--number", "4")
 
-    assert ended.status == 0, ended.output
-    assert ended.output.startswith("3 universes, 12 faults, ")
-    assert "no failure" in ended.output
+    assert output.startswith("1 universes, 4 faults, ")
+    assert "no failure" in output
 
 
 def test_a_tape_is_replayed(tmp_path: Path) -> None:
-    tape = small(5)
+    tape = few_steps(small(5))
     file = tmp_path / "tape.json"
     file.write_bytes(msgspec.json.encode(tape))
 
-    ended = simulate(tmp_path, "--replay", str(file))
-
-    assert ended.status == 0, ended.output
-    assert "seed 5: completed" in ended.output
+    assert "seed 5: completed" in simulate(tmp_path, "--replay", str(file))
     assert msgspec.json.decode(file.read_bytes(), type=Tape) == tape
 
 
@@ -285,7 +280,6 @@ def test_what_cannot_be_simulated_is_refused(run_file: Path) -> None:
     ],
 )
 def test_wrong_arguments(run_file: Path, arguments: list[str], message: str) -> None:
-    ended = simulate(run_file.parent, *([str(run_file)] if "--replay" not in arguments else []), *arguments)
+    file = [str(run_file)] if "--replay" not in arguments else []
 
-    assert ended.status == 2
-    assert message in ended.output
+    assert message in simulate(run_file.parent, *file, *arguments, status=2)

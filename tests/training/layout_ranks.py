@@ -23,6 +23,7 @@ from torch import Tensor
 import stretto_fsdp2
 import stretto_pipeline
 import stretto_torch
+from patience import patience
 from stretto.algorithm import WHOLE, Loss
 from stretto.array import KeptTokens
 from stretto.component import Component, Context, Head
@@ -152,7 +153,7 @@ def weigh(folder: Path, tiny: str, large: str, options: Mapping[str, Any], *, ra
     peak, ended = [0], threading.Event()
 
     def watch() -> None:
-        while not ended.wait(0.002):
+        while not ended.wait(patience()):
             peak[0] = max(peak[0], process.memory_info().rss)
 
     small, engine = (engine_of(folder, model, options, rank=rank) for model in (tiny, large))

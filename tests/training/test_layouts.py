@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fixture_types import Models
+from patience import patience
 from stretto.algorithm import AlgorithmConfig
 from stretto.bus.server import free_port
 from stretto.config import RunConfig
@@ -39,7 +40,7 @@ def _program() -> Any:
     return load_module(str(PROGRAM))
 
 
-pytestmark = pytest.mark.timeout(1200)  # the first test measures all layouts
+pytestmark = pytest.mark.timeout(patience(1200))  # the first test measures all layouts
 layout_ranks = _program()
 SGD = {"optimizer": "sgd", "lr": 0.1}
 ADAM = {"lr": 1e-3, "eps": 1e-6}
@@ -99,7 +100,7 @@ def run_ranks(folder: Path, ranks: int, *, meeting: str = "", **case: Any) -> No
     (folder / "case.json").write_text(json.dumps(case))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEETING": meeting}
     processes: list[subprocess.Popen[bytes]] = []
-    deadline = time.monotonic() + 900
+    deadline = time.monotonic() + patience(900)
     try:
         for rank in range(ranks):
             with (folder / f"{rank}.txt").open("wb") as output:

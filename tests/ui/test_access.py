@@ -21,6 +21,7 @@ from yarl import URL
 
 from commands import STRETTO, output_of
 from made_run import make_run
+from patience import patience
 from stretto.cli.make.certs import write_certificates
 from stretto_ui.access import Access
 from stretto_ui.server import application
@@ -196,7 +197,7 @@ def test_the_server_ends_while_a_reader_waits_for_ever(runs: Path) -> None:
             assert process.stdout.readline() == "reading\n"
             process.send_signal(signal.SIGTERM)
             try:
-                assert process.wait(30) == 0
+                assert process.wait(patience()) == 0
             finally:
                 process.kill()
 

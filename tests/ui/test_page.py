@@ -20,6 +20,7 @@ from selenium.webdriver.common.by import By
 from browser import complaints, open_browser, requested
 from made_run import make_run
 from pages import Page, curve_of, served
+from patience import patience
 from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
 from stretto.records.figures import FIGURES, duration_text, figure
@@ -702,7 +703,7 @@ def test_a_real_run_is_shown_while_it_trains(start: Callable[..., Any], tmp_path
         page.one("#timeline")
         page.until(lambda: page.text("#share .legend"))
         page.press("1")
-        page.until(lambda: page.text("#state") == "completed", seconds=60)
+        page.until(lambda: page.text("#state") == "completed")
         summary = run.assert_completed(60)
 
         assert page.text("[data-account=trained]") == f"trained {summary['ledger']['trained']}"
@@ -715,7 +716,7 @@ def test_a_real_run_is_shown_while_it_trains(start: Callable[..., Any], tmp_path
         assert complaints(driver) == []
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(patience(600))
 def test_a_long_run_opens_in_two_seconds(page: Page, tmp_path: Path) -> None:
     """10,000 steps and 1,000,000 samples: from the request until figures and curves are drawn. Other tests
     take the processors meanwhile: then it may take three times as long as a run of 40 steps, and one of three

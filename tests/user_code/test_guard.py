@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from patience import patience
 from stretto.user_code.guard import guarded
 
 OBEYS = "trap 'exit 7' TERM; echo up; while :; do sleep 0.01; done"
@@ -37,7 +38,7 @@ def start(command: list[str], grace_s: float = 0.0) -> tuple[subprocess.Popen[st
 )
 def test_a_guard_ends_as_its_child_ended(script: str, status: int) -> None:
     with start(["sh", "-c", script])[0] as guard:
-        assert guard.wait(20) == status
+        assert guard.wait(patience()) == status
 
 
 @pytest.mark.parametrize(
@@ -49,24 +50,24 @@ def test_a_child_has_the_grace_time_to_end(script: str, grace_s: float, status: 
         assert line == "up"
         began = time.monotonic()
         guard.terminate()
-        assert guard.wait(20) == status
+        assert guard.wait(patience()) == status
         assert time.monotonic() - began < 10
 
 
 def test_a_child_dies_with_a_guard_that_is_killed() -> None:
-    guard, _ = start(["sh", "-c", REFUSES], grace_s=60)
+    guard, _ = start(["sh", "-c", REFUSES], grace_s=patience(60))
     with guard:
         [child] = psutil.Process(guard.pid).children()
         guard.kill()
-        assert not psutil.wait_procs([child], timeout=20)[1]
+        assert not psutil.wait_procs([child], timeout=patience())[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_shared_memory_of_a_killed_child_is_removed(number: signal.Signals) -> None:
-    guard, name = start([sys.executable, "-c", SHARES], grace_s=20)
+    guard, name = start([sys.executable, "-c", SHARES], grace_s=patience(20))
     with guard:
         [child] = psutil.Process(guard.pid).children()
         assert Path("/dev/shm", name).exists()
         child.send_signal(number)
-        guard.wait(20)
+        guard.wait(patience())
         assert not Path("/dev/shm", name).exists()

@@ -18,6 +18,7 @@ import anyio
 import psutil
 import pytest
 
+from patience import SOON_S, patience
 from stretto.component import SandboxMode
 from stretto.user_code import seccomp
 from stretto.user_code.forwarded_port import ForwardedPort
@@ -49,7 +50,7 @@ print(json.dumps({name: tried(what) for name, what in json.loads(sys.argv[1]).it
 def look(questions: dict[str, str], sandbox: SandboxMode = "bubblewrap", **options: Any) -> dict[str, Any]:
     made = sandbox_command([sys.executable, "-c", LOOK, json.dumps(questions)], sandbox=sandbox, **options)
     done = subprocess.run(
-        made.argv, env=made.env, cwd=made.folder, capture_output=True, check=True, timeout=60
+        made.argv, env=made.env, cwd=made.folder, capture_output=True, check=True, timeout=patience()
     )
     return json.loads(done.stdout)
 
@@ -156,7 +157,7 @@ async def test_a_forwarded_port_leads_to_this_process_and_nothing_else_does() ->
         }
         argv = [sys.executable, "-c", CALL_HOME, json.dumps(questions)]
         command = sandbox_command(argv, sandbox="bubblewrap", forwarded_port=port)
-        with anyio.fail_after(60):
+        with anyio.fail_after(patience()):
             process = await command.start()
             with await port.listener() as listener:
                 listener.setblocking(True)
@@ -282,13 +283,13 @@ def marked(mark: str) -> list[psutil.Process]:
 async def test_kill_ends_all_that_was_started(sandbox: SandboxMode) -> None:
     mark = f"1000.{os.getpid()}1"
     process = await sandbox_command(["sh", "-c", f"sleep {mark} & sleep {mark}"], sandbox=sandbox).start()
-    with anyio.fail_after(20):
+    with anyio.fail_after(patience()):
         while len(marked(mark)) < 2:
-            await anyio.sleep(0.02)
+            await anyio.sleep(SOON_S)
         kill(process)
         await process.wait()
         while marked(mark):
-            await anyio.sleep(0.02)
+            await anyio.sleep(SOON_S)
     await process.aclose()
 
 

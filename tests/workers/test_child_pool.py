@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from bus_testing import until
+from patience import SOON_S, patience
 from stretto.children import environment
 from stretto.children.environment import Question, Reaction
 from stretto.children.protocol import Started
@@ -52,10 +53,10 @@ def open_pool(tmp_path: Path) -> OpenPool:
     return open_it
 
 
-async def ask(pool: ChildPool, completion: str, timeout_s: float = 60) -> str:
+async def ask(pool: ChildPool, completion: str, timeout_s: float | None = None) -> str:
     """The child's feedback, or its error."""
     question = Question(msgspec.msgpack.encode({"completion": completion, "state": {}}))
-    reaction = await pool.ask(question, Reaction, timeout_s)
+    reaction = await pool.ask(question, Reaction, timeout_s or patience())
     return reaction.fault.error if reaction.fault else str(reaction.feedback.messages[0])
 
 
@@ -116,7 +117,7 @@ async def test_a_question_does_not_fail_for_a_frame_that_an_earlier_one_left_beh
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     async with open_pool(LATE) as pool:
         assert await ask(pool, "plant") == "own plant"
-        await anyio.sleep(0.6)
+        await anyio.sleep(patience(0.6))
         assert await ask(pool, "next") == "own next"
 
 
@@ -216,7 +217,7 @@ async def test_killing_a_process_that_has_just_ended_does_not_take_its_status(
     os.close(its_stdin)
     os.close(ours)  # it ends now
     while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)  # not in the event loop, which must not collect the status
+        time.sleep(SOON_S)  # not in the event loop, which must not collect the status
     kill(process)
     may_collect.set()
     assert await process.wait() == 3
@@ -258,7 +259,7 @@ async def test_nothing_that_a_child_started_outlives_it(open_pool: OpenPool, end
 
                 async def hang() -> None:
                     with pytest.raises(TimeoutError):
-                        await ask(pool, f"hang {mark}", timeout_s=3)
+                        await ask(pool, f"hang {mark}", timeout_s=patience(3))
 
                 tasks.start_soon(hang)
                 await until(lambda: len(sleepers(mark)) == 3)

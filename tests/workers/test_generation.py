@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from bus_testing import until
 from fixture_types import OpenBus
+from patience import patience
 from stretto.array import Array
 from stretto.bus.client import Bus
 from stretto.bus.messages.inference import Abort, ChunkBatch, ChunkHead, Confirm, Generate
@@ -109,7 +110,7 @@ class Case:
             composed=SimpleNamespace(config=SimpleNamespace(inference=inference)),
         )
         pool = Router(cast(Any, context), "inference", lambda: self.now)
-        self._generations = Generations(cast(Any, context), pool, silence_s=0.1)
+        self._generations = Generations(cast(Any, context), pool, silence_s=patience(0.1))
         await self._generations.open(tasks)
 
     def there_are(self, **in_hand: int) -> None:

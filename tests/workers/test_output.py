@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import SOON_S
 from waiting import until
 
 BOUND = 1_000_000
@@ -47,7 +48,7 @@ def test_what_children_print_never_fills_the_disk(tmp_path: Path) -> None:
     most = 0
     while worker.poll() is None:
         most = max(most, sum(sizes(tmp_path).values()))
-        time.sleep(0.002)
+        time.sleep(SOON_S)
     assert worker.returncode == 0
     assert 0 < most <= 2 * BOUND + 2**17
     kept = (tmp_path / "verifier-0.out.1").read_text() + (tmp_path / "verifier-0.out").read_text()

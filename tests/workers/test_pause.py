@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from patience import SOON_S
 from stretto.base import clock
 from stretto.user_code.faults import SampleFault
 from stretto.workers.scoring import pause
@@ -42,7 +43,7 @@ async def test_calls_pause_and_succeed_when_the_service_is_back() -> None:
         for _ in range(30):
             tasks.start_soon(call)
         while service.calls < 33:
-            await anyio.sleep(0.005)
+            await anyio.sleep(SOON_S)
         assert calls.reason == "no answer"
         assert len(results) == 9, "those before the pause have failed"
         service.is_there = True

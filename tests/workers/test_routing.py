@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fixture_types import Start
+from patience import patience
 from stretto.bus.client import connect
 from stretto.bus.messages.membership import EngineFigures, Peer, Routes
 from stretto.bus.messages.subjects import Subjects
@@ -82,7 +83,7 @@ async def test_calls_of_an_evaluation_go_to_the_workers_lent_to_it_and_no_others
     assert set(await chosen(pool)) == {"inference-a", "inference-c"}
     assert set(await chosen(pool, affinity="s")) <= {"inference-a", "inference-c"}
     assert set(await chosen(pool, exact_version=3)) == {"inference-b"}
-    with anyio.move_on_after(0.05) as waiting:
+    with anyio.move_on_after(patience(0.05)) as waiting:
         await chosen(pool, 1, exact_version=4)
     assert waiting.cancelled_caught
 
@@ -93,7 +94,7 @@ async def test_calls_leave_silently_when_their_worker_is_lent_or_taken_back(kern
     for before, after, exact_version in (({}, third, None), (third, {}, 3), (third, fourth, 3)):
         kernel.tells(before, a=load())
         left = False
-        with anyio.fail_after(5):
+        with anyio.fail_after(patience()):
             async with pool.member(exact_version=exact_version):
                 kernel.tells(before, a=load(5))  # other figures are no reason to leave
                 await anyio.lowlevel.checkpoint()
@@ -106,7 +107,7 @@ async def test_calls_leave_silently_when_their_worker_is_lent_or_taken_back(kern
 async def test_a_closed_worker_finishes_its_calls_and_gets_no_new_ones(kernel: Kernel) -> None:
     pool = kernel.pool()
     kernel.sends(Peer("inference-a", "n"))
-    with anyio.fail_after(5):
+    with anyio.fail_after(patience()):
         async with pool.member(affinity="s") as peer:
             kernel.sends(Peer("inference-b", "n"), Peer("inference-a", "n", closed=True))
             await anyio.lowlevel.checkpoint()
@@ -114,7 +115,7 @@ async def test_a_closed_worker_finishes_its_calls_and_gets_no_new_ones(kernel: K
             assert await chosen(pool) == {"inference-b": 40}
             assert await chosen(pool, affinity="s") == {"inference-b": 40}
         kernel.sends(Peer("inference-a", "n", closed=True))
-        with anyio.move_on_after(0.05) as waiting:
+        with anyio.move_on_after(patience(0.05)) as waiting:
             await chosen(pool, 1)
         assert waiting.cancelled_caught
         async with anyio.create_task_group() as tasks:
@@ -126,7 +127,7 @@ async def test_a_closed_worker_finishes_its_calls_and_gets_no_new_ones(kernel: K
 async def test_calls_leave_a_process_whose_successor_has_its_id(kernel: Kernel) -> None:
     pool, nonces = kernel.pool(), list[str]()
     kernel.sends(Peer("inference-a", "first"))
-    with anyio.fail_after(5):
+    with anyio.fail_after(patience()):
         while len(nonces) < 2:
             async with pool.member() as peer:
                 nonces.append(peer.nonce)

@@ -16,6 +16,7 @@ import anyio
 import msgspec
 import pytest
 
+from patience import SOON_S, patience
 from stretto.children.tools import Invocation, command, max_answer, setup_frame
 from stretto.models.images import decode
 from stretto.serving.server import Server
@@ -241,10 +242,10 @@ async def tool_process(
 
 
 async def call(
-    children: ChildPool, name: str, timeout_s: float = 20, *, images: bool = False, **arguments: Any
+    children: ChildPool, name: str, timeout_s: float | None = None, *, images: bool = False, **arguments: Any
 ) -> ToolAnswer:
     invocation = Invocation(name, json.dumps(arguments).encode(), images)
-    return await children.ask(invocation, ToolAnswer, timeout_s)
+    return await children.ask(invocation, ToolAnswer, timeout_s or patience())
 
 
 async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
@@ -295,7 +296,7 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call, children, "double")
             with pytest.raises(TimeoutError):
-                await call(children, "hang", timeout_s=0.5)
+                await call(children, "hang", timeout_s=patience(0.5))
         assert time.monotonic() - began < 10
         with pytest.raises(ChildEnded, match="exit status 3"):
             await call(children, "leave")
@@ -369,12 +370,12 @@ async def test_tools_of_an_mcp_server_that_runs_already(tmp_path: Path) -> None:
 
 
 async def until_it_listens(port: int) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(patience()):
         while True:
             try:
                 await (await anyio.connect_tcp("127.0.0.1", port)).aclose()
             except OSError:
-                await anyio.sleep(0.05)
+                await anyio.sleep(SOON_S)
             else:
                 return
 

@@ -11,6 +11,7 @@ from anyio.abc import TaskGroup
 
 from bus_testing import until, welcome
 from fixture_types import OpenBus
+from patience import patience
 from stretto.bus.client import Bus
 from stretto.bus.messages.scoring import Scored, ScoreSamples
 from stretto.bus.messages.subjects import Subjects
@@ -78,7 +79,11 @@ async def test_a_verifier_that_leaves_refuses_no_call(open_bus: OpenBus, names: 
             for _ in range(2):  # one in hand when it leaves, and one that comes later
                 with pytest.raises(NoAnswer):
                     await rollout.request(
-                        subject, ScoreSamples(b"", ("x",), b""), Scored, who="verifier-0", deadline_s=0.5
+                        subject,
+                        ScoreSamples(b"", ("x",), b""),
+                        Scored,
+                        who="verifier-0",
+                        deadline_s=patience(0.5),
                     )
             assert left.is_set()
 
@@ -96,9 +101,9 @@ async def test_a_verifier_drains_until_its_rollout_workers_know(monkeypatch: pyt
         tasks.start_soon(drain)
         await anyio.wait_all_tasks_blocked()
         children.calls = 1  # of a rollout worker that does not know it yet
-        with anyio.move_on_after(0.4):
+        with anyio.move_on_after(patience(0.4)):
             await drained.wait()
         assert not drained.is_set()
         children.calls = 0
-        with anyio.fail_after(5):
+        with anyio.fail_after(patience()):
             await drained.wait()

@@ -20,6 +20,7 @@ import torch
 
 from bus_testing import welcome
 from fixture_types import Models, OpenBus, Start
+from patience import SOON_S, patience
 from stretto import Context
 from stretto.array import Array
 from stretto.bus.client import Bus, connect
@@ -435,7 +436,7 @@ async def test_files_that_an_engine_keeps_of_a_version_stay_as_they_are(
 
 
 async def test_bus_says_what_is_gone_and_who_is_silent(open_bus: OpenBus, tmp_path: Path) -> None:
-    async with bus_ends(open_bus, tmp_path, keep=2, deadline_s=0.3) as made:
+    async with bus_ends(open_bus, tmp_path, keep=2, deadline_s=patience(0.3)) as made:
         subscriber, _ = made.subscriber()
         notes = [made.publisher.publish(version, iter(tensors(version)), [0]) for version in range(4)]
         (await subscriber.receive(notes[0])).close()  # an evaluation needs it
@@ -473,7 +474,7 @@ async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
         backend="auto",
         folder=str(tmp_path),
         bucket_mb=1,
-        deadline_s=5,
+        deadline_s=patience(),
         keep=2,
         shard_gb=0.002,
     )
@@ -495,7 +496,7 @@ async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
             update.close()
         with pytest.raises(WeightsError, match=r"version 0 is not here \(any more\); the newest is 3"):
             await subscriber.receive(notes[0])
-        hasty = msgspec.structs.replace(config, deadline_s=0.3)
+        hasty = msgspec.structs.replace(config, deadline_s=patience(0.3))
         deaf = CollectiveTransport(hasty, context("inference-1")).subscriber(Deaf(asking))
         with pytest.raises(WeightsError, match="version 2 from trainer-0/first was not received"):
             await deaf.receive(notes[2])
@@ -625,7 +626,9 @@ class Worker:
 
     async def swap(self, note: WeightsNote, *, exact: bool = False) -> SwapDone:
         swap = Swap(0, next(self._numbers), note, exact, trainer=WorkerProcess("trainer-0", "t"))
-        return await self._kernel.request(self._subject, swap, SwapDone, who="inference-0", deadline_s=5)
+        return await self._kernel.request(
+            self._subject, swap, SwapDone, who="inference-0", deadline_s=patience()
+        )
 
     async def ask(self, id: str, exact_version: int | None = None) -> None:
         """Ask for two samples, of an evaluation if a version is given."""
@@ -634,7 +637,7 @@ class Worker:
         await self._rollout.publish(subject, Generate(request, self._rollout.inbox, exact_version))
 
     async def until(self, count: int) -> list[tuple[int, int, list[int]]]:
-        with anyio.fail_after(5):
+        with anyio.fail_after(patience()):
             while len(self.heard) < count:
                 self._news = anyio.Event()
                 await self._news.wait()
@@ -708,9 +711,9 @@ async def test_a_worker_lent_to_an_evaluation_samples_for_it_alone(open_bus: Ope
         engine, notes = worker.engine, [worker.note(version) for version in range(3)]
 
         async def did(*what: str) -> None:
-            with anyio.fail_after(5):
+            with anyio.fail_after(patience()):
                 while engine.did != list(what):
-                    await anyio.sleep(0.01)
+                    await anyio.sleep(SOON_S)
             engine.did.clear()
 
         await worker.swap(notes[2])
@@ -742,9 +745,9 @@ async def test_a_worker_that_serves_an_evaluations_version_already_loads_nothing
         await worker.swap(note)
         await worker.swap(note, exact=True)
         await worker.ask("evaluation", 0)
-        with anyio.fail_after(5):  # asked on another connection than the swap
+        with anyio.fail_after(patience()):  # asked on another connection than the swap
             while worker.engine.did[-1] != "take evaluation":
-                await anyio.sleep(0.01)
+                await anyio.sleep(SOON_S)
         await worker.swap(note)
         assert worker.engine.did == ["take q", "swap 0", "abort q", "take evaluation", "abort evaluation"]
 
@@ -763,9 +766,9 @@ async def test_a_worker_answers_nobody_while_it_is_between_training_and_an_evalu
         await worker.swap(notes[1])
         await worker.ask("later")
         assert engine.did == ["take q", "swap 1", "abort q", "swap 0", "swap 1"]
-        with anyio.fail_after(5):
+        with anyio.fail_after(patience()):
             while engine.did[-1] != "take later":
-                await anyio.sleep(0.01)
+                await anyio.sleep(SOON_S)
 
 
 def altered(update: WeightUpdate) -> SwapReport:
