@@ -18,9 +18,8 @@
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make test-gpu    what only GPUs can show; skipped without CUDA
 # make test-hosts      runs on two hosts made of network namespaces, with a cable that is cut (root); five minutes
-# make test-clusters   these and a real Slurm of two nodes on this machine (Debian, and root), a Ray of three, a stand-in for
-#                   Kubernetes, a NATS cluster whose servers are killed, runs whose workers come and go, and
-#                   replays; half an hour
+# make test-clusters   these and a real Slurm of two nodes on this machine (Debian, and root), a Ray of three, a NATS
+#                   cluster whose servers are killed, runs whose workers come and go, and replays; half an hour
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
 #
 # PYTHON=python3.12       another interpreter than the first that is new enough

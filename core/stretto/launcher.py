@@ -30,10 +30,8 @@ __all__ = [
     "Job",
     "Launcher",
     "LauncherConfig",
-    "RemoteLauncher",
     "Resources",
     "Role",
-    "ServiceLauncher",
     "StartedProcess",
     "Submission",
     "SubmittingLauncher",
@@ -231,8 +229,6 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the run; `config.yaml` is in it once the run has begun."""
     jobs: tuple[Job, ...]
     """The workers that the kernel will start, without their commands."""
-    run_file: str = ""
-    """The argument of `begin` that is the path of the run file. Empty if the run continues."""
 
 
 @runtime_checkable
@@ -254,33 +250,12 @@ class SubmittingLauncher(Protocol):
 
 
 @runtime_checkable
-class RemoteLauncher(SubmittingLauncher, Protocol):
-    """A launcher that submits to a cluster whose disks this machine does not see. The run's folder is a path
-    in the cluster."""
-
-    def follow(self, submission: Submission) -> str:
-        """Return a command that shows the output of a submitted run."""
-        ...
-
-
-@runtime_checkable
 class ClusterLauncher(Protocol):
     """A launcher whose workers may run on other machines than the kernel."""
 
     @property
     def address(self) -> str:
         """Address or name of the kernel's machine, as the machines of the workers reach it."""
-        ...
-
-
-@runtime_checkable
-class ServiceLauncher(ClusterLauncher, Protocol):
-    """A launcher in whose cluster a service forwards connections to the kernel's machine. `address` is the
-    name of the service."""
-
-    @property
-    def port(self) -> int:
-        """Port of the service, and of the bundled nats-server on the kernel's machine."""
         ...
 
 

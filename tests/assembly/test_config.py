@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import yaml
 
+from stretto.assembly import compose as compose_module
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose, compose_mapping
 from stretto.assembly.plugins import Plugins
@@ -247,7 +248,8 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ('reward={use: function, function: "r.py:f\\n"}', ["reward.function: expected `file.py:function`"]),
         ("name='a b'", ["override name: expected at most 100 letters, digits, `-` and `_`", "found 'a b'"]),
         ("algorithm.use=gpro", ["no algorithm 'gpro'", "did you mean 'grpo'?", "installed: cispo, dapo, d"]),
-        ("launcher=kubernete", ["did you mean 'kubernetes'?", "installed: kubernetes, local, ray, slurm"]),
+        ("launcher=slrum", ["did you mean 'slurm'?", "installed: local, ray, slurm"]),
+        ("launcher=kubernetes", ["launcher.use: the launcher 'kubernetes' is gone; see docs/cluster.md:"]),
         ("algorithm.correction.use=tis", ["algorithm.correction.use", "token_tis", "found 'tis'"]),
         ("dataset.path=nowhere.jsonl", ["dataset.path", "no such file or folder: 'nowhere.jsonl'"]),
         ("training=[1]", ["override training: expected a mapping of keys, found [1]"]),
@@ -453,6 +455,17 @@ def test_too_many_threads_are_a_warning_that_says_the_cost(run_file: Path) -> No
 def test_numbers_that_were_auto_are_refused_with_the_number_to_write(run_file: Path, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"override {key}: 'auto' is gone; write a number, such as 1 "):
         compose(run_file, [f"{key}=auto"])
+
+
+def test_a_key_that_is_gone_is_refused_with_what_to_write_instead(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instead = {"training.rate": "write `training.lr`", "growth": "use `stretto scale`"}
+    monkeypatch.setattr(compose_module, "REMOVED_KEYS", instead)
+    gone = "override training.rate: 'rate' is gone; write `training.lr`"
+    assert refused(run_file, "training.rate=1") == gone
+    run_file.write_text(f"{RUN}growth:\n  rollout: [1, 2]\n")
+    assert refused(run_file) == f"{run_file}:12: growth: 'growth' is gone; use `stretto scale`"
 
 
 def test_gpus_that_are_not_there_concern_this_machine_only(

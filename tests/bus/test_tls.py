@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import ssl
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from bus_testing import until
 from nats_cluster import LOGIN, Server, free_ports, outer_address
 from patience import patience
 from stretto.bus import connection
@@ -268,34 +265,6 @@ async def test_a_server_for_other_machines_admits_bootstrap_files_of_its_run_alo
                 await open_once(unencrypted, unencrypted.url, 10)
         finally:
             await server.stop()
-
-
-async def test_clients_of_a_server_can_use_the_next_one_that_keeps_its_files(tmp_path: Path) -> None:
-    folder, [port] = tmp_path / "bus", free_ports(1)
-    config = BusConfig(listen=f"0.0.0.0:{port}", address=outer_address())
-    start = partial(NatsServer.start, folder, "r", config, tmp_path)
-
-    def files() -> list[bytes]:
-        return [(folder / name).read_bytes() for name in ("rollout.json", "server.pem", "nats.conf")]
-
-    with lock_run(folder):
-        first = await start(keeps_files=True)
-        before = files()
-        async with connect(Bootstrap.read(folder / "rollout.json")) as client:
-            await first.stop()
-            await until(lambda: not client.connected)
-            second = await start(keeps_files=True)
-            await until(lambda: client.connected)
-        await second.stop()
-        assert (first.as_before, second.as_before, files() == before) == (False, True, True)
-        os.utime(folder / "nats.conf", (0, 0))  # its certificates are old
-        third = await start(keeps_files=True)
-        await third.stop()
-        assert (third.as_before, files() == before) == (False, False)
-        before = files()
-        fourth = await start()
-        await fourth.stop()
-        assert (fourth.as_before, files() == before) == (False, False)
 
 
 async def test_a_port_in_use_is_not_taken_for_ones_own(server: NatsServer, tmp_path: Path) -> None:

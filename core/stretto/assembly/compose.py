@@ -26,6 +26,7 @@ from stretto.assembly.sections import (
     GROUP_NAME,
     LIST_SECTIONS,
     NAMED_SECTIONS,
+    REMOVED_KEYS,
     SECTIONS,
     VARIANT_NAME,
     VARIANT_SECTIONS,
@@ -486,6 +487,8 @@ class _Composer:
         known = {field.encode_name: field for field in _fields(struct)}
         for key, value in cast("dict[str, Any]", data).items():
             key_path = f"{path}.{key}" if path else str(key)
+            if key not in known and key_path in REMOVED_KEYS:
+                raise self.source.error(key_path, f"{key!r} is gone; {REMOVED_KEYS[key_path]}", value)
             if key not in known:
                 hint = _other_place(str(key), known, run) or offer(str(key), known, "accepted here")
                 raise self.source.error(key_path, f"unknown key {key!r}{hint}", value)

@@ -48,6 +48,13 @@ BASES: dict[Kind, type[msgspec.Struct]] = {
     "tracker": TrackerConfig,
 }
 
+# Components that are gone -> what to write instead, for error messages.
+REMOVED: dict[tuple[Kind, str], str] = {
+    ("launcher", "kubernetes"): (
+        "see docs/cluster.md: Ray on KubeRay, or a Job manifest for a worker with an invite"
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Listing:
@@ -254,6 +261,8 @@ class Plugins:
         return self._offers[key]
 
     def _unknown(self, kind: Kind, name: str) -> str:
+        if instead := REMOVED.get((kind, name)):
+            return f"the {kind} {name!r} is gone; {instead}"
         installed = self.names(kind)
         guess = nearest(name, installed)
         return f"no {kind} {name!r}{guess or ';'} installed: {', '.join(installed) or 'none'}"

@@ -92,6 +92,9 @@ FOREIGN_KEYS = {
     "vllm_tensor_parallel_size": "inference.tensor_parallel",
 }
 
+# Keys that are gone -> what to write instead, for error messages. The key of a section stands for all in it.
+REMOVED_KEYS: dict[str, str] = {}
+
 _NAMED_KEY = re.compile(rf"groups\.{GROUP_NAME}|variants\.{VARIANT_NAME}\.({'|'.join(VARIANT_SECTIONS)})")
 
 

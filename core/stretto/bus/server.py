@@ -256,7 +256,7 @@ class NatsServer:
     process: subprocess.Popen[bytes] | FormerProcess
     """The guard."""
     as_before: bool = False
-    """Whether workers of a former kernel can use it: it is the server of that kernel, or has its files."""
+    """Whether it is the server of a former kernel, whose workers are connected to it."""
 
     @classmethod
     async def start(
@@ -266,8 +266,6 @@ class NatsServer:
         config: BusConfig,
         logs: Path,
         cleaner: Sequence[str] = (),
-        *,
-        keeps_files: bool = False,
     ) -> NatsServer:
         """Start a server with its store in `folder`, and write the bootstrap files. It listens on a free port
         of loopback, unless `bus.listen` says otherwise. If that of a former kernel still runs, and would be
@@ -275,8 +273,6 @@ class NatsServer:
 
         Args:
             cleaner: command that the guard runs at its end if the kernel is gone.
-            keeps_files: keep the credentials and certificates of a former kernel's server, if that has ended
-                and a new one would be the same. Its workers wait for a server at the same address.
 
         Raises:
             BusError: if the server does not start. The message has the end of the server's log.
@@ -294,12 +290,10 @@ class NatsServer:
                 log.info("nats-server lives on", url=url)
                 return cls(url, folder, command, former, as_before=True)
             await _end_former(former, folder / "guard.pid")
-        kept = place if keeps_files else None
-        place = kept or _with_port(listening(config))
-        if kept is None:
-            _write_new_files(folder, run, config, logs, place)
+        place = _with_port(listening(config))
+        _write_new_files(folder, run, config, logs, place)
         url, _ = _urls(place, config)
-        server = cls(url, folder, command, _start_guard(folder, command), as_before=kept is not None)
+        server = cls(url, folder, command, _start_guard(folder, command))
         try:
             await server._until_ready(place, run)
         except BaseException:
@@ -402,8 +396,8 @@ async def _end_former(former: FormerProcess, pid_file: Path) -> None:
 
 
 def _place_before(folder: Path, run: str, config: BusConfig, logs: Path) -> Listening | None:
-    """Return where the server of a former kernel listens, or has listened, if a new one would have the same
-    files, but for its port, credentials and certificates."""
+    """Return where the server of a former kernel listens if a new one would have the same files, but for its
+    port, credentials and certificates."""
     place = listening(config)
     try:
         kept: dict[Party, Bootstrap] = {party: Bootstrap.read(folder / f"{party}.json") for party in _PARTIES}

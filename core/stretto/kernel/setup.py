@@ -27,7 +27,7 @@ from stretto.kernel.fleet.forks import ForkServer
 from stretto.kernel.schedule.commands import SchedulerSettings
 from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.kernel.waits import Waits
-from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher, ServiceLauncher
+from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher
 from stretto.weights import WeightsTransport
 
 log = structlog.get_logger()
@@ -127,18 +127,9 @@ class RunSetup:
     def bus(self) -> BusConfig:
         """The run's bus. For workers on other machines, the bundled server listens where they reach it."""
         bus = self.config.bus
-        service = self.launcher if isinstance(self.launcher, ServiceLauncher) else None
-        if service is not None:
-            # The cluster starts the next kernel after a while, and no lock shows that it will: workers that
-            # see this kernel's lock wait for as long as those on other machines.
-            bus = msgspec.structs.replace(bus, grace_s=bus.outage_s)
         if bus.url or bus.listen or not isinstance(self.launcher, ClusterLauncher):
             return bus
-        host = url_host(self.launcher.address)
-        if service is not None:
-            every = f"0.0.0.0:{service.port}"
-            return msgspec.structs.replace(bus, listen=every, address=bus.address or host)
-        return msgspec.structs.replace(bus, listen=host)
+        return msgspec.structs.replace(bus, listen=url_host(self.launcher.address))
 
     @property
     def layout(self) -> str:

@@ -40,7 +40,6 @@ from stretto.kernel.ending import Ending, Interruptions
 from stretto.kernel.fleet.forks import ForkServer, fork_server
 from stretto.kernel.ownership import own_run
 from stretto.kernel.setup import RunSetup
-from stretto.launcher import ServiceLauncher
 from stretto.observe.observers import Observers
 from stretto.observe.view import View, final_lines, terminal
 from stretto.records.files import MIRROR, REPLAY
@@ -360,10 +359,7 @@ async def served(setup: RunSetup) -> AsyncGenerator[None]:
     try:
         async with anyio.create_task_group() as tasks:
             if bus.url is None:
-                server = await NatsServer.start(
-                    *(folder, setup.run, bus, setup.logs, cleaner_of(setup.folder)),
-                    keeps_files=isinstance(setup.launcher, ServiceLauncher),
-                )
+                server = await NatsServer.start(folder, setup.run, bus, setup.logs, cleaner_of(setup.folder))
                 tasks.start_soon(server.look_after_guard)
             else:
                 foreign_bootstrap(folder, setup.run, bus, setup.logs)

@@ -12,7 +12,7 @@ from stretto.assembly.assembly import Assembly
 from stretto.cli.start.acceptance import accepted
 from stretto.errors import ConfigError
 from stretto.kernel.durable.changes import compose_changes
-from stretto.launcher import Launcher, RemoteLauncher, Submission, SubmittingLauncher
+from stretto.launcher import Launcher, Submission, SubmittingLauncher
 
 _STRETTO = (sys.executable, "-m", "stretto")
 
@@ -22,9 +22,7 @@ def submitted_run(assembly: Assembly, file: Path, overrides: Sequence[str], *, d
     folder = assembly.folder
     begin = (*_STRETTO, "run", str(file.absolute()), *overrides, f"out={folder}")
     resume = (*_STRETTO, "resume", str(folder))
-    submission = Submission(
-        begin=begin, resume=resume, folder=str(folder), jobs=(), run_file=str(file.absolute())
-    )
+    submission = Submission(begin=begin, resume=resume, folder=str(folder), jobs=())
     return _submitted(assembly, submission, dry_run=dry_run, resumed=False)
 
 
@@ -74,11 +72,7 @@ def _submitted(assembly: Assembly, submission: Submission, *, dry_run: bool, res
         return True
     accepted(assembly, starting=False, resumed=resumed)
     folder = Path(submission.folder)
-    if isinstance(launcher, RemoteLauncher):
-        follow = launcher.follow(submission)
-    else:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        follow = f"stretto watch {folder}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
     print(f"{launcher.submit(text)}; the run's folder is {folder}")
-    print(f"to follow the run once it has begun: {follow}")
+    print(f"to follow the run once it has begun: stretto watch {folder}")
     return True
