@@ -56,7 +56,7 @@ class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     samples_every: PositiveInt = 10
     """The tracker gets samples of every step whose number is a multiple of this, and of every evaluation."""
     finish_s: PositiveFloat = 30.0
-    """Seconds that the end of the run waits for the tracker. `stretto track` sends what is left then."""
+    """Seconds that the end of the run waits for the tracker."""
 
     @property
     def folder_name(self) -> str:

@@ -250,6 +250,7 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ("algorithm.use=gpro", ["no algorithm 'gpro'", "did you mean 'grpo'?", "installed: cispo, dapo, d"]),
         ("launcher=slrum", ["did you mean 'slurm'?", "installed: local, ray, slurm"]),
         ("launcher=kubernetes", ["launcher.use: the launcher 'kubernetes' is gone; see docs/cluster.md:"]),
+        ("trackers=[csv]", ["trackers.0.use: the tracker 'csv' is gone; metrics.jsonl has the same figures"]),
         ("algorithm.correction.use=tis", ["algorithm.correction.use", "token_tis", "found 'tis'"]),
         ("dataset.path=nowhere.jsonl", ["dataset.path", "no such file or folder: 'nowhere.jsonl'"]),
         ("training=[1]", ["override training: expected a mapping of keys, found [1]"]),
@@ -292,7 +293,7 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ("name=7", ["name: expected str, got int; found 7; write the text in quotes"]),
         ("on_collapse=off", ["on_collapse: expected one of stop, warn; found False"]),
         ("reward=[exact, math]", ["override reward: expected a mapping", "`parts` of the reward `sum`"]),
-        ("trackers[0]=csv", ["a list is written as a whole, such as trackers=[…]"]),
+        ("trackers[0]=wandb", ["a list is written as a whole, such as trackers=[…]"]),
         ("algorithm.kl=0.1", ["algorithm.kl: expected a mapping", "did you mean algorithm.kl.coef=0.1?"]),
         ("model=${oc.env:NO_SUCH_VARIABLE}", ["override model: Environment variable 'NO_SUCH_VARIABLE'"]),
     ],
@@ -347,8 +348,10 @@ def test_refusals_in_the_file_name_its_line(run_file: Path) -> None:
     assert "expected a mapping of keys, found a list" in refused(run_file)
     run_file.write_bytes(b"steps: 1\nname: caf\xe9\n")
     assert refused(run_file) == f"{run_file}:2: not UTF-8 (byte 0xe9); save the file as UTF-8"
-    run_file.write_text(f"{RUN}trackers: [csv]\n")
-    assert "trackers: is a list, which an override replaces as a whole" in refused(run_file, "trackers.0=csv")
+    run_file.write_text(f"{RUN}trackers: [wandb]\n")
+    assert "trackers: is a list, which an override replaces as a whole" in refused(
+        run_file, "trackers.0=trackio"
+    )
     assert "no run file" in refused(run_file.with_name("absent.yaml"))
 
 

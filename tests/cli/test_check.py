@@ -243,9 +243,10 @@ def test_check_makes_every_component_and_names_what_each_lacks(run_file: Path) -
 
 
 def test_two_trackers_need_two_folders(run_file: Path) -> None:
-    text = found(run_file, "trackers=[csv,csv]")["trackers.1.folder"]
-    assert text == "another tracker has the folder 'csv' too; give each its own `folder`"
-    assert not any("trackers" in path for path in found(run_file, "trackers=[csv,{use: csv, folder: mine}]"))
+    text = found(run_file, "trackers=[wandb,wandb]")["trackers.1.folder"]
+    assert text == "another tracker has the folder 'wandb' too; give each its own `folder`"
+    two = "trackers=[wandb,{use: wandb, folder: mine}]"
+    assert not any("trackers" in path for path in found(run_file, two))
 
 
 def test_a_dataset_and_an_algorithm_that_break_their_contracts_are_refused(run_file: Path) -> None:

@@ -7,10 +7,6 @@ import pytest
 from stretto.testing import TrackerConformance
 
 
-class TestCsv(TrackerConformance):
-    use = "csv"
-
-
 class TestTensorBoard(TrackerConformance):
     use = "tensorboard"
 

@@ -6,7 +6,6 @@ stops the process between sending and noting, which is the worst moment to kill 
 
 from __future__ import annotations
 
-import csv
 import html
 import json
 import os
@@ -16,20 +15,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from kept_samples import Kept
 from patience import SOON_S, patience
 from stretto.assembly.compose import compose
-from stretto.children.tracker import Mode, command, cursor_file
-from stretto.cli.make.track import track_run
+from stretto.children.tracker import command, cursor_file
 from stretto.errors import printable
 from stretto.kernel.durable.changes import write_values
 from stretto.records.metrics_file import MetricsFile
+from waiting import until
 
 Point = tuple[int, float]
 Curves = tuple[list[Point], list[Point]]
@@ -39,6 +40,27 @@ Texts = list[tuple[str, int, list[str], str]]
 
 HOSTILE = "=1+1 <script>alert(1)</script> [x](javascript:alert(1)) ![y](//host/z)\n</code>\n\x1b[2J"
 SHOWN = printable(HOSTILE)
+
+NOTES = """
+from stretto import Component, TrackerConfig, hookimpl
+from stretto.tracker import tracker_folder
+
+class Notes:
+    def __init__(self, config, context): self.file = tracker_folder(config, context) / "notes"
+    def note(self, text):
+        with self.file.open("a") as file:
+            print(text, file=file)
+    def start(self, config, resumed_at): self.note("start")
+    def step(self, metrics): self.note(f"step {metrics['step']}")
+    def evaluation(self, metrics): self.note(f"evaluation {metrics['step']}")
+    def advice(self, advice): self.note("advice")
+    def samples(self, rows): self.note("samples")
+    def finish(self, summary): self.note("end")
+
+@hookimpl
+def stretto_tracker():
+    yield Component("notes", Notes, TrackerConfig, "notes each call")
+"""
 
 
 class Kernel:
@@ -98,12 +120,12 @@ class Kernel:
         aside.write_text(json.dumps({"status": "completed", "reason": "", "version": 8, "wall_s": 9.0}))
         aside.rename(self.folder / "summary.json")
 
-    def start(self, mode: Mode = "follow") -> None:
-        """Start the tracker's process, as the kernel and `stretto track` do."""
+    def start(self) -> None:
+        """Start the tracker's process, as the kernel does."""
         self.own.mkdir(parents=True, exist_ok=True)
         with (self.own / "output.log").open("ab") as output:
             self.child = subprocess.Popen(
-                command(mode, self.folder, self.name),
+                command(self.folder, self.name),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -155,7 +177,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel_of(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
-    """`kernel_of("csv")`: a run with this tracker."""
+    """`kernel_of("wandb")`: a run with this tracker."""
     kernels: list[Kernel] = []
 
     def make(tracker: str, **section: Any) -> Kernel:
@@ -168,23 +190,18 @@ def kernel_of(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
             kernel.kill()
 
 
+@pytest.fixture
+def notes(kernel_of: Callable[..., Kernel], tmp_path: Path) -> Callable[..., Kernel]:
+    """`notes()`: a run with a tracker that writes a line for each call."""
+    (tmp_path / "notes.py").write_text(NOTES)
+    return partial(kernel_of, "notes", plugins=(str(tmp_path / "notes.py"),))
+
+
+def notes_of(kernel: Kernel) -> list[str]:
+    return (kernel.own / "notes").read_text().splitlines()
+
+
 # ------------------------------------------------------------------------------------ the readers
-
-
-def rows_of(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
-def csv_curves(kernel: Kernel) -> Curves:
-    [advice] = rows_of(kernel.own / "advice.csv")
-    assert advice["message"] == "the reward fell"
-    steps = rows_of(kernel.own / "steps.csv")
-    evaluations = rows_of(kernel.own / "evaluations.csv")
-    return (
-        [(int(row["step"]), float(row["reward"])) for row in steps],
-        [(int(row["step"]), float(row["evaluation/accuracy"])) for row in evaluations],
-    )
 
 
 def tensorboard_curves(kernel: Kernel) -> Curves:
@@ -244,16 +261,6 @@ def trackio_curves(kernel: Kernel) -> Curves:
         [(row["step"], row["reward"]) for row in rows if "reward" in row],
         [(row["step"], row["evaluation/accuracy"]) for row in rows if "evaluation/samples" in row],
     )
-
-
-def csv_samples(kernel: Kernel) -> Texts:
-    times: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for row in rows_of(kernel.own / "samples.csv"):
-        times.setdefault((row["purpose"], row["step"]), []).append(row)
-    return [
-        (purpose, int(step), [row["id"] for row in rows], rows[-1]["text"].removeprefix("'"))  # no formula
-        for (purpose, step), rows in times.items()
-    ]
 
 
 def tensorboard_samples(kernel: Kernel) -> Texts:
@@ -323,7 +330,6 @@ def trackio_samples(kernel: Kernel) -> Texts:
 
 
 SAMPLES: dict[str, Callable[[Kernel], Texts]] = {
-    "csv": csv_samples,
     "tensorboard": tensorboard_samples,
     "wandb": wandb_samples,
     "mlflow": mlflow_samples,
@@ -331,7 +337,6 @@ SAMPLES: dict[str, Callable[[Kernel], Texts]] = {
 }
 
 READERS: dict[str, Callable[[Kernel], Curves]] = {
-    "csv": csv_curves,
     "tensorboard": tensorboard_curves,
     "wandb": wandb_curves,
     "mlflow": mlflow_curves,
@@ -400,10 +405,10 @@ def test_everything_arrives_once(tracker: str, kernel_of: Callable[..., Kernel])
     ]
 
 
-def test_a_process_ends_with_its_kernel_and_track_sends_the_rest(
-    kernel_of: Callable[..., Kernel], capfd: pytest.CaptureFixture[str]
+def test_a_process_ends_with_its_kernel_and_the_next_one_sends_the_rest(
+    notes: Callable[..., Kernel],
 ) -> None:
-    kernel = kernel_of("csv")
+    kernel = notes()
     kernel.start()
     kernel.step(1, 0.125)
     kernel.until_noted(step=1)
@@ -412,22 +417,34 @@ def test_a_process_ends_with_its_kernel_and_track_sends_the_rest(
     assert kernel.wait() == 0
     kernel.step(3, 0.375)
     kernel.end()
-    assert track_run(kernel.folder) == []
-    assert "steps_up_to=3" in capfd.readouterr().err
-    assert track_run(kernel.folder) == []
-    assert "there is nothing new to send" in capfd.readouterr().err
-    assert [row["step"] for row in rows_of(kernel.own / "steps.csv")] == ["1", "2", "3"]
+    kernel.start()
+    assert kernel.wait() == 0, kernel.output()
+    assert "steps_up_to=3" in kernel.output()
+    assert notes_of(kernel) == ["start", "step 1", "step 2", "start", "step 3", "end"]
 
 
-def test_there_is_one_sender_at_a_time(
-    kernel_of: Callable[..., Kernel], capfd: pytest.CaptureFixture[str]
-) -> None:
-    kernel = kernel_of("csv")
+def test_there_is_one_sender_at_a_time(notes: Callable[..., Kernel]) -> None:
+    """The process of the next kernel waits until that of the former one has ended."""
+    kernel = notes()
     kernel.start()
     kernel.step(1, 0.125)
     kernel.until_noted(step=1)
-    assert track_run(kernel.folder) == ["csv"]
-    assert "another process sends to this tracker now" in capfd.readouterr().err
+    first = kernel.child
+    assert first is not None
+    assert first.stdin is not None
+    kernel.start()
+    assert kernel.child is not None
+    second = psutil.Process(kernel.child.pid)
+    lock = str(kernel.own / "lock")
+    until(lambda: lock in {file.path for file in second.open_files()})
+    kernel.step(2, 0.25)
+    kernel.until_noted(step=2)
+    first.stdin.close()
+    assert first.wait(90) == 0
+    kernel.step(3, 0.375)
+    kernel.end()
+    assert kernel.wait() == 0, kernel.output()
+    assert notes_of(kernel) == ["start", "step 1", "step 2", "start", "step 3", "end"]
 
 
 def test_errors_show_no_secrets(
@@ -457,29 +474,14 @@ def test_errors_show_no_secrets(
     assert "very-secret-7" not in kernel.output()
 
 
-def test_a_torn_row_is_cut_off(kernel_of: Callable[..., Kernel]) -> None:
-    kernel = kernel_of("csv", samples_every=2)
-    kernel.own.mkdir(parents=True)
-    (kernel.own / "steps.csv").write_text("step,time,reward\n1,1.0,0.125\n2,2.0,0.")
-    (kernel.own / "samples.csv").write_text('id,purpose,step,text\n2/1/0,train,2,"a\nb"\n2/1/1,tra')
-    kernel.step(1, 0.125)
-    kernel.step(2, 0.25)
-    kernel.samples(2)
-    kernel.end()
-    assert track_run(kernel.folder) == []
-    assert [row["reward"] for row in rows_of(kernel.own / "steps.csv")] == ["0.125", "0.25"]
-    assert [row["id"] for row in rows_of(kernel.own / "samples.csv")] == ["2/1/0", "2/1/1"]
-    assert {row["text"] for row in rows_of(kernel.own / "samples.csv")} == {f"'{SHOWN}"}
-
-
-def test_a_run_that_keeps_no_samples_sends_none(kernel_of: Callable[..., Kernel]) -> None:
-    kernel = kernel_of("csv", keep="none", samples_every=1)
+def test_a_run_that_keeps_no_samples_sends_none(notes: Callable[..., Kernel]) -> None:
+    kernel = notes(keep="none", samples_every=1)
     kernel.step(1, 0.125)
     kernel.samples(1)  # of a time in which it did
     kernel.end()
-    assert track_run(kernel.folder) == []
-    assert [row["step"] for row in rows_of(kernel.own / "steps.csv")] == ["1"]
-    assert not (kernel.own / "samples.csv").exists()
+    kernel.start()
+    assert kernel.wait() == 0, kernel.output()
+    assert notes_of(kernel) == ["start", "step 1", "end"]
 
 
 def test_a_long_offline_run_of_wandb_is_read_over_its_blocks(kernel_of: Callable[..., Kernel]) -> None:
@@ -490,7 +492,8 @@ def test_a_long_offline_run_of_wandb_is_read_over_its_blocks(kernel_of: Callable
     for step in range(1, 151):
         kernel.step(step, step / 8, **{f"long/{'x' * 200}/{n}": float(n) for n in range(step % 5 * 50)})
     kernel.end()
-    assert track_run(kernel.folder) == []
+    kernel.start()
+    assert kernel.wait() == 0, kernel.output()
     [file] = kernel.own.glob("wandb/offline-run-*/*.wandb")
     assert file.stat().st_size > 10 * 2**15
     assert [row["step"] for row in history_rows(file) if "reward" in row] == list(range(1, 151))

@@ -53,6 +53,7 @@ REMOVED: dict[tuple[Kind, str], str] = {
     ("launcher", "kubernetes"): (
         "see docs/cluster.md: Ray on KubeRay, or a Job manifest for a worker with an invite"
     ),
+    ("tracker", "csv"): "metrics.jsonl has the same figures: pandas.read_json(path, lines=True)",
 }
 
 

@@ -1,18 +1,17 @@
 """The process of one tracker: it sends the lines of `metrics.jsonl`, which is its queue, and some samples.
 
-`python -m stretto.children.tracker MODE RUN NAME`: NAME is the tracker's folder in the run's folder
-`trackers`. In the mode `follow` the process is a child of the kernel, and follows the run until the kernel
-has written the summary or is gone. In the mode `send` it sends what there is. The folder has:
+`python -m stretto.children.tracker RUN NAME`: NAME is the tracker's folder in the run's folder `trackers`.
+The process is a child of the kernel, and follows the run until the kernel has written the summary or is gone.
+The folder has:
 
     cursor.json   what was sent; written after each block of lines
     lock          locked by the process that sends: one at a time
-    output.log    the output of the process in the mode `follow`
+    output.log    the output of the process
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 import structlog
@@ -43,8 +42,6 @@ from stretto.tracker import Sent, Tracker, TrackerConfig
 
 log = structlog.get_logger()
 
-Mode = Literal["follow", "send"]
-
 _POLL_S = 0.5
 _LOOK_S = 2.0
 """Seconds between two looks for samples."""
@@ -60,21 +57,14 @@ _SHORTEST_SECRET = 8
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
 
-def command(mode: Mode, run: Path, name: str) -> list[str]:
+def command(run: Path, name: str) -> list[str]:
     """Return the command that starts the process."""
-    return [sys.executable, "-m", __name__, mode, str(run), name]
+    return [sys.executable, "-m", __name__, str(run), name]
 
 
 def cursor_file(run: Path, name: str) -> Path:
     """Return the file that says what a tracker was sent."""
     return run / "trackers" / name / "cursor.json"
-
-
-class _Cursor(Sent, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tracker was sent, across all its processes."""
-
-    summary: str = ""
-    """Digest of the last summary; empty if there was none."""
 
 
 class _LineSender:
@@ -92,21 +82,14 @@ class _LineSender:
         self._samples = samples
         self._samples_every = samples_every
         self._next_look = 0.0
-        self._cursor = _Cursor()
+        self._cursor = Sent()
         self._began = file.exists()
         if self._began:
             try:
-                self._cursor = msgspec.json.decode(file.read_bytes(), type=_Cursor)
+                self._cursor = msgspec.json.decode(file.read_bytes(), type=Sent)
             except msgspec.DecodeError as error:
                 message = f"{file} is damaged: {error}; remove it, and the tracker gets everything again"
                 raise ConfigError(message) from error
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is anything to send."""
-        summary = self._run.summary
-        is_over = summary is not None and _digest(summary) != self._cursor.summary
-        return is_over or bool(self._news() or any(due for _, due in self._due_samples()))
 
     def start(self, tracker: Tracker) -> None:
         """Start the tracker, and continue after what it has."""
@@ -115,15 +98,9 @@ class _LineSender:
         if has is not None:
             self._move(**msgspec.structs.asdict(has))
 
-    def send_news(self, tracker: Tracker, *, is_over: bool) -> bool:
-        """Send the new lines, the samples that are there, and the summary if the run has one.
-
-        Args:
-            is_over: whether the run writes nothing any more, also without a summary.
-
-        Returns:
-            Whether the run has a summary.
-        """
+    def send_news(self, tracker: Tracker) -> bool:
+        """Send the new lines, the samples that are there, and the summary if the run has one. Return whether
+        it has one."""
         self._run.refresh()
         summary = self._run.summary  # read before the lines: all lines are older than the summary
         news = self._news()
@@ -139,11 +116,10 @@ class _LineSender:
                     step = line["step"]
             self._move(step=step, evaluation=evaluation)
         # The kernel writes the summary when the sample writer has ended.
-        self._send_samples(tracker, complete=is_over or summary is not None)
+        self._send_samples(tracker, complete=summary is not None)
         if summary is None:
             return False
         tracker.finish(summary)
-        self._move(summary=_digest(summary))
         return True
 
     def log_state(self) -> None:
@@ -203,10 +179,6 @@ def _send_step(tracker: Tracker, line: Mapping[str, Any]) -> None:
         tracker.advice(advice)
 
 
-def _digest(summary: Mapping[str, Any]) -> str:
-    return hashlib.sha256(msgspec.json.encode(summary)).hexdigest()
-
-
 # ----------------------------------------------------------------------------------------- process
 
 
@@ -228,19 +200,10 @@ class _ParentWatch:
 
 
 @contextmanager
-def _sole_sender(file: Path, *, wait: bool) -> Generator[None]:
-    """Be the only process that sends to this tracker. With `wait`, the previous process may still end.
-
-    Raises:
-        ConfigError: if another process sends, and `wait` is false.
-    """
+def _sole_sender(file: Path) -> Generator[None]:
+    """Be the only process that sends to this tracker: wait until the previous one has ended."""
     with file.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another process sends to this tracker now: {file.parent / 'output.log'}"
-            ) from error
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -252,12 +215,11 @@ def _section(composed: Composed, name: str) -> tuple[str, TrackerConfig]:
     return f"trackers.{sections[name]}", composed.config.trackers[sections[name]]
 
 
-def _send(folder: Path, name: str, composed: Composed, watch: _ParentWatch | None) -> None:
+def _send(folder: Path, name: str, composed: Composed, watch: _ParentWatch) -> None:
     path, section = _section(composed, name)
-    if watch is not None:
-        watch.finish_s = section.finish_s
+    watch.finish_s = section.finish_s
     file = cursor_file(folder, name)
-    with _sole_sender(file.with_name("lock"), wait=watch is not None):
+    with _sole_sender(file.with_name("lock")):
         keeps_samples = composed.config.samples.keep != "none"
         sender = _LineSender(
             RunFolder(folder),
@@ -265,18 +227,14 @@ def _send(folder: Path, name: str, composed: Composed, watch: _ParentWatch | Non
             samples=section.samples if keeps_samples else 0,
             samples_every=section.samples_every,
         )
-        if watch is None and not sender.has_news:
-            log.info("there is nothing new to send")
-            return
         assembly = Assembly(composed, folder=folder, run=run_id(folder / "bus"))
         tracker: Tracker = assembly.make(path)
         sender.start(tracker)
         while True:
-            last = watch is None or watch.gone.is_set()
-            if sender.send_news(tracker, is_over=watch is None) or last:
+            last = watch.gone.is_set()
+            if sender.send_news(tracker) or last:
                 sender.log_state()
                 return
-            assert watch is not None
             watch.gone.wait(_POLL_S)
 
 
@@ -289,10 +247,10 @@ def _without_secrets(text: str, redact: Callable[[str], str]) -> str:
     return _URL_LOGIN.sub("…@", text)
 
 
-def main(mode: str, folder: Path, name: str) -> int:
+def main(folder: Path, name: str) -> int:
     """Body of the process. Returns its exit status."""
     os.nice(_NICENESS)
-    watch = _ParentWatch() if mode == "follow" else None
+    watch = _ParentWatch()
     log_to(None, console=True, tracker=name)
     redact: Callable[[str], str] = str
     try:
@@ -308,4 +266,4 @@ def main(mode: str, folder: Path, name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -141,7 +140,7 @@ class _TrackerProcess:
         self._output.parent.mkdir(parents=True, exist_ok=True)
         with self._output.open("ab") as output:
             return subprocess.Popen(
-                command("follow", self._run, self._name),
+                command(self._run, self._name),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -158,8 +157,7 @@ class _TrackerProcess:
         return f": {lines[-1]}" if lines else ""
 
     def _give_up(self, fault: str) -> None:
-        rest = f"to send the rest: stretto track {shlex.quote(str(self._run))}"
-        self._problems.append(f"tracker {self._name!r}: {fault}; {rest}")
+        self._problems.append(f"tracker {self._name!r}: {fault}; metrics.jsonl has all figures")
         log.error("tracker given up", tracker=self._name, fault=fault)
 
 

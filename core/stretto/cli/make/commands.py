@@ -14,7 +14,7 @@ import typer
 
 from stretto.cli.arguments import EvaluationOverrides, TrustPlugins, WithOverrides
 from stretto.cli.output import print_table
-from stretto.errors import ConfigError, PluginError, StrettoError, printable
+from stretto.errors import ConfigError, PluginError, printable
 
 if TYPE_CHECKING:
     from stretto.cli.make.doctor import Observation
@@ -114,21 +114,6 @@ def stop(
 
     log_nothing()
     typer.echo(printable(stop_run(folder.absolute(), now=now)))
-
-
-@app.command()
-def track(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that has ended.")],
-    trust_plugins: TrustPlugins = False,
-) -> None:
-    """Send to the run's trackers what they have not received, such as after a time without a network."""
-    from stretto.cli.make.track import track_run
-    from stretto.cli.start.trust import require_trust
-
-    folder = folder.absolute()
-    require_trust(folder, trusted=trust_plugins)
-    if failed := track_run(folder):
-        raise StrettoError(f"not everything was sent to: {', '.join(failed)}")
 
 
 @app.command()
