@@ -1,5 +1,5 @@
 """Charts of runs: how every view shows figures. One place has names, units, digits, colours and the curves,
-reduced to what a picture can show; here they also become SVG, for reports, files and notebooks.
+reduced to what a picture can show; here they also become SVG, for reports and files.
 
 A chart has no script. Its classes are `grid` for lines, `label` for texts, and `run0` to `run7` for what
 belongs to a run; `chart_style` has their rules.

@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -40,8 +40,6 @@ __all__ = ["RunHandle", "run"]
 
 _LOOK_S = 0.1
 """Seconds between two looks at the run's files and its process."""
-_DRAW_S = 1.0
-"""Seconds between two drawings of a live view."""
 _DRAIN_S = 600.0
 """A program that ends waits this long for the step under way and the checkpoint of each of its runs."""
 _HURRY_S = 30.0
@@ -230,33 +228,6 @@ class RunHandle:
             while self._kernel.poll() is None:
                 await sleep(_LOOK_S)
 
-    # -------------------------------------------------------------------------------- in a notebook
-
-    def view(self) -> None:
-        """Draw the run in a notebook, and continue drawing until the run ends. Return at once: the next cells
-        can use the run meanwhile.
-
-        Raises:
-            StrettoError: outside a notebook.
-        """
-        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        if shell is None:
-            raise StrettoError(f"run.view() draws in a notebook; in a terminal: stretto watch {self.folder}")
-        from IPython.display import HTML, display
-
-        shown: Any = display(HTML(self._repr_html_()), display_id=True)
-
-        def draw(page: str) -> None:
-            shown.update(HTML(page))
-
-        threading.Thread(target=_draw_until_the_end, args=(weakref.ref(self), draw), daemon=True).start()
-
-    def _repr_html_(self) -> str:
-        """Return the run as it is now, for a notebook."""
-        from stretto.runs.notebook import run_html
-
-        return run_html(self.folder, running=self._kernel.poll() is None)
-
     # ------------------------------------------------------------------------------------- private
 
     def _record(self) -> RunFolder | None:
@@ -429,16 +400,6 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, float) and value - value == 0:
         return value
     raise ConfigError(f"{path}: {value!r} is no value of a run file", path=path, value=value)
-
-
-def _draw_until_the_end(handle: weakref.ref[RunHandle], draw: Callable[[str], None]) -> None:
-    """Draw a run every second, until it ends or nobody holds its handle any more."""
-    ended = False
-    while not ended and (run := handle()) is not None:
-        ended = run._kernel.poll() is not None  # pyright: ignore[reportPrivateUsage]
-        draw(run._repr_html_())  # pyright: ignore[reportPrivateUsage] - the name is IPython's
-        del run
-        time.sleep(0 if ended else _DRAW_S)
 
 
 @atexit.register
