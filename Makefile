@@ -142,13 +142,11 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/images.py
 	$(BIN)/python benchmarks/overlap.py
-	$(BIN)/python benchmarks/step_parts.py
 	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/durability.py
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/failing_members.py
-	$(BIN)/python benchmarks/tracing.py
 	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/algorithms.py
 	$(BIN)/python benchmarks/curriculum.py

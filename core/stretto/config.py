@@ -42,7 +42,6 @@ __all__ = [
     "RunConfig",
     "SamplesConfig",
     "TlsConfig",
-    "TracingConfig",
     "VariantConfig",
     "Variants",
     "VerifierConfig",
@@ -387,25 +386,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Peak learning rate of the model; default the `lr` of its worker group."""
 
 
-class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Traces for OpenTelemetry (extra `otel`): what every process did for a ticket, from its prompt to the
-    optimizer step, and when."""
-
-    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """Share of the tickets that are traced, each of them as a whole. Steps and evaluations always are."""
-    endpoint: (
-        Annotated[
-            str,
-            msgspec.Meta(
-                pattern=r"^https?://\S+$(?!\n)", description="`http://host:4318` or `https://host:4318`"
-            ),
-        ]
-        | None
-    ) = None
-    """Address of an OTLP/HTTP collector, such as `http://127.0.0.1:4318`. By default each process writes its
-    spans to a file in the run's folder, `traces/<process>.jsonl`."""
-
-
 class VariantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One variant of an A/B test. A section that is not set here is the run's own section. A key that is not
     set in a section has the value of the run's own section; if the section has another `use`, its default."""
@@ -499,8 +479,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     the run and get none of its environment variables but PATH."""
     trackers: tuple[TrackerConfig, ...] = ()
     """Trackers that receive the metrics, besides the files in the run's folder."""
-    tracing: TracingConfig | None = None
-    """Traces for OpenTelemetry; none by default."""
 
     def keeps_row(self, row: int) -> bool:
         """Whether to keep the samples of a held-out row."""

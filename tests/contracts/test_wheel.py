@@ -41,7 +41,6 @@ VALUES = {
     "math": "reward=math",
     "mcp": "workflow='{use: tool_use, mcp: [{command: [server]}]}'",
     "mlflow": "trackers=[mlflow]",
-    "otel": "tracing.endpoint=http://localhost:1",
     "prometheus": "metrics.port=0",
     "ray": "launcher=ray",
     "s3": "checkpoint.store=s3://bucket/folder",

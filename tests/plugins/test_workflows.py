@@ -283,7 +283,6 @@ def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start
         "verifier.children=2",
         "algorithm.group_size=2",
         "steps=6",
-        "tracing.share=1",
         out="environment",
     )
     summary = run.assert_completed(6)
@@ -295,9 +294,6 @@ def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start
     for line in run.metrics():
         assert 0 < line["ticket_environment_s"] <= line["ticket_score_s"] + 0.001
         assert "ticket_tool_s" not in line
-    traces = (run.folder / "traces" / "verifier-0.jsonl").read_text()
-    assert traces.count('"name":"environment"') >= 2 * summary["ledger"]["trained"]
-    assert "environment took longer than workflow.environment_timeout_s=0.5" in traces
 
 
 UNEVEN = """

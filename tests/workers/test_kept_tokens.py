@@ -69,7 +69,7 @@ def test_chunks_that_come_twice_or_split_join_to_the_answer(
 ) -> None:
     sets = [sorted(each) for each in sets]
     request = GenerateRequest("r", Array.of([1], np.int32), (0,), Sampling(), 0, wants_kept=True)
-    generation = _Generation(request, VersionFloor(0, lambda version: None), None, None, None)  # type: ignore[arg-type]
+    generation = _Generation(request, VersionFloor(0, lambda version: None), None, None)
     at = 0
     while at < len(sets):
         have = data.draw(st.integers(0, at))  # the engine sends what the client has already
@@ -93,7 +93,7 @@ def test_chunks_that_come_twice_or_split_join_to_the_answer(
 
 def test_an_answer_of_which_a_part_came_without_kept_tokens_has_none() -> None:
     request = GenerateRequest("r", Array.of([1], np.int32), (0,), Sampling(), 0, wants_kept=True)
-    generation = _Generation(request, VersionFloor(0, lambda version: None), None, None, None)  # type: ignore[arg-type]
+    generation = _Generation(request, VersionFloor(0, lambda version: None), None, None)
     for each in (chunk(0, [[1], [2]], 2), chunk(2, None, 1)):
         batch: ChunkBatch = _batch("inference-0", [each])
         head: ChunkHead = batch.heads[0]

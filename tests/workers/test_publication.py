@@ -84,7 +84,7 @@ def test_what_no_step_changes_is_published_once_after_a_load(tmp_path: Path, fre
     publishing = Publication(engine, "", publisher, thread(), thread())  # pyright: ignore[reportArgumentType]
     places: set[int] = set()
     for version, loaded in enumerate((True, False, False, True)):
-        note = publishing.begin(version, (), "", loaded=loaded).result(DEADLINE_S)
+        note = publishing.begin(version, (), loaded=loaded).result(DEADLINE_S)
         assert note is not None
         if freezes:
             folder = Path(note.address)
@@ -98,7 +98,7 @@ def test_what_no_step_changes_is_published_once_after_a_load(tmp_path: Path, fre
 
 def test_the_next_call_does_not_wait_for_the_publisher_and_changes_nothing_of_the_version() -> None:
     engine, publisher, compute = Engine(), SlowPublisher(), thread()
-    note = Publication(engine, "no canary", publisher, compute, thread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
+    note = Publication(engine, "no canary", publisher, compute, thread()).begin(3, ())  # pyright: ignore[reportArgumentType]
     compute.submit(engine.train).result(DEADLINE_S)  # would not end if it waited for `go`
     publisher.go.set()
     assert note.result(DEADLINE_S) == WeightsNote(3, "", "digest", "no canary")
@@ -109,7 +109,7 @@ def test_the_next_call_does_not_wait_for_the_publisher_and_changes_nothing_of_th
 def test_weights_that_are_too_large_to_copy_hold_the_next_call_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "_MOST_COPIED", 8)
     engine, publisher, compute = Engine(), SlowPublisher(), thread()
-    note = Publication(engine, "", publisher, compute, thread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
+    note = Publication(engine, "", publisher, compute, thread()).begin(3, ())  # pyright: ignore[reportArgumentType]
     trained = compute.submit(engine.train)
     assert not trained.done()
     publisher.go.set()
@@ -122,12 +122,12 @@ def test_weights_that_are_not_finite_are_not_published() -> None:
     publisher = SlowPublisher()
     publisher.go.set()
     engine = Engine(float("nan"))
-    note = Publication(engine, "", publisher, thread(), thread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
+    note = Publication(engine, "", publisher, thread(), thread()).begin(3, ())  # pyright: ignore[reportArgumentType]
     with pytest.raises(WeightsError, match="version 3 is not published: weights are not finite: 4 of 4"):
         note.result(DEADLINE_S)
     assert not publisher.versions
 
 
 def test_a_rank_without_a_publisher_takes_part_and_has_no_note() -> None:
-    note = Publication(Engine(), "", None, thread(), thread()).begin(3, (), "")  # pyright: ignore[reportArgumentType]
+    note = Publication(Engine(), "", None, thread(), thread()).begin(3, ())  # pyright: ignore[reportArgumentType]
     assert note.result(DEADLINE_S) is None

@@ -93,7 +93,9 @@ FOREIGN_KEYS = {
 }
 
 # Keys that are gone -> what to write instead, for error messages. The key of a section stands for all in it.
-REMOVED_KEYS: dict[str, str] = {}
+REMOVED_KEYS: dict[str, str] = {
+    "tracing": "the timeline shows what the kernel and the workers did (stretto trace RUN, docs/seeing.md)",
+}
 
 _NAMED_KEY = re.compile(rf"groups\.{GROUP_NAME}|variants\.{VARIANT_NAME}\.({'|'.join(VARIANT_SECTIONS)})")
 

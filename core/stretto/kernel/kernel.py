@@ -33,7 +33,6 @@ from stretto.errors import BusError, RunError, StrettoError
 from stretto.kernel.bus_watch import watch_bus, watch_owner, watch_store
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import Trainers
-from stretto.kernel.contexts import TraceContexts
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.durable.recovery import Living, Recovered, Stored
@@ -99,14 +98,12 @@ class Kernel:
         self._ending = ending
         self._tasks = tasks
         journal.on_stored = setup.on_stored
-        self._contexts = TraceContexts(setup.run, lease_epoch)
         self._trainers = Trainers(bus, setup.names, setup.placement, journal)
         self._engines = Engines(
             bus,
             setup.names,
             setup.fleet,
             journal,
-            self._contexts,
             waits=setup.waits,
             turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
             has_evaluator=setup.assembly.has_evaluator,
@@ -138,7 +135,6 @@ class Kernel:
             trainers=self._trainers,
             engines=self._engines,
             checkpointer=self._checkpointer,
-            contexts=self._contexts,
             hear=self._hear,
         )
         self._replacement = TrainerReplacement(
@@ -407,7 +403,7 @@ class Kernel:
             case RecordDraws():
                 pass  # they are in the journal, as all decisions are
             case Issue(ticket):
-                await self._tickets.issue(self._contexts.issued(ticket))
+                await self._tickets.issue(ticket)
             case Withdraw(purpose, ticket, attempt):
                 await self._tickets.withdraw(purpose, ticket, attempt)
             case StartBatch():

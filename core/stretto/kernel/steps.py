@@ -8,14 +8,12 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 
-from stretto import tracing
 from stretto.bus.messages.events import BatchesReleased, Input, StepMeasured, StepTrained, VersionPublished
 from stretto.bus.messages.training import RowRef
 from stretto.errors import one_job
 from stretto.kernel.calls.engine_errors import EngineErrors
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import StepResult, Trainers
-from stretto.kernel.contexts import StepTrace, TraceContexts
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.schedule.commands import StartBatch
@@ -41,7 +39,6 @@ class Steps:
         trainers: Trainers,
         engines: Engines,
         checkpointer: Checkpointer,
-        contexts: TraceContexts,
         hear: Callable[[Input, Callable[[], StepMeasured] | None], None],
     ) -> None:
         self._setup = setup
@@ -51,7 +48,6 @@ class Steps:
         self._trainers = trainers
         self._engines = engines
         self._checkpointer = checkpointer
-        self._contexts = contexts
         self._hear = hear
         self._meter = StepMeter(setup)
         self.reached = 0
@@ -86,7 +82,6 @@ class Steps:
         The weights are published beside the next step, unless nothing may run ahead.
         """
         waits = self._setup.waits.take()
-        trace = self._contexts.step(start)
         self.under_way = refs_of(start.groups)
         version, config = start.version + 1, self._setup.config
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
@@ -94,11 +89,10 @@ class Steps:
         beside = self._scheduler.settings.max_staleness > 0
 
         async def train() -> tuple[StepResult, float, WeightsNote | None]:
-            result, busy_s = await self._train(start, trace)
+            result, busy_s = await self._train(start)
             return result, busy_s, None if beside else await self._trainers.published(version)
 
-        with tracing.within(trace.span):
-            result, busy_s, note = await self._trainers.attempt(train)
+        result, busy_s, note = await self._trainers.attempt(train)
         self._record(start)
         self._setup.fleet.lasts("trainer")
         if note is not None:
@@ -137,7 +131,7 @@ class Steps:
             del self.rows[version]
             self.digests.pop(version, None)
 
-    async def _train(self, start: StartBatch, trace: StepTrace) -> tuple[StepResult, float]:
+    async def _train(self, start: StartBatch) -> tuple[StepResult, float]:
         """Run the calls of a batch's step, and end the step, but not before the version of the previous one
         is announced.
 
@@ -149,14 +143,13 @@ class Steps:
         figures: list[float] = []
 
         async def ask_engines() -> None:
-            with tracing.span("engine figures"):
-                figures.append(await self._engines.busy_s())
+            figures.append(await self._engines.busy_s())
 
-        result = await self._trainers.step(self._journal.incarnation, start.version, rows, ahead, trace)
+        result = await self._trainers.step(self._journal.incarnation, start.version, rows, ahead)
         await self._engines.announced(start.version)
         async with one_job() as tasks:
             tasks.start_soon(ask_engines)
-            await self._trainers.end(start.version, needed, trace)
+            await self._trainers.end(start.version, needed)
         return result, figures[0]
 
     async def _note(self, note: WeightsNote) -> None:

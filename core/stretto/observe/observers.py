@@ -21,7 +21,6 @@ from stretto.observe.record_server import RecordServer
 from stretto.observe.report import Report
 from stretto.observe.status import StatusWriter
 from stretto.observe.timeline import Timeline
-from stretto.observe.traces import RunTraces
 from stretto.observe.trackers import Trackers
 
 
@@ -33,7 +32,6 @@ class Observers:
         self._began = anyio.Event()
         self._events = EventLog(setup.folder, setup.facts)
         self._timeline = Timeline(setup.folder)
-        self._traces = RunTraces(setup.run)
         adviser = Adviser(setup.composed.document, quiet=setup.replays is not None)
         self.report = Report(setup, adviser)
         self.status = StatusWriter(setup, self.report)
@@ -77,7 +75,6 @@ class Observers:
         for time, event in zip(message.times, events, strict=True):
             self.report.take(time, event)
             self._timeline.take(time, event)
-            self._traces.take(time, event)
             if isinstance(event, KernelBegan):
                 self._began.set()
                 if self._setup.continues:

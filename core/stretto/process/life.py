@@ -20,7 +20,6 @@ from typing import Any
 import anyio
 import structlog
 
-from stretto import tracing
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.assembly.logs import log_to
@@ -258,10 +257,8 @@ def live(
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
     log.info("run", folder=str(setup.folder))
     setup.check_datasets(accept=accept_dataset)
-    config = setup.config
     interruptions.hold()
-    with tracing.traced(config.tracing, "kernel", setup.run, config.name, setup.folder):
-        return anyio.run(live_and_sum_up, setup, interruptions)
+    return anyio.run(live_and_sum_up, setup, interruptions)
 
 
 async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tuple[dict[str, Any], Ending]:

@@ -25,7 +25,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from stretto import tracing
 from stretto.algorithm import WHOLE
 from stretto.errors import EngineError
 from stretto.models.files import folder_of_model, tensors_of_model
@@ -330,18 +329,17 @@ class HFTraining:
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
         """Take one optimizer step. If the gradient is not finite, skip the step and set `skipped` to 1."""
         self._check_trainable("trained")
-        with tracing.span("micro-batches"):
-            mask = batch["loss_mask"] & self._figure_mask(batch)
-            micro_batches = self._packing.split(
-                batch.with_columns({"loss_mask": mask}),
-                self._config.micro_batch_tokens,
-                whole_groups=loss.unit == "group",
-            )
-            work = [
-                self._work(micro, micro["loss_mask"], temperature, loss)
-                for micro in micro_batches
-                if micro["loss_mask"].any()
-            ]
+        mask = batch["loss_mask"] & self._figure_mask(batch)
+        micro_batches = self._packing.split(
+            batch.with_columns({"loss_mask": mask}),
+            self._config.micro_batch_tokens,
+            whole_groups=loss.unit == "group",
+        )
+        work = [
+            self._work(micro, micro["loss_mask"], temperature, loss)
+            for micro in micro_batches
+            if micro["loss_mask"].any()
+        ]
         own = (
             int(mask.sum()),
             loss_count(mask, batch.sequence_index(), len(batch), loss.reduction),
@@ -355,16 +353,14 @@ class HFTraining:
                 return output.sum() * 0.0  # another rank has more micro-batches
             return self._loss(work[index], output, loss, sum(counts), statistics)
 
-        with tracing.span("forward and backward"):
-            self._layout.backward(self._model, self._rows(work, max(numbers)), loss_of)
-        with tracing.span("optimizer"):
-            norm = self._layout.clip(self._model, self._config.clip_norm)
-            figures = dict(loss.summarise(statistics.together(self._layout)))
-            if loss.lr_scale is not None:
-                self._lr_scale = loss.lr_scale(figures, self._lr_scale)
-                figures["lr_scale"] = self._lr_scale
-            lr = self._config.lr * _lr_factor(self._config, self._steps) * self._lr_scale
-            self._step(lr, skipped=not math.isfinite(norm))
+        self._layout.backward(self._model, self._rows(work, max(numbers)), loss_of)
+        norm = self._layout.clip(self._model, self._config.clip_norm)
+        figures = dict(loss.summarise(statistics.together(self._layout)))
+        if loss.lr_scale is not None:
+            self._lr_scale = loss.lr_scale(figures, self._lr_scale)
+            figures["lr_scale"] = self._lr_scale
+        lr = self._config.lr * _lr_factor(self._config, self._steps) * self._lr_scale
+        self._step(lr, skipped=not math.isfinite(norm))
         return {
             **figures,
             "grad_norm": norm,

@@ -181,7 +181,7 @@ class ComputeThread:
 
     async def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
         """Run a function in the thread, after the functions submitted before it. It has the caller's context
-        variables, so its spans are below the caller's."""
+        variables, so that its log lines name the worker."""
         return await asyncio.wrap_future(self.submit(function, *arguments, **keywords))
 
     def submit(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> Future[T]:

@@ -27,7 +27,6 @@ import msgspec
 import numpy as np
 import structlog
 
-from stretto import tracing
 from stretto.array import Array, KeptTokens
 from stretto.assembly.contracts import expect_contract
 from stretto.base import clock
@@ -93,25 +92,6 @@ class _Request:
     """Chunks of each sample."""
     active_at: float = 0.0
     """When the request was last sent or got a chunk, in seconds of the monotonic clock."""
-    span: tracing.Span = tracing.NO_SPAN
-    """From the request's arrival to its last token."""
-
-    def trace(self, chunk: Chunk) -> None:
-        """Record the first token, and the end of the request. Called with the first chunk of a sample, and
-        with the last one of all."""
-        if sum(map(len, self.chunks)) == 1:
-            self.span.event("first token")
-        if self.unfinished == 0:
-            ends = [ends for chunks in self.chunks if (ends := _ends(chunks)) is not None]
-            if ends:  # the versions of a sample rise
-                oldest = min(first.versions[0] for first, _ in ends)
-                newest = max(last.versions[-1] for _, last in ends)
-                self.span.set(oldest=int(oldest), newest=int(newest))
-            tokens = sum(last.position + len(last.tokens) - first.position for first, last in ends)
-            self.span.set(tokens=tokens, finish=chunk.finish)
-            if chunk.finish == "error":
-                self.span.fail(chunk.error)
-            self.span.end()
 
 
 Audience = int | None | Literal["nobody"]
@@ -199,8 +179,7 @@ class InferenceWorker:
         if known is None:
             count = len(request.seeds) - request.have.count(-1)
             no_chunks: list[list[Chunk]] = [[] for _ in request.seeds]
-            span = tracing.span("generate", message.traceparent, request=request.id, samples=count)
-            self._requests[request.id] = _Request(message.inbox, count, no_chunks, clock.now(), span)
+            self._requests[request.id] = _Request(message.inbox, count, no_chunks, clock.now())
             if request.images:
                 self._tasks.start_soon(self._generate_with_images, request, message.sender)
                 return
@@ -239,12 +218,8 @@ class InferenceWorker:
     def _drop(self, request: str) -> None:
         """Abort a request and forget it: no rollout worker waits for it here any more."""
         assert self._engine is not None
-        if known := self._requests.get(request):
-            known.span.set(dropped=True)
         self._engine.abort(request)
-        if known is not None:
-            del self._requests[request]
-            known.span.end()
+        self._requests.pop(request, None)
         self._held_chunks = {key: chunks for key, chunks in self._held_chunks.items() if key[0] != request}
 
     async def _forget(self) -> None:
@@ -282,8 +257,6 @@ class InferenceWorker:
         request.chunks[chunk.sample].append(chunk)
         request.active_at = clock.now()
         request.unfinished -= bool(chunk.finish)
-        if request.span.traceparent and (request.unfinished == 0 or len(request.chunks[chunk.sample]) == 1):
-            request.trace(chunk)
         self._queue(request.inbox, [chunk])
 
     def _trust(self, version: int) -> None:
@@ -321,14 +294,6 @@ class InferenceWorker:
     async def _swap(self, message: Swap) -> SwapDone:
         """Serve a version. Skip a swap if a newer one is already done."""
         self._context.check_lease(message.lease_epoch)
-        with tracing.span("engine swap", message.traceparent, version=message.note.version) as span:
-            done = await self._swap_in_turn(message)
-            span.set(served=done.report.version, pause_s=done.report.pause_s)
-            if done.fault:
-                span.fail(done.fault)
-            return done
-
-    async def _swap_in_turn(self, message: Swap) -> SwapDone:
         order = (message.lease_epoch, message.number)
         if order > self._newest_order:
             self._newest_order = order
@@ -481,13 +446,6 @@ class InferenceWorker:
                 f"{config.bound:g}"
             )
         return ""
-
-
-def _ends(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Return the first and the last chunk of a sample that have a token; None if there is none."""
-    first = next((chunk for chunk in chunks if len(chunk.tokens)), None)
-    last = next((chunk for chunk in reversed(chunks) if len(chunk.tokens)), None)
-    return None if first is None or last is None else (first, last)
 
 
 def _fault_of(report: SwapReport, note: WeightsNote, published: Mapping[str, str]) -> str:

@@ -21,7 +21,6 @@ import anyio
 import msgspec
 import structlog
 
-from stretto import tracing
 from stretto.base import clock
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
@@ -119,10 +118,7 @@ async def _join_and_work(bootstrap: Bootstrap, process: HostProcess, joining: an
                 await _announce_leaving(bus, names.kernel(role, "leaving"), leaving)
                 raise
             bus.explain = context.explain
-            config, folder = context.composed.config, context.component_context.folder
-            traces = Path(folder) if folder else None
-            with tracing.traced(config.tracing, worker, bootstrap.run, config.name, traces):
-                await _work_and_leave(context, beats, join, welcome.config)
+            await _work_and_leave(context, beats, join, welcome.config)
 
 
 def _absent_paths(config: bytes) -> str:

@@ -9,7 +9,6 @@ from stretto.bus.messages.base import InboxToken, Message, WorkerId
 from stretto.bus.messages.membership import WorkerProcess
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest, Finish, GenerateRequest, Load, SwapReport
-from stretto.tracing import Traceparent
 from stretto.weights import WeightsNote
 
 
@@ -23,8 +22,6 @@ class Generate(Message, frozen=True, tag="Generate/4"):
     """The only version that may sample the request of an evaluation; None for training. A worker that is lent
     to an evaluation answers only the requests of that evaluation. Any other worker answers only the requests
     of training."""
-    traceparent: Traceparent = ""
-    """Context of the request's span."""
     sender: WorkerProcess | None = None
     """The rollout worker. Only requests with images name it: it has their files."""
 
@@ -94,8 +91,6 @@ class Swap(Message, frozen=True, tag="Swap/2"):
     note: WeightsNote
     exact: bool = False
     """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
-    traceparent: Traceparent = ""
-    """Context of the kernel's span of the swap."""
     trainer: WorkerProcess | None = None
     """Rank 0 of the lead group, which has the version's `SharedRows`."""
 

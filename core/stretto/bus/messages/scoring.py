@@ -5,7 +5,6 @@ from __future__ import annotations
 from stretto.bus.messages.base import Message, VariantName
 from stretto.environment import Feedback
 from stretto.tools import ToolAnswer
-from stretto.tracing import Traceparent
 from stretto.user_code.faults import SampleFault
 
 
@@ -18,8 +17,6 @@ class ScoreSamples(Message, frozen=True):
     columns: bytes
     """Further arguments that the reward gets by name: a msgpack map of lists, one value for each
     completion."""
-    traceparent: Traceparent = ""
-    """Context of the ticket's rollout."""
     variant: VariantName = ""
     """The variant whose reward scores; empty for the run's own reward."""
 
@@ -50,8 +47,6 @@ class RunTool(Message, frozen=True):
     name: str
     arguments: bytes
     """A JSON object, as the policy wrote it."""
-    traceparent: Traceparent = ""
-    """Context of the ticket's rollout."""
     variant: VariantName = ""
     """The variant whose tool it is; empty for the run's own tools."""
     images: bool = False
@@ -69,8 +64,6 @@ class EnvironmentTurn(Message, frozen=True):
 
     arguments: bytes
     """The arguments of the environment, by name: a msgpack map."""
-    traceparent: Traceparent = ""
-    """Context of the ticket's rollout."""
     variant: VariantName = ""
     """The variant whose environment it is; empty for the run's own environment."""
 

@@ -11,7 +11,6 @@ from stretto.array import Array, KeptTokens
 from stretto.bus.messages.base import Message, VariantName, WorkerId
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest, Finish
-from stretto.tracing import Traceparent
 from stretto.user_code.faults import FaultKind
 
 Purpose = Literal["train", "eval"]
@@ -40,8 +39,6 @@ class Ticket(Message, frozen=True):
     version."""
     samples: int
     """Number of samples of the group, n."""
-    traceparent: Traceparent = ""
-    """Context of the ticket's trace."""
     variant: VariantName = ""
     """The variant of the run that the ticket tests; empty for the run's own sections."""
 

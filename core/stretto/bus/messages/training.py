@@ -6,7 +6,6 @@ import msgspec
 
 from stretto.array import Array
 from stretto.bus.messages.base import Message
-from stretto.tracing import Traceparent
 from stretto.weights import WeightsNote
 
 
@@ -40,10 +39,6 @@ class RunCall(Message, frozen=True, tag="Call/2"):
     name: str
     rows: tuple[RowRef, ...]
     """The batch, in order. All calls of a step have the same rows."""
-    traceparent: Traceparent = ""
-    """Context of the step."""
-    links: tuple[Traceparent, ...] = ()
-    """Contexts of the batch's tickets, of those that are traced."""
 
 
 class CallDone(Message, frozen=True, tag="CallDone/2"):
@@ -80,8 +75,6 @@ class EndStep(Message, frozen=True):
     """Version at which the step began. The weights are now those of `version + 1`."""
     needed: tuple[int, ...] = ()
     """Versions that evaluations still need. The trainers keep those of them that are published."""
-    traceparent: Traceparent = ""
-    """Context of the step."""
 
 
 class StepEnded(Message, frozen=True):

@@ -174,7 +174,7 @@ def _composed(folder: Path, values: int, layout: str, overrides: Sequence[str], 
     """Compose the recorded values with this number for a replay: nothing is evaluated or tracked, and worker
     groups have as many processes as in this layout, which `stretto scale` may have changed."""
     document = document_of(folder, values)
-    document |= {"out": str(out), "evaluation": None, "metrics": None, "tracing": None, "trackers": []}
+    document |= {"out": str(out), "evaluation": None, "metrics": None, "trackers": []}
     document["checkpoint"] = {**document["checkpoint"], "store": None}
     document["samples"] = {"keep": "all"}  # the trainers then record the importance weights
     for path, processes in _LAYOUT.findall(layout):

@@ -52,7 +52,6 @@ _LENGTH_COLUMN = "completion_tokens"
 """The column with the length of an answer; in a trial it is 1."""
 _ANSWER = "0"
 """The answer that the reward scores in its trial."""
-_TRACING_MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 _HIGH_TEMPERATURE = 2.0
 _FEW_TICKETS = 8
 _SHORT_S = 0.1
@@ -128,8 +127,6 @@ def _problems(assembly: Assembly, starting: bool) -> Iterator[Problem]:
         yield from _odd_values(config)
         if config.checkpoint.store and (fault := missing_file_system(config.checkpoint.store)):
             yield Problem("checkpoint.store", fault, "environment")
-        if config.tracing is not None and (module := _missing_module(*_TRACING_MODULES)):
-            yield Problem("tracing", f"needs {module!r}: pip install 'stretto[otel]'")
         yield from _thread_problems(assembly)
         yield from _gpu_problems(assembly)
         yield from _plugin_problems(assembly, "launcher", partial(_launcher_problems, assembly))
@@ -168,16 +165,6 @@ def _folder_problems(assembly: Assembly) -> Iterator[Problem]:
         else:
             advice = "is not an empty folder; choose another folder"
         yield Problem("out", f"{str(folder)!r} {advice}")
-
-
-def _missing_module(*modules: str) -> str:
-    """Return the first of these modules that is not installed; empty if all are."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            return error.name or module
-    return ""
 
 
 def _placement_problems(assembly: Assembly) -> Iterator[Problem]:

@@ -14,7 +14,6 @@ from itertools import count
 import anyio
 import structlog
 
-from stretto import tracing
 from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import Cause, WeightsServed
@@ -22,7 +21,6 @@ from stretto.bus.messages.inference import AskLoad, LoadReport, Swap, SwapDone
 from stretto.bus.messages.membership import WorkerProcess
 from stretto.bus.messages.subjects import Subjects
 from stretto.errors import BusError, NoAnswer, RunError
-from stretto.kernel.contexts import TraceContexts
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.fleet.fleet import Fleet, FleetMember
 from stretto.kernel.schedule.lending import Demand, Lending
@@ -54,7 +52,6 @@ class Engines:
         names: Subjects,
         fleet: Fleet,
         journal: JournalWriter,
-        contexts: TraceContexts,
         *,
         waits: Waits,
         turn_s: float,
@@ -64,7 +61,6 @@ class Engines:
         self._names = names
         self._fleet = fleet
         self._journal = journal
-        self._contexts = contexts
         self.on_swapped: Callable[[str, SwapDone], None] = lambda worker, done: None
         """Called after each swap to new weights, with the worker and its answer."""
         self.on_callable: Callable[[FleetMember], None] = lambda member: None
@@ -260,14 +256,10 @@ class Engines:
         """Ask a worker to swap. Return None if the weights are published again meanwhile."""
         if exact and not member.is_evaluator:  # until the next swap, it takes no request of training
             self._waits.away(member.worker, Cause("evaluation", note.version))
-        cause = self._contexts.cause_of_swap(note.version, exact=exact)
-        with (
-            tracing.span("swap", cause, worker=member.worker, version=note.version) as span,
-            anyio.CancelScope() as self._swaps[member.worker],
-        ):
+        with anyio.CancelScope() as self._swaps[member.worker]:
             done = await self._bus.request(
                 self._names.worker("inference", member.worker, member.nonce, "swap"),
-                Swap(self._journal.epoch, next(self._numbers), note, exact, span.traceparent, self.trainer),
+                Swap(self._journal.epoch, next(self._numbers), note, exact, self.trainer),
                 SwapDone,
                 who=member.worker,
                 deadline_s=_SWAP_S,

@@ -43,7 +43,6 @@ from stretto.bus.messages.training import (
     TrainerState,
 )
 from stretto.errors import BusError, one_job
-from stretto.kernel.contexts import UNTRACED, StepTrace
 from stretto.kernel.durable.checkpoint import Draft, place_of
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.weights import WeightsNote
@@ -180,7 +179,6 @@ class Trainers:
         version: int,
         rows: tuple[RowRef, ...],
         ahead: tuple[RowRef, ...] = (),
-        trace: StepTrace = UNTRACED,
     ) -> StepResult:
         """Run the calls of one train step on a batch. Then call `end`.
 
@@ -188,9 +186,7 @@ class Trainers:
             ahead: rows that the next batches will probably need. The trainers fetch them while the current
                 rows train.
         """
-        request = RunCall(
-            self._lease_epoch, incarnation, version, "", rows, trace.span.traceparent, tuple(trace.tickets)
-        )
+        request = RunCall(self._lease_epoch, incarnation, version, "", rows)
         step = _Step(self, request, ahead)
         async with one_job() as tasks:
             for group in self.placement.groups.values():
@@ -198,16 +194,14 @@ class Trainers:
         divergence = step.statistics.pop("divergence", None)
         return StepResult(step.statistics, step.times, version + 1, step.began, divergence)
 
-    async def end(self, version: int, needed: tuple[int, ...] = (), trace: StepTrace = UNTRACED) -> None:
+    async def end(self, version: int, needed: tuple[int, ...] = ()) -> None:
         """End the step that began at a version. The trainers are then ready for the next one, and have begun
         to publish the weights.
 
         Args:
             needed: published versions that the trainers keep, because evaluations need them.
         """
-        await self._ask_all(
-            "end", EndStep(self._lease_epoch, version, needed, trace.span.traceparent), StepEnded
-        )
+        await self._ask_all("end", EndStep(self._lease_epoch, version, needed), StepEnded)
 
     async def published(self, version: int) -> WeightsNote:
         """Wait until the weights after the last step that ended are published, and return their note."""

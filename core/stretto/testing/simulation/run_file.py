@@ -15,7 +15,7 @@ from stretto.launcher import LauncherConfig
 
 _OUTSIDE = ("agent", "online", "verifiers")
 """Workflows that need servers or libraries of their own."""
-_NOWHERE = ("trackers", "metrics", "tracing", "groups")
+_NOWHERE = ("trackers", "metrics", "groups")
 _KEPT_OF_BUS = ("grace_s", "outage_s", "max_payload_mb")
 
 

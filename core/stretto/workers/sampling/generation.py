@@ -17,7 +17,6 @@ import structlog
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
-from stretto import tracing
 from stretto.array import Array, KeptTokens
 from stretto.base import clock
 from stretto.bus.gathered import Gathered
@@ -125,13 +124,11 @@ class _Generation:
         floor: VersionFloor,
         exact_version: int | None,
         on_tokens: OnTokens | None,
-        span: tracing.Span,
     ) -> None:
         self.request = request
         self.floor = floor
         self.exact_version = exact_version
         self.on_tokens = on_tokens
-        self.span = span
         self.samples = [GeneratedSample() for _ in request.seeds]
         self.unfinished = len(self.samples)
         self.failure: Exception | None = None
@@ -164,7 +161,6 @@ class _Generation:
         """Continue on another engine, or start again on the same one."""
         self.peer, self.given_up, self.wake = peer, False, anyio.Event()
         self.quiet_since, self.silent_periods = clock.now(), 0
-        self.span.event("engine chosen", engine=peer.worker)
 
     def look(self, now: float, silence_s: float) -> None:
         """Wake the waiting task if the engine has sent nothing for `silence_s` seconds."""
@@ -268,7 +264,6 @@ class Generations:
         exact_version: int | None = None,
         affinity: str = "",
         on_tokens: OnTokens | None = None,
-        traceparent: str = "",
     ) -> list[GeneratedSample]:
         """Run a request until every sample is finished, and return the samples.
 
@@ -279,16 +274,12 @@ class Generations:
                 prefix (see `Router.member`); empty for none.
             on_tokens: called with (sample, new tokens) as tokens arrive; each position of an answer is passed
                 once.
-            traceparent: context of the ticket's rollout.
 
         Raises:
             EngineError: if an engine refused the request, or engines gave it up too often.
             Exception: any exception that `on_tokens` raised.
         """
-        with tracing.span("request", traceparent, request=request.id, samples=len(request.seeds)) as span:
-            return await self._run(_Generation(request, floor, exact_version, on_tokens, span), affinity)
-
-    async def _run(self, generation: _Generation, affinity: str) -> list[GeneratedSample]:
+        generation = _Generation(request, floor, exact_version, on_tokens)
         attempt, give_ups, former_engine = 0, 0, ""
         while generation.unfinished:
             async with self._engines.member(
@@ -366,7 +357,6 @@ class Generations:
             request,
             self._bus.inbox,
             generation.exact_version,
-            generation.span.traceparent,
             WorkerProcess(context.worker, context.nonce) if request.images else None,
         )
         await self._bus.publish(self._subject(peer, "generate"), message)

@@ -16,15 +16,12 @@ import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
 
-from stretto import tracing
 from stretto.assembly.logs import bound
 from stretto.assembly.variants import runs_of
 from stretto.bus.gathered import Gathered
 from stretto.bus.messages.membership import Heartbeat, Routes
 from stretto.bus.messages.tickets import (
     AbortTicket,
-    GroupDone,
-    GroupFailed,
     Progress,
     Purpose,
     Ticket,
@@ -166,9 +163,7 @@ class RolloutWorker:
             self._running[key] = (scope, delivery)
             try:
                 self._starts.add(TicketStarted(worker, *key))
-                with tracing.within(tracing.span("rollout", ticket.traceparent, ticket=ticket.name)) as span:
-                    outcome = await runner.outcome(ticket)
-                    _trace(outcome, span)
+                outcome = await runner.outcome(ticket)
                 await self._bus.store.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
             finally:
                 _, newest = self._running.pop(key)
@@ -203,17 +198,6 @@ class RolloutWorker:
 
     async def _report_progress(self, oldest: tuple[tuple[int, int, int], ...]) -> None:
         await self._bus.publish(self._context.names.progress, Progress(self._context.worker, oldest))
-
-
-def _trace(outcome: GroupDone | GroupFailed, span: tracing.Span) -> None:
-    """Add the outcome of a ticket to the span of its rollout."""
-    if isinstance(outcome, GroupFailed):
-        span.set(outcome="filtered" if outcome.filtered else "failed", reason=outcome.reason)
-        if not outcome.filtered:
-            span.fail(outcome.reason)
-    else:
-        rewards = [member.reward for member in outcome.members]
-        span.set(outcome="done", trajectories=len(rewards), reward=sum(rewards) / len(rewards))
 
 
 def _vision_of(model: str | None) -> Vision | None:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto import tracing
 from stretto.agents.conversation import Conversation, conversation_in
 from stretto.array import Array
 from stretto.base import clock
@@ -97,8 +96,6 @@ class RolloutSession:
         """The time that the ticket spends in generation, and at verifiers."""
         self.tool_clock, self.environment_clock = _Clock(self.score_clock), _Clock(self.score_clock)
         """Parts of the time at verifiers."""
-        self._trace = tracing.current()
-        """Context of the ticket's rollout, also for calls from tasks outside of it."""
         self._floor = VersionFloor(
             ticket.min_version, lambda version: services.on_oldest_version(ticket, version)
         )
@@ -178,7 +175,6 @@ class RolloutSession:
                 exact_version=ticket.exact_version,
                 affinity=f"{ticket.name}/{conversation_id}",
                 on_tokens=on_tokens,
-                traceparent=self._trace,
             )
         answers = [
             Answer(
@@ -253,9 +249,7 @@ class RolloutSession:
         async def score_some(indices: list[int]) -> list[Score | SampleFault]:
             some = {name: [values[index] for index in indices] for name, values in more.items()}
             with self.score_clock:
-                scored = await self._services.verifiers.score(
-                    row, [texts[index] for index in indices], some, traceparent=self._trace
-                )
+                scored = await self._services.verifiers.score(row, [texts[index] for index in indices], some)
             return [each if isinstance(each, SampleFault) else Score(*each) for each in scored]
 
         lengths = [0 if isinstance(answer, str) else len(answer.tokens) for answer in answers]
@@ -268,9 +262,7 @@ class RolloutSession:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a tool."""
         with self.tool_clock:
-            return await self._services.verifiers.call(
-                name, arguments, images=self.images is not None, traceparent=self._trace
-            )
+            return await self._services.verifiers.call(name, arguments, images=self.images is not None)
 
     async def feedback(
         self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
@@ -278,7 +270,7 @@ class RolloutSession:
         """Return the environment's reaction to the conversation's last answer."""
         with self.environment_clock:
             question = {**self._row(prompt), **columns_of_turn(conversation, state)}
-            return await self._services.verifiers.feedback(question, traceparent=self._trace)
+            return await self._services.verifiers.feedback(question)
 
     def _sampled_by(self, number: int) -> list[Trajectory]:
         """Return what was sampled in the conversations of a sample of `members`."""

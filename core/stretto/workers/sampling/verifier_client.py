@@ -48,8 +48,6 @@ class VerifierClient:
         row: Mapping[str, Any],
         texts: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
-        *,
-        traceparent: str = "",
     ) -> Sequence[tuple[float, dict[str, float]] | SampleFault]:
         """Return the reward and the metrics of each text, or why it has none.
 
@@ -64,7 +62,6 @@ class VerifierClient:
             msgspec.msgpack.encode(row),
             tuple(texts),
             msgspec.msgpack.encode(columns),
-            traceparent,
             self._variant,
         )
         answer = await self._ask("score", message, Scored)
@@ -86,9 +83,7 @@ class VerifierClient:
                 self._schemas = msgspec.msgpack.decode(answer.schemas, type=list[dict[str, Any]])
         return self._schemas
 
-    async def call(
-        self, name: str, arguments: Mapping[str, Any], *, images: bool = False, traceparent: str = ""
-    ) -> ToolAnswer:
+    async def call(self, name: str, arguments: Mapping[str, Any], *, images: bool = False) -> ToolAnswer:
         """Call a tool, and return its answer.
 
         Args:
@@ -98,10 +93,10 @@ class VerifierClient:
             ConfigError: if the config of the workflow does not extend `ToolsConfig`.
         """
         await self.tools()
-        message = RunTool(name, json.dumps(arguments).encode(), traceparent, self._variant, images)
+        message = RunTool(name, json.dumps(arguments).encode(), self._variant, images)
         return (await self._ask("tool", message, ToolDone)).answer
 
-    async def feedback(self, question: Mapping[str, Any], *, traceparent: str = "") -> Feedback:
+    async def feedback(self, question: Mapping[str, Any]) -> Feedback:
         """Call the environment, and return its feedback.
 
         Raises:
@@ -111,7 +106,7 @@ class VerifierClient:
         """
         if not isinstance(self._config.workflow, EnvironmentConfig):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
-        message = EnvironmentTurn(msgspec.msgpack.encode(question), traceparent, self._variant)
+        message = EnvironmentTurn(msgspec.msgpack.encode(question), self._variant)
         answer = await self._ask("environment", message, EnvironmentAnswer)
         if answer.fault:
             raise answer.fault.raised()

@@ -11,7 +11,6 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
-from stretto import tracing
 from stretto.assembly.compose import Composed
 from stretto.assembly.variants import runs_of
 from stretto.bus.messages.membership import Heartbeat
@@ -27,7 +26,7 @@ from stretto.bus.messages.scoring import (
 )
 from stretto.children import environment, reward, tools
 from stretto.environment import EnvironmentConfig, Feedback
-from stretto.errors import ConfigError, printable
+from stretto.errors import ConfigError
 from stretto.reward import RewardConfig
 from stretto.tools import ToolAnswer, ToolsConfig
 from stretto.user_code.faults import SampleFault
@@ -53,8 +52,6 @@ _END = 200
 """Characters of such an answer in the log: its end, which has the result."""
 _LONGEST_REASON = 500
 """Characters of a reason in a heartbeat."""
-_LONGEST_NAME = 100
-"""Characters of a tool's name in a trace: the policy may call what does not exist."""
 
 
 class VerifierWorker:
@@ -181,13 +178,11 @@ class _Rewards(_Service):
         self.pause = Pause("the reward", composed.config.verifier.pause_s)
 
     async def score(self, message: ScoreSamples) -> Scored:
-        with tracing.span("reward", message.traceparent, answers=len(message.completions)) as span:
-            task = reward.Task(message.row, message.completions, message.columns)
-            scored = await self._scored(task)
-            if isinstance(scored, SampleFault):
-                span.fail(scored.error)
-                scored = await self._one_by_one(task, scored)
-            return Scored(tuple(scored))
+        task = reward.Task(message.row, message.completions, message.columns)
+        scored = await self._scored(task)
+        if isinstance(scored, SampleFault):
+            scored = await self._one_by_one(task, scored)
+        return Scored(tuple(scored))
 
     async def _one_by_one(self, task: reward.Task, fault: SampleFault) -> Sequence[_Score | SampleFault]:
         """Score the answers of a group apart from each other, after the scoring of all has failed."""
@@ -257,13 +252,6 @@ class _Tools(_Service):
         return ToolList(self.reported)
 
     async def call(self, message: RunTool) -> ToolDone:
-        with tracing.span("tool", message.traceparent, tool=printable(message.name[:_LONGEST_NAME])) as span:
-            done = await self._called(message)
-            if done.answer.failed:
-                span.fail(done.answer.text)
-            return done
-
-    async def _called(self, message: RunTool) -> ToolDone:
         invocation = tools.Invocation(message.name, message.arguments, message.images)
         try:
             return ToolDone(await self.children.ask(invocation, ToolAnswer, self._timeout_s))
@@ -288,13 +276,11 @@ class _Environments(_Service):
         self.pause = Pause("the environment", composed.config.verifier.pause_s)
 
     async def answer(self, message: EnvironmentTurn) -> EnvironmentAnswer:
-        with tracing.span("environment", message.traceparent) as span:
-            question = environment.Question(message.arguments)
-            answer = await self.pause.call(lambda: self._answered(question))
-            if isinstance(answer, SampleFault):
-                span.fail(answer.error)
-                return EnvironmentAnswer(fault=answer)
-            return EnvironmentAnswer(answer)
+        question = environment.Question(message.arguments)
+        answer = await self.pause.call(lambda: self._answered(question))
+        return (
+            EnvironmentAnswer(fault=answer) if isinstance(answer, SampleFault) else EnvironmentAnswer(answer)
+        )
 
     async def _answered(self, question: environment.Question) -> Feedback | SampleFault:
         try:

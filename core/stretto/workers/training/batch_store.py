@@ -12,7 +12,6 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto import tracing
 from stretto.algorithm import Call
 from stretto.array import Array
 from stretto.assembly.dataflow import SOURCE_OPS
@@ -183,10 +182,6 @@ class BatchStore:
             media: also add the model's inputs for the rows' images.
             drawn: also add from what the tokens were drawn: for the model that samples.
         """
-        with tracing.span("read rows"):
-            return await self._batch(rows, keys, media=media, drawn=drawn)
-
-    async def _batch(self, rows: Sequence[int], keys: Sequence[str], *, media: bool, drawn: bool) -> Batch:
         from stretto.rl.batch import Batch
 
         await self._read_rows(rows)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stretto import tracing
 from stretto.engine import PartlyFrozenEngine, TrainingEngine
 from stretto.errors import WeightsError
 from stretto.models.digest import digest_of, tensor_hash
@@ -62,7 +61,7 @@ class Publication:
         """The frozen tensors, for a publisher that takes them with every version."""
 
     def begin(
-        self, version: int, needed: Collection[int], traceparent: str, *, loaded: bool = False
+        self, version: int, needed: Collection[int], *, loaded: bool = False
     ) -> Future[WeightsNote | None]:
         """Begin to publish the engine's current weights as a version. All ranks of the group call it; the
         result of ranks without a publisher is None. What the compute thread is asked for afterwards waits for
@@ -75,8 +74,8 @@ class Publication:
         Raises (from the result):
             WeightsError: if a weight is not finite, or if the version cannot be written.
         """
-        taken = self._compute.submit(self._take, version, needed, traceparent, loaded=loaded)
-        return self._writer.submit(self._publish, taken, version, needed, traceparent)
+        taken = self._compute.submit(self._take, version, needed, loaded=loaded)
+        return self._writer.submit(self._publish, taken, version, needed)
 
     async def copy(self, versions: Iterable[int], folder: str) -> None:
         """Write published versions into a checkpoint. Do nothing in ranks without a publisher."""
@@ -107,12 +106,11 @@ class Publication:
             self._writer.submit(self._publisher.close)
 
     def _take(
-        self, version: int, needed: Collection[int], traceparent: str, *, loaded: bool
+        self, version: int, needed: Collection[int], *, loaded: bool
     ) -> tuple[Canary | str, list[tuple[str, Tensor]] | WeightsNote | None]:
         """Return the canary and a copy of the weights; or the note of weights that are too large to copy.
         Ranks without a publisher only take part."""
-        with tracing.span("canary", traceparent):
-            canary = self._probe.score(self._engine) if isinstance(self._probe, Probe) else self._probe
+        canary = self._probe.score(self._engine) if isinstance(self._probe, Probe) else self._probe
         weights = self._engine.weights()
         if isinstance(self._engine, PartlyFrozenEngine):
             weights = self._engine.trained_weights()
@@ -121,15 +119,14 @@ class Publication:
         if self._publisher is None:
             _exhaust(weights)
             return canary, None
-        with tracing.span("copy weights", traceparent):
-            copies: list[tuple[str, Tensor]] = []
-            size = 0
-            for name, tensor in weights:
-                size += tensor.nbytes
-                if size > _MOST_COPIED:
-                    rest = chain(self._frozen, _drain(copies), [(name, tensor)], weights)
-                    return canary, self._publisher.publish(version, _finite(rest, version), needed)
-                copies.append((name, tensor.clone()))
+        copies: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in weights:
+            size += tensor.nbytes
+            if size > _MOST_COPIED:
+                rest = chain(self._frozen, _drain(copies), [(name, tensor)], weights)
+                return canary, self._publisher.publish(version, _finite(rest, version), needed)
+            copies.append((name, tensor.clone()))
         return canary, copies
 
     def _freeze(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -146,15 +143,13 @@ class Publication:
         taken: Future[tuple[Canary | str, list[tuple[str, Tensor]] | WeightsNote | None]],
         version: int,
         needed: Collection[int],
-        traceparent: str,
     ) -> WeightsNote | None:
         canary, weights = taken.result()
         if self._publisher is None or weights is None:
             return None
         if isinstance(weights, list):
-            with tracing.span("publish", traceparent, version=version):
-                every = chain(self._frozen, weights)
-                weights = self._publisher.publish(version, _finite(every, version), needed)
+            every = chain(self._frozen, weights)
+            weights = self._publisher.publish(version, _finite(every, version), needed)
         return msgspec.structs.replace(weights, canary=canary)
 
 

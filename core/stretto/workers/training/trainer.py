@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 import structlog
 
-from stretto import tracing
 from stretto.algorithm import Call, Loss, Stateful
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.placement import group_of_worker, model_folder, split_groups, split_rows
@@ -309,7 +308,7 @@ class TrainerWorker:
             needed = await self._publication.again(message.needed, folder)
         self._needed = {note.version: note for note in needed}
         versions = [note.version for note in needed]
-        self._note = self._publication.begin(self._version, versions, "", loaded=True)
+        self._note = self._publication.begin(self._version, versions, loaded=True)
         return Loaded(await asyncio.wrap_future(self._note), needed)
 
     async def _save(self, message: Save) -> Copied:
@@ -383,16 +382,7 @@ class TrainerWorker:
         await self._rows.begin(message.version, message.rows)
         log.info("call", call=call.name, version=message.version)
         start = clock.now()
-        span = tracing.span(
-            f"call {call.name}",
-            message.traceparent,
-            links=message.links if call.op == "train" else (),
-            op=call.op,
-            step=message.version + 1,
-            sequences=len(message.rows),
-        )
-        with tracing.within(span):
-            statistics = await self._run_call(call)
+        statistics = await self._run_call(call)
         seconds = clock.now() - start
         self._busy_s += seconds
         return CallDone(dict(statistics), seconds)
@@ -411,7 +401,7 @@ class TrainerWorker:
             self._keep_note(message.needed)
             self._version += 1
             if self._publication is not None:
-                self._note = self._publication.begin(self._version, message.needed, message.traceparent)
+                self._note = self._publication.begin(self._version, message.needed)
             return StepEnded()
 
     def _keep_note(self, needed: Sequence[int]) -> None:
@@ -555,8 +545,7 @@ class TrainerWorker:
                 loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
             if kept is not None and number < call.minibatches:  # the first epoch has every row once
                 loss, batch = kept.watch(loss, rows), batch.with_columns({ROW: _numbers(rows)})
-            with tracing.within(tracing.span("optimizer step", number=number, sequences=len(rows))):
-                statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
+            statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
             if audited and not steps:
                 figures = audit.pop_figures(statistics)
             if "divergence" in statistics:
