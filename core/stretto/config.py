@@ -22,7 +22,7 @@ from stretto.component import (
 )
 from stretto.dataset import DatasetConfig
 from stretto.engine import InferenceConfig, Sampling, TrainingConfig
-from stretto.launcher import LauncherConfig, Resources, Role
+from stretto.launcher import LauncherConfig, Resources
 from stretto.reward import RewardConfig
 from stretto.tracker import TrackerConfig
 from stretto.weights import WeightsConfig
@@ -32,7 +32,6 @@ __all__ = [
     "Bounds",
     "BusConfig",
     "CheckpointConfig",
-    "ElasticConfig",
     "EvaluationConfig",
     "Groups",
     "MetricsConfig",
@@ -342,35 +341,6 @@ class VerifierConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
     the calls fail. 0: they never pause."""
 
 
-_Range = tuple[PositiveInt, PositiveInt]
-
-
-class ElasticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers of workers that follow what the run waits for, each as `[fewest, most]`. A role without a range
-    keeps its number. The run starts with the number of the role's section, or the nearest in the range."""
-
-    rollout: _Range | None = None
-    """Range of `rollout.processes`."""
-    inference: _Range | None = None
-    """Range of `inference.replicas`."""
-    verifier: _Range | None = None
-    """Range of `verifier.processes`."""
-
-    def __post_init__(self) -> None:
-        for role, (fewest, most) in self.ranges().items():
-            if fewest > most:
-                raise ValueError(f"{role} is [{fewest}, {most}]; expected [fewest, most]")
-
-    def ranges(self) -> dict[Role, tuple[int, int]]:
-        """Return role -> fewest and most workers."""
-        ranges: dict[Role, _Range | None] = {
-            "rollout": self.rollout,
-            "inference": self.inference,
-            "verifier": self.verifier,
-        }
-        return {role: each for role, each in ranges.items() if each is not None}
-
-
 class Groups(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Worker groups besides `training`, each under its own name."""
 
@@ -446,8 +416,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Workers that run workflows."""
     verifier: VerifierConfig = VerifierConfig()
     """Workers that run rewards."""
-    elastic: ElasticConfig = ElasticConfig()
-    """Numbers of workers that follow what the run waits for (see docs/elastic.md); none by default."""
     workflow: WorkflowConfig = WorkflowConfig()
     """The workflow: how a prompt becomes trajectories."""
     sampling: Sampling = Sampling()

@@ -30,7 +30,6 @@ def assembled(*overrides: str) -> Assembly:
     "overrides",
     [
         ["inference.replicas=2"],
-        ["elastic.inference=[1, 2]"],
         ["inference.gpus=1"],
         ["inference={use: mock}", "training={use: mock}"],
         ["launcher=slurm"],

@@ -284,6 +284,7 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ("training.betas=[.nan,0.9]", ["override training.betas.0: expected a finite number; found nan"]),
         ("algorithm.use=GRPO", ["no algorithm 'GRPO'", "did you mean 'grpo'?"]),
         ("training.learning_rate=1e-4", ["unknown key 'learning_rate'; did you mean 'training.lr'?"]),
+        ("elastic.rollout=[2,4]", ["override elastic: 'elastic' is gone; docs/elastic.md has a loop"]),
         ("num_generations=4", ["unknown key 'num_generations'; did you mean 'algorithm.group_size'?"]),
         ("training.max_new_tokens=9", ["did you mean 'sampling.max_tokens'?"]),
         ("training.beta=[0.9,0.99]", ["unknown key 'beta'; did you mean 'betas'?"]),
@@ -500,16 +501,15 @@ def test_workers_are_counted_by_role(run_file: Path) -> None:
 
 
 def test_a_number_of_workers_has_the_place_that_set_it(run_file: Path, tmp_path: Path) -> None:
-    composed = compose(run_file, ["rollout.processes=2", "elastic.inference=[2,4]"])
+    composed = compose(run_file, ["rollout.processes=2"])
     WorkerNumbers(composed, tmp_path).change("rollout.processes", 3)  # as `stretto scale` does
     assembly = Assembly(composed, folder=tmp_path)
     assert assembly.numbers.in_force() == {
         "rollout.processes": (3, f"{tmp_path}/workers.json: rollout.processes"),
-        "inference.replicas": (2, "override elastic.inference"),
     }
     assert assembly.composed.place("rollout.processes") == f"{tmp_path}/workers.json: rollout.processes"
     assert len([worker for worker in assembly.workers if worker.role == "rollout"]) == 3
-    assert "inference.replicas is 2: override elastic.inference" in describe(assembly)
+    assert "rollout.processes is 3: " in describe(assembly)
     changed = compose(run_file, ["rollout.processes=4"])  # by a resume
     assert Assembly(changed, folder=tmp_path).config.rollout.processes == 4
 

@@ -476,10 +476,6 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         ((*TORCH, "inference=mock"), "warning inference.use: 'mock' samples answers without"),
         (("workflow.timeout_s=0.001",), "warning workflow.timeout_s: is 0.001: nothing ends in so short"),
         (("queue.batch_size=8", "rollout.concurrency=1"), "warning rollout.concurrency: is 1"),
-        (
-            ("rollout.concurrency={min: 8, max: 64}", "elastic.rollout=[1, 2]"),
-            "warning elastic.rollout: is a range, and rollout.concurrency has bounds",
-        ),
         (("sampling.temperature=5",), "warning sampling.temperature: is 5"),
         ((*TORCH, "sampling.ignore_eos=true"), "warning sampling.ignore_eos: is true"),
         (("algorithm.eps_clip=5",), "warning algorithm.eps_clip: is 5"),

@@ -1,10 +1,13 @@
-"""Numbers of workers that change while a run lives: `scale`, workers by hand, `elastic`, and `stop`."""
+"""Numbers of workers that change while a run lives: `scale`, also in a loop, workers by hand, and `stop`."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -242,31 +245,39 @@ def test_the_speed_follows_when_half_of_the_rollout_workers_are_killed_and_six_j
     run.assert_nothing_is_left()
 
 
-@pytest.mark.cluster
-def test_elastic_finds_the_best_number_of_rollout_workers(start: Start) -> None:
-    """The engine has slots for the tickets of 8 workers: more than 8 are of no use."""
+@pytest.mark.slow
+def test_the_loop_of_the_page_adds_workers_until_training_is_the_limit(start: Start) -> None:
+    """A ticket takes 0.4 s and a step trains for 0.16 s: with two rollout workers, training is the limit."""
     run = start(
-        *_SLOW_ROLLOUT,
-        *("inference.tokens_per_s=2560", "inference.slots=64", "elastic={rollout: [2, 12]}"),
+        *("steps=100000", "checkpoint.every=0", "training.seconds_per_step=0.16", "queue.batch_size=1"),
+        *("inference.tokens_per_s=1000", "inference.slots=20", "inference.mean_tokens=20"),
+        *("inference.sigma=0", "rollout.concurrency=1", "queue.max_staleness=7"),
     )
-    run.until(lambda: "elastic workers=rollout number=8" in run.text())
-    run.until(lambda: {f"rollout-{number}" for number in range(8)} <= of(run.folder, "ready"))
-    speed_over(run, 5)
-    found = speed_over(run, 15)
-    refused = output_of("scale", run.folder, "rollout=13", status=1)
-    assert refused == "error: kernel refused: rollout=13 is outside elastic.rollout=[2, 12]\n"
-    output_of("stop", run.folder)
+    page = Path(__file__).parents[2] / "docs" / "elastic.md"
+    [text] = re.findall(r"^```bash\n(run=RUN .+?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    for shown, here in ("run=RUN", f"run={run.folder}"), ("sleep 10", "sleep 3"):
+        assert shown in text
+        text = text.replace(shown, here)
+    run.until_step(1)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    loop = subprocess.Popen(
+        ["bash", "-c", text],
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        run.until(lambda: "rollout-1" in of(run.folder, "ready"))
+        added = len(run.metrics())
+        run.until_step(added + 80)  # the loop would add the next one after 60
+    finally:
+        output_of("stop", run.folder, "--now")
+        said, _ = loop.communicate(timeout=patience())
+    assert said.splitlines() == ["rollout: 1 -> 2; starting rollout-1"]
+    assert loop.returncode == 0
     assert run.end() == 130
-    assert_nothing_went_wrong(run)
-    static = start(
-        *_SLOW_ROLLOUT,
-        *("inference.tokens_per_s=2560", "inference.slots=64", "rollout.processes=8"),
-        out="static",
-    )
-    static.until_step(4)
-    assert found >= 0.8 * speed_over(static, 15)
-    output_of("stop", static.folder, "--now")
-    assert static.end() == 130
+    assert of(run.folder, "ready") & {"rollout-2", "inference-1", "verifier-1"} == set()
 
 
 # --------------------------------------------------------------------------- a run in the background

@@ -236,7 +236,7 @@ def _has_room(config: RunConfig) -> bool:
     """Return whether an engine for evaluations costs a run little: the run has one engine, on processors of
     this machine, and half of the memory holds all copies of the model."""
     section = config.inference
-    is_alone = section.replicas == 1 and config.elastic.inference is None and config.launcher.use == "local"
+    is_alone = section.replicas == 1 and config.launcher.use == "local"
     if not section.may_be_doubled or section.gpus or not is_alone:
         return False
     folder = folder_of_model(config.model)

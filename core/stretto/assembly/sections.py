@@ -94,6 +94,7 @@ FOREIGN_KEYS = {
 
 # Keys that are gone -> what to write instead, for error messages. The key of a section stands for all in it.
 REMOVED_KEYS: dict[str, str] = {
+    "elastic": "docs/elastic.md has a loop around `stretto status` and `stretto scale`",
     "tracing": "the timeline shows what the kernel and the workers did (stretto trace RUN, docs/seeing.md)",
 }
 

@@ -1,10 +1,9 @@
 """The numbers of a run's workers, and the place that set each.
 
 A number of the run file counts, whether it stands there, in a variant of the file's values or in an override.
-A number that was changed while the run lived, by `stretto scale` or by the run itself, replaces it until the
-run ends, through restarts of its kernel and through `stretto resume`. If a resume changes the number of the
-run file, that one counts again: `stretto resume RUN rollout.processes=4` starts 4. At the start of a kernel,
-`elastic` limits all of them.
+A number that `stretto scale` has changed replaces it until the run ends, through restarts of its kernel and
+through `stretto resume`. If a resume changes the number of the run file, that one counts again:
+`stretto resume RUN rollout.processes=4` starts 4.
 """
 
 from __future__ import annotations
@@ -58,17 +57,11 @@ class WorkerNumbers:
     def in_force(self) -> dict[str, tuple[int, str]]:
         """Return the numbers that differ from the run file's, by dotted key, each with the place that set
         it."""
-        numbers: dict[str, tuple[int, str]] = {
+        return {
             key: (number.now, f"{self._file}: {key}")
             for key, number in self._numbers.items()
             if number.file == self.composed.section(key)
         }
-        for role, (fewest, most) in self.composed.config.elastic.ranges().items():
-            key = NUMBER_KEYS[role]
-            number: int = numbers[key][0] if key in numbers else self.composed.section(key)
-            if not fewest <= number <= most:
-                numbers[key] = min(max(number, fewest), most), self.composed.place(f"elastic.{role}")
-        return numbers
 
     def change(self, key: str, number: int) -> None:
         """Change the number at a key, also for later kernels of the run."""

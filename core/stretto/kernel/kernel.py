@@ -265,8 +265,6 @@ class Kernel:
             self._hear(ScheduleStarted())
             for each in held:
                 await self._tickets.withdraw(each.purpose, each.ticket, each.attempt)
-        if self._config.elastic.ranges():
-            self._tasks.start_soon(self._scaler.follow)
 
     async def _living_trainers(self, stored: Stored) -> Living | None:
         """Return the state of the former kernel's trainers. If they cannot go on, end them."""
@@ -338,8 +336,6 @@ class Kernel:
         self._hear(outcome_read(sequence, outcome), outcome=outcome)
         if isinstance(outcome, GroupFailed):
             return
-        if outcome.purpose == "train":
-            self._scaler.groups += 1
         if self._setup.graph.samples and self._scheduler.tickets.is_finished(outcome):
             self._trainers.ahead.add(refs_of((outcome,)))
 

@@ -573,13 +573,6 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
             f"{config.queue.batch_size} tickets of a batch at once; the others wait (see docs/choosing.md)",
             "warning",
         )
-    if not isinstance(config.rollout.concurrency, int) and config.elastic.rollout:
-        yield Problem(
-            "elastic.rollout",
-            "is a range, and rollout.concurrency has bounds: workers that run few tickets look as if they "
-            "were too many; give one of the two a number",
-            "warning",
-        )
     if config.checkpoint.keep_best and evaluation is None:
         yield Problem(
             "checkpoint.keep_best",

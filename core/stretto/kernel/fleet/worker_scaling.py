@@ -17,19 +17,15 @@ from anyio.abc import TaskGroup
 
 from stretto.assembly.assembly import Worker
 from stretto.assembly.worker_numbers import NUMBER_KEYS
-from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import Drain, Draining
-from stretto.errors import BusError, ConfigError, LaunchError
+from stretto.errors import BusError, ConfigError
 from stretto.kernel.ending import Ending
-from stretto.kernel.fleet.elastic import ElasticPolicy
-from stretto.kernel.fleet.role_loads import RoleLoads
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import Role
 
 log = structlog.get_logger()
 
-_OBSERVE_S = 1.0
 _ASK_S = 10.0
 """Deadline for a worker to say that it drains."""
 _LEAVE_S = 20.0
@@ -47,8 +43,6 @@ class WorkerScaler:
         self._ending = ending
         self._tasks = tasks
         self._scaling = anyio.Lock()
-        self.groups = 0
-        """Training groups that have finished since the start of the kernel."""
         self._next_groups: dict[str, int] = {}
         """Path of a worker group -> the number of processes that the next kernel gives it."""
         self.roles: tuple[Role, ...] = tuple(
@@ -75,29 +69,6 @@ class WorkerScaler:
             groups = {name: number for name, number in numbers.items() if name not in roles}
             return (*done, *self._scale_groups(groups))
 
-    async def follow(self) -> None:
-        """Change the numbers of the roles in `elastic` by what the run waits for, until cancelled."""
-        ranges = self._setup.config.elastic.ranges()
-        policy = ElasticPolicy({role: ranges[role] for role in self.roles if role in ranges})
-        loads = RoleLoads(self._setup.config, self._fleet, self._setup.scheduler)
-        while True:
-            await anyio.sleep(_OBSERVE_S)
-            if (
-                self._setup.scheduler.evaluation.under_way is not None
-                or self._ending.drain_requested.is_set()
-            ):
-                policy.disturb()
-                continue
-            change = policy.observe(clock.now(), loads.observe(self.groups, self.roles))
-            if change is None:
-                continue
-            log.info("elastic", workers=change.role, number=change.number, why=change.why)
-            try:
-                await self.scale({change.role: change.number})
-            except (ConfigError, LaunchError) as error:
-                log.warning("elastic: the number cannot change", workers=change.role, error=str(error))
-                policy.refuse(change, clock.now())
-
     def write_groups(self) -> None:
         """Give worker groups the numbers of processes that were asked for. Called when the kernel's last
         checkpoint is written: a kernel that repeats steps needs the processes that they were made with."""
@@ -106,10 +77,7 @@ class WorkerScaler:
 
     def _check(self, numbers: Mapping[str, int]) -> None:
         groups = {group.path for group in self._setup.placement.groups.values()}
-        ranges = {str(role): each for role, each in self._setup.config.elastic.ranges().items()}
-        for name, number in numbers.items():
-            if name in ranges and not ranges[name][0] <= number <= ranges[name][1]:
-                raise ConfigError(f"{name}={number} is outside elastic.{name}={list(ranges[name])}")
+        for name in numbers:
             if name not in groups and name not in self.roles:
                 known = ", ".join((*self.roles, *sorted(groups)))
                 raise ConfigError(f"this run has no {name!r} to scale; it has {known}")

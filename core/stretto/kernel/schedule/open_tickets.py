@@ -7,7 +7,6 @@ ticket takes O(log n) on average over many operations, however many tickets are 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -307,11 +306,6 @@ class TrainingTickets(OpenTickets):
             self.place(ticket)
         self.batch = frozenset()
         self.train(batch)
-
-    def by_worker(self) -> Counter[str]:
-        """Return the numbers of unfinished tickets by the worker that has begun them; under an empty name,
-        those that nobody has begun."""
-        return Counter(ticket.worker for ticket in self.open.values() if ticket.done is None)
 
     def find(self, id: int) -> OpenTicket | None:
         """Return an open ticket that is not in the batch."""
