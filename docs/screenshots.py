@@ -7,14 +7,12 @@ there already; then opens what stretto shows of them in headless Chromium. Pictu
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -23,8 +21,7 @@ from rich.text import Text
 from selenium.webdriver import Chrome
 
 from stretto.observe.view import drawing
-from stretto.records.kept.answers import newest_sample
-from stretto.records.status import Status, read_status
+from stretto.records.status import decode_status, read_status
 from stretto.run_folder import RunFolder
 from stretto_views.plot import draw_text, wanted_panels
 
@@ -103,8 +100,7 @@ def keep_live_view(folder: Path, run: subprocess.Popen[bytes]) -> None:
     while run.poll() is None:
         status = read_status(folder)
         if status is not None and status.version >= LIVE_AT and status.verdict:
-            view = {"status": msgspec.to_builtins(status), "sample": newest_sample(folder)}
-            LIVE.write_text(json.dumps(view))
+            LIVE.write_bytes(msgspec.json.encode(status))
             return
         time.sleep(0.5)
 
@@ -162,11 +158,10 @@ def report(page: Page) -> None:
 def terminal(page: Page) -> None:
     """The live view, and what commands print."""
     console = Console(record=True, width=116, file=io.StringIO(), force_terminal=True)
-    live: dict[str, Any] = json.loads(LIVE.read_text())
-    status = msgspec.convert(live["status"], Status)
+    status = decode_status(LIVE.read_bytes())
     status = msgspec.structs.replace(status, folder="runs/quickstart", written=time.time())
     console.print(Text("$ stretto watch runs/quickstart", style="bold"))
-    console.print(drawing(status, stopped=False, keys=True, quits=True, sample=live["sample"]))
+    console.print(drawing(status, stopped=False))
     console.print(Text("\n$ stretto runs runs", style="bold"))
     console.print(Text(stretto("runs", "runs").rstrip()))
     console.print(Text("\n$ stretto plot runs/quickstart runs/higher-rate --key reward", style="bold"))

@@ -90,7 +90,7 @@ async def test_what_a_reward_raises_is_plain_text_in_a_terminal(
 async def show_failures(setup: RunSetup, terminal: int) -> str:
     """Let tickets fail by the reward; return what the view, the log and the final lines show."""
     scheduler, observers = setup.scheduler, Observers(setup)
-    view = View(observers.status.status, setup.folder)
+    view = View(observers.status.status)
     scheduler.start()
     reason = reason_of_reward(setup)
     assert reason.startswith(f"reward raised ValueError: {SHOWN} (")

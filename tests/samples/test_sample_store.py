@@ -67,22 +67,6 @@ def test_reading_does_not_import_pandas_which_takes_half_a_second(kept: Kept) ->
     assert said.split() == ["2", "True", "False"]
 
 
-def test_the_newest_row_is_the_last_one_of_the_log(kept: Kept) -> None:
-    store = SampleStore(kept.folder)
-    assert store.newest() is None
-    kept.group(7)
-    kept.group(3, reward=0.5)
-    kept.flush()
-    newest = store.newest()
-    assert newest is not None
-    assert (newest["ticket"], newest["reward"], newest["text"]) == (3, 0.5, "answer 0 of 3")
-    kept.add(record(0), failed(0, reason="no reward"))
-    kept.flush()
-    newest = store.newest()
-    assert newest is not None
-    assert (newest["id"], newest["outcome"], newest["reward"]) == ("0/1", "failed", None)
-
-
 def test_filters(kept: Kept) -> None:
     for ticket in range(6):
         kept.group(ticket, version=ticket, reward=ticket / 10)

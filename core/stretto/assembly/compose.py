@@ -159,13 +159,11 @@ def compose(
     plugins: Plugins | None = None,
     *,
     document: Mapping[str, Any] | None = None,
-    elsewhere: bool = False,
 ) -> Composed:
     """Read a run file, merge `key=value` overrides, and convert every section to its struct.
 
     Args:
         document: used instead of the file's content; errors still name the file.
-        elsewhere: the run is on another machine. Keep a path that does not exist here as it is written.
 
     Raises:
         ConfigError: for a key, a type or a path that is wrong; the text says where it was written.
@@ -178,7 +176,7 @@ def compose(
         with _redacted_errors(source.redact):
             plain, secret = run_file.read(source)
             notices: list[str] = []
-            composer = _Composer(source, plugins or Plugins(), elsewhere=elsewhere)
+            composer = _Composer(source, plugins or Plugins())
             composed = composer.run(deepcopy(plain), notices)
             for document in (plain, secret):
                 _inherit_sections(document)
@@ -248,10 +246,9 @@ def _as_mapping(section: Any) -> dict[str, Any] | None:
 class _Composer:
     """Converts a plain mapping to a `RunConfig` whose sections are the structs of the chosen components."""
 
-    def __init__(self, source: KeySource, plugins: Plugins, *, elsewhere: bool = False) -> None:
+    def __init__(self, source: KeySource, plugins: Plugins) -> None:
         self.source = source
         self.plugins = plugins
-        self.elsewhere = elsewhere
         self.components: dict[str, Component[Any]] = {}
 
     def run(self, data: dict[str, Any], notices: list[str]) -> Composed:
@@ -579,8 +576,6 @@ class _Composer:
 
     def _find_file(self, key: str, path: str) -> Path:
         local = find_path(path, self.source.file)
-        if local is None and self.elsewhere:
-            return Path(path)
         if local is None:
             raise self.source.error(
                 key,

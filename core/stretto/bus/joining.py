@@ -65,27 +65,13 @@ def reserve_worker(folder: Path, role: str) -> Path:
 
 
 def operator_bootstrap(folder: Path) -> Bootstrap:
-    """Return what the operator of a run needs to give it commands. A mirror of a run has it as a file.
+    """Return what the operator of a run needs to give it commands.
 
     Raises:
         ConfigError: if the folder has no credentials of the operator.
     """
     bootstrap = Bootstrap.read(folder / f"{OPERATOR}.json")
-    return (
-        bootstrap if bootstrap.token else msgspec.structs.replace(bootstrap, token=_token(folder, OPERATOR))
-    )
-
-
-def invite_operator(folder: Path) -> Path:
-    """Write the file with which the run's user gives commands from another machine, mode 0600, and return its
-    path.
-
-    Raises:
-        ConfigError: if the folder has no credentials of the operator.
-    """
-    path = folder / "operator-elsewhere.json"
-    write_private(path, msgspec.json.encode(operator_bootstrap(folder)))
-    return path
+    return msgspec.structs.replace(bootstrap, token=_token(folder, OPERATOR))
 
 
 @cache

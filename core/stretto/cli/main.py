@@ -3,7 +3,6 @@
 - Start: `quickstart`, `run`, `resume`, `sweep`, `evaluate`.
 - For a nats-server of your own: `certs` makes certificates.
 - Change a living run: `scale`, `stop`; `worker` joins it, `invite` writes the credentials for that.
-- Use a run that is elsewhere: `mirror`.
 - See one run: `status`, `watch`, `logs`, `ui`, `plot`, `report`, `samples`, `trace`.
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
 - Verify: `check` a run file, `audit` a run that has ended, `replay` its training.

@@ -17,7 +17,6 @@ from stretto.bus.messages.events import Event, EventBatch, KernelBegan
 from stretto.kernel.setup import RunSetup
 from stretto.observe.advice import Adviser
 from stretto.observe.event_log import EventLog
-from stretto.observe.record_server import RecordServer
 from stretto.observe.report import Report
 from stretto.observe.status import StatusWriter
 from stretto.observe.timeline import Timeline
@@ -40,21 +39,19 @@ class Observers:
 
     @asynccontextmanager
     async def beside(self, bus: Bus) -> AsyncGenerator[None]:
-        """Write, serve and publish for the duration of the block, from the kernel's first event on. When the
-        kernel has ended the run, those who copy the records get the last ones.
+        """Write, serve and publish for the duration of the block, from the kernel's first event on.
 
         Raises:
             RunError: if the figures for Prometheus cannot be served.
         """
         setup, ending = self._setup, self._setup.facts.ending
-        records = RecordServer(setup.folder)
         async with anyio.create_task_group() as tasks:
             if setup.config.metrics is not None:
                 from stretto.observe.prometheus import serve_metrics  # only here: it needs an extra
 
                 figures = setup.config.metrics, setup, self.report, bus
                 self.status.metrics_url = await tasks.start(serve_metrics, *figures)
-            tasks.start_soon(self._begin, bus, records, tasks)
+            tasks.start_soon(self._begin, bus, tasks)
             try:
                 yield
                 if self._began.is_set() and not ending.replaced:
@@ -64,10 +61,6 @@ class Observers:
                     self._timeline.end(ending.status)
                 self._events.close()
             tasks.cancel_scope.cancel()
-        if ending.status != "repeated" and records.copied_lately and not ending.replaced:
-            self.report.finish(ending.status, ending.reason)
-            self.status.write_end()
-            await records.hand_over(ending)
 
     def _take(self, sequence: int, message: EventBatch, events: Sequence[Event]) -> None:
         """Take in a message that the server has stored."""
@@ -80,11 +73,10 @@ class Observers:
                 if self._setup.continues:
                     self.trackers.start()
 
-    async def _begin(self, bus: Bus, records: RecordServer, tasks: TaskGroup) -> None:
+    async def _begin(self, bus: Bus, tasks: TaskGroup) -> None:
         """Wait for the first event, and begin."""
         await self._began.wait()
         setup = self._setup
-        await records.serve(bus, setup.names)
         tasks.start_soon(self._events.keep, bus, setup.names)
         tasks.start_soon(self._timeline.keep)
         tasks.start_soon(self.status.publish, bus, setup.names)

@@ -17,10 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.base import clock
-from stretto.errors import ConfigError, StrettoError, printable
-from stretto.observe.keyboard import Keyboard
+from stretto.errors import StrettoError, printable
 from stretto.records.figures import FIGURES, describe_waits, duration_text
-from stretto.records.kept.answers import newest_sample
 from stretto.records.metrics import ACCURACY
 from stretto.records.status import Status, WorkerStatus
 
@@ -40,61 +38,34 @@ class View:
 
     Args:
         source: returns the state to draw; None while it is not known.
-        samples: the run's folder, if this machine has it: the key `s` shows a sample from there.
-        quits: whether the key `q` ends `run`.
     """
 
-    def __init__(
-        self, source: Callable[[], Status | None], samples: Path | None, *, quits: bool = False
-    ) -> None:
+    def __init__(self, source: Callable[[], Status | None]) -> None:
         self._source = source
-        self._samples = samples
-        self._quits = quits
-        self._sample: str | None = None
-        """The sample that the user wants to see, as text."""
         self._status: Status | None = None
         """The newest state that was drawn."""
         self._stopped = False
-        self._keyboard = Keyboard()
         console = Console(stderr=True)
         self._live = Live(console=console, get_renderable=self._draw, auto_refresh=False)
         self._draws = console.is_terminal
 
     async def run(self) -> None:
-        """Draw four times per second and obey keys, until it is cancelled."""
+        """Draw four times per second, until it is cancelled."""
         if not self._draws:
             await anyio.sleep_forever()
-        with suppress(OSError), self._keyboard:  # the terminal was closed
+        with suppress(OSError):  # the terminal was closed
             self._live.start()
             while True:
                 self._live.refresh()
                 await anyio.sleep(0.25)
-                keys = self._keyboard.pressed()
-                if "q" in keys and self._quits:
-                    return
-                if "s" in keys:
-                    await self._show_sample()
 
     def stop(self) -> None:
         """Draw the final state, which stays in the terminal, and stop drawing."""
         self._stopped = True
-        self._sample = None
         if self._live.is_started:
             with suppress(OSError):
                 self._live.refresh()
                 self._live.stop()
-
-    async def _show_sample(self) -> None:
-        """Show a sample, or the next one; then none."""
-        if self._sample is not None:
-            self._sample = None
-        elif self._samples is None:
-            self._sample = "the samples are in the run's folder, on the kernel's machine"
-        else:
-            try:
-                self._sample = await anyio.to_thread.run_sync(newest_sample, self._samples)
-            except ConfigError as error:  # a damaged file does not end the run
-                self._sample = str(error)
 
     def _draw(self) -> RenderableType:
         try:
@@ -104,30 +75,19 @@ class View:
                 raise
         if self._status is None:
             return Text("waiting for the first status of the run")
-        keys = self._keyboard.works
-        return drawing(self._status, stopped=self._stopped, keys=keys, quits=self._quits, sample=self._sample)
+        return drawing(self._status, stopped=self._stopped)
 
 
-def drawing(
-    status: Status, *, stopped: bool, keys: bool = False, quits: bool = False, sample: str | None = None
-) -> Group:
+def drawing(status: Status, *, stopped: bool) -> Group:
     """Return what the view shows of a state, which may come from a foreign process.
 
     Args:
         stopped: whether the run has ended, so that what it does now does not count.
-        keys: whether the user can press keys.
-        quits: whether the key `q` ends the view.
-        sample: text of a sample to show.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right")
     table.add_column(overflow="fold")
-    rows = [*_rows(status), *([] if stopped else _rows_of_now(status))]
-    if sample is not None and not stopped:
-        rows.append(("sample", sample))
-    if keys and not stopped:
-        rows.append(("keys", "s: a sample, and away again" + ("   q: end the view" if quits else "")))
-    for label, text in rows:
+    for label, text in [*_rows(status), *([] if stopped else _rows_of_now(status))]:
         # Text of models and rewards is no markup.
         table.add_row(label, Text(printable(text[:_MOST_CHARACTERS])))
     return Group(_bar(status, stopped), table)

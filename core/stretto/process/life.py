@@ -41,7 +41,7 @@ from stretto.kernel.ownership import own_run
 from stretto.kernel.setup import RunSetup
 from stretto.observe.observers import Observers
 from stretto.observe.view import View, final_lines, terminal
-from stretto.records.files import MIRROR, REPLAY
+from stretto.records.files import REPLAY
 from stretto.records.living import listed
 from stretto.records.origin import write_origin
 
@@ -86,8 +86,8 @@ def owned(folder: Path) -> Generator[None]:
     changed.
 
     Raises:
-        ConfigError: if the folder holds no run, a replay or a mirror, if another process owns the run, or if
-            the folder cannot be written.
+        ConfigError: if the folder holds no run or a replay, if another process owns the run, or if the
+            folder cannot be written.
     """
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
@@ -95,10 +95,6 @@ def owned(folder: Path) -> Generator[None]:
         raise ConfigError(
             f"{folder} is a replay, and generates nothing; continue the run that {REPLAY} there names, or "
             "replay that run again"
-        )
-    if (folder / MIRROR).exists():
-        raise ConfigError(
-            f"{folder} is a copy of the records of a run that is elsewhere; continue the run where it is"
         )
     with lock_run(folder / "bus"):
         yield
@@ -300,7 +296,7 @@ async def _live(setup: RunSetup, observers: Observers) -> BaseException | None:
     Raises:
         StrettoError: if a resumed run failed before the kernel began to change the run's files.
     """
-    ending, view = setup.facts.ending, View(observers.status.status, setup.folder)
+    ending, view = setup.facts.ending, View(observers.status.status)
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(view.run)

@@ -10,8 +10,6 @@ from typing import BinaryIO
 
 REPLAY = "replay.json"
 """File in the folder of a replay: where it came from, and how it compares."""
-MIRROR = "mirror.txt"
-"""File in the folder of a copy of a run that is elsewhere: the run's id."""
 
 
 def open_record(file: Path, *, links: bool = True) -> BinaryIO:

@@ -1,4 +1,4 @@
-"""What operators and viewers ask of a run: scale, stop, and its records."""
+"""What the operator asks of a run: scale and stop."""
 
 from __future__ import annotations
 
@@ -43,41 +43,3 @@ class RunStopping(Message, frozen=True):
 
     state: str
     """What the kernel does until then, in words."""
-
-
-class AskRecords(Message, frozen=True):
-    """Operator to kernel, answered by `Records`: which records the run has now."""
-
-    token: str
-    copy: Annotated[str, msgspec.Meta(max_length=64)]
-    """Random text that the asking process draws at its start."""
-    complete: bool = False
-    """It has all records of a run that is over."""
-
-
-class Records(Message, frozen=True):
-    """The records in the run's folder (see `stretto.records.shared`)."""
-
-    files: Annotated[
-        dict[Annotated[str, msgspec.Meta(max_length=300)], tuple[Annotated[int, msgspec.Meta(ge=0)], int]],
-        msgspec.Meta(max_length=100_000),
-    ]
-    """Path -> size in bytes, and time of the last change in nanoseconds."""
-    owner: str
-    """The text in the kernel's lock file."""
-    over: bool
-    """The run is over, and no record changes any more."""
-
-
-class AskRecord(Message, frozen=True):
-    """Operator to kernel, answered by `RecordPart`: send a part of a record."""
-
-    token: str
-    name: Annotated[str, msgspec.Meta(max_length=300)]
-    offset: Annotated[int, msgspec.Meta(ge=0)]
-
-
-class RecordPart(Message, frozen=True):
-    """Bytes of a record from an offset on, at most 1 MiB. It is empty at the end of the file."""
-
-    data: bytes

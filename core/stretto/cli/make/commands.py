@@ -281,12 +281,12 @@ def invite(
         str,
         typer.Argument(
             metavar="GUEST",
-            help="A role, such as rollout; an id, such as rollout-x; `viewer`; or `operator`, for yourself.",
+            help="A role, such as rollout; an id, such as rollout-x; or `viewer`.",
         ),
     ],
 ) -> None:
-    """Let one more worker join a run, somebody watch it, or yourself use it from another machine: write the
-    file with the credentials, and print the command that uses it."""
+    """Let one more worker join a run, or somebody watch it: write the file with the credentials, and print
+    the command that uses it."""
     from stretto.cli.make.worker import invite_guest
 
     print(shlex.join(invite_guest(folder.absolute(), guest)))

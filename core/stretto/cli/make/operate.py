@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import anyio
 
-from stretto.assembly.assembly import Assembly
 from stretto.assembly.placement import sections
 from stretto.assembly.worker_numbers import NUMBER_KEYS
 from stretto.bus.client import connect
@@ -20,7 +19,6 @@ from stretto.bus.messages.operation import RunScaled, RunStopping, ScaleRun, Sto
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, one_error
-from stretto.records.files import MIRROR
 
 A = TypeVar("A", bound=Message)
 
@@ -117,8 +115,7 @@ def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
     groups = {name: number for name, number in numbers.items() if name not in NUMBER_KEYS}
     if not groups:
         return
-    elsewhere = (folder / MIRROR).exists()
-    former = assemble_in_force(folder, elsewhere=elsewhere)
+    former = assemble_in_force(folder)
     known = sections(former.config)
     for name in groups:
         if name not in known:
@@ -126,30 +123,7 @@ def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
             hint = "; trainers are scaled by their worker group" if name == "trainer" else ""
             raise ConfigError(f"no {name!r} to scale: expected one of {names}{hint}")
     overrides = [f"{name}.processes={number}" for name, number in groups.items()]
-    changed = compose_changes(former, overrides)
-    if elsewhere:
-        _refuse_new_faults(former, changed)
-    else:
-        accepted(changed, starting=True, resumed=True)
-
-
-def _refuse_new_faults(former: Assembly, changed: Assembly) -> None:
-    """Refuse values for what is wrong with them and not with the previous ones. This machine may lack the
-    files that both name, and has other resources than the run's.
-
-    Raises:
-        ConfigError: for all such errors, one on each line.
-    """
-    from stretto.cli.start.checks import problems
-
-    present = set(problems(former, starting=False, resumed=True))
-    faults = [
-        f"{changed.composed.place(problem.path)}: {changed.composed.redact(problem.message)}"
-        for problem in problems(changed, starting=False, resumed=True)
-        if problem.severity == "error" and problem not in present
-    ]
-    if faults:
-        raise ConfigError("\n".join(faults))
+    accepted(compose_changes(former, overrides), starting=True, resumed=True)
 
 
 async def _ask(bootstrap: Bootstrap, verb: str, command: Message, answer: type[A]) -> A:

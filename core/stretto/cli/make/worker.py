@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stretto.assembly.worker_numbers import NUMBER_KEYS
-from stretto.bus.joining import invite_operator, reserve_worker, write_bootstrap
-from stretto.bus.server import OPERATOR, VIEWER, Bootstrap
+from stretto.bus.joining import reserve_worker, write_bootstrap
+from stretto.bus.server import VIEWER, Bootstrap
 from stretto.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def invite_guest(folder: Path, guest: str) -> list[str]:
     """Write the file with which a guest may join a run, and return the command that uses the file.
 
     Args:
-        guest: a role, a worker's id, `viewer`, or `operator`.
+        guest: a role, a worker's id, or `viewer`.
 
     Raises:
         ConfigError: if the guest is none of these, or if the folder holds no credentials.
@@ -57,8 +57,6 @@ def invite_guest(folder: Path, guest: str) -> list[str]:
     if guest == VIEWER:
         Bootstrap.read(bus / f"{VIEWER}.json")
         return ["stretto", "watch", str(bus / f"{VIEWER}.json")]
-    if guest == OPERATOR:
-        return ["stretto", "mirror", str(invite_operator(bus)), "FOLDER"]
     file = reserve_worker(bus, _role(guest)) if guest.isalpha() else write_bootstrap(bus, guest)
     return [sys.executable, "-m", "stretto", "worker", "--invitation", str(file)]
 

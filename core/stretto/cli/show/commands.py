@@ -60,31 +60,11 @@ def watch(
     credentials: ElsewhereLogin = None,
     certificate: ElsewhereCertificate = None,
 ) -> None:
-    """Show the live view of a run that another process owns. `q` ends the view; the run continues."""
+    """Show the live view of a run that another process owns. Ctrl-C ends the view; the run continues."""
     from stretto.cli.show.watch import watch_bus, watch_folder
 
     viewer = _viewer(source, url, credentials, certificate)
     raise typer.Exit(watch_bus(viewer) if viewer is not None else watch_folder(source))
-
-
-@app.command()
-def mirror(
-    invitation: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The file that `stretto invite RUN operator` wrote.")
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the copy, or the copy.")],
-    url: ElsewhereUrl = None,
-    credentials: ElsewhereLogin = None,
-    certificate: ElsewhereCertificate = None,
-) -> None:
-    """Keep a copy of the records of a run that is elsewhere, until the run ends. `ui`, `runs`, `watch`,
-    `status`, `logs`, `samples`, `stop` and `scale` take the copy in place of the run's folder."""
-    from stretto.bus.server import OPERATOR
-    from stretto.cli.show.mirror import mirror_run
-    from stretto.cli.show.watch import bootstrap_elsewhere
-
-    bootstrap = bootstrap_elsewhere(invitation, OPERATOR, url, credentials, certificate)
-    typer.echo(mirror_run(bootstrap, folder.absolute()))
 
 
 def _viewer(
@@ -95,7 +75,6 @@ def _viewer(
     Raises:
         ConfigError: if nothing is there, or if a run's folder comes with options of a viewer file.
     """
-    from stretto.bus.server import VIEWER
     from stretto.cli.show.watch import bootstrap_elsewhere
 
     if not source.exists():  # a submitted run makes its folder when the cluster starts it
@@ -104,7 +83,7 @@ def _viewer(
             "cluster), or it has another folder"
         )
     if source.is_file():
-        return bootstrap_elsewhere(source, VIEWER, url, credentials, certificate)
+        return bootstrap_elsewhere(source, url, credentials, certificate)
     if url is not None or credentials is not None or certificate is not None:
         options = "--url, --credentials and --certificate"
         raise ConfigError(f"{options} go with a viewer file, not with a run's folder")

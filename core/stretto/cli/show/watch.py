@@ -16,10 +16,9 @@ from anyio.abc import TaskStatus
 
 from stretto.assembly.logs import log_nothing
 from stretto.bus.client import connect
-from stretto.bus.messages.base import Party
 from stretto.bus.messages.membership import RunStatus
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.server import Bootstrap
+from stretto.bus.server import VIEWER, Bootstrap
 from stretto.bus.tls import TlsIdentity
 from stretto.config import TlsConfig
 from stretto.errors import ConfigError, leaves, printable
@@ -51,7 +50,7 @@ def watch_folder(folder: Path) -> int:
             await anyio.sleep(_LOOK_S)
             run.refresh()
 
-    exit_status = anyio.run(_watch, source, until_the_end, folder)
+    exit_status = anyio.run(_watch, source, until_the_end)
     if run.summary is not None:
         print(final_lines(run.summary, folder))
     elif run.state == "stopped":
@@ -75,13 +74,13 @@ def watch_bus(viewer: Bootstrap) -> int:
             await bus.subscribe(Subjects(viewer.run).status, RunStatus, listener.accept)
             await listener.ended.wait()
 
-    return anyio.run(_watch, listener.status, until_the_end, None)
+    return anyio.run(_watch, listener.status, until_the_end)
 
 
 def bootstrap_elsewhere(
-    file: Path, party: Party, url: str | None, credentials: str | None, certificate: Path | None
+    file: Path, url: str | None, credentials: str | None, certificate: Path | None
 ) -> Bootstrap:
-    """Read the bootstrap file of a viewer or operator who is not on the run's machine.
+    """Read the bootstrap file of a viewer who is not on the run's machine.
 
     Args:
         url: the address of nats-server as it is reached from here; None for the one in the file.
@@ -92,9 +91,9 @@ def bootstrap_elsewhere(
         ConfigError: if a file is not what it should be.
     """
     bootstrap = Bootstrap.read(file)
-    if bootstrap.role != party:
+    if bootstrap.role != VIEWER:
         raise ConfigError(
-            f"{file} is not a file for the party {party!r}; `stretto invite RUN {party}` says where it is"
+            f"{file} is not a file for the party {VIEWER!r}; `stretto invite RUN {VIEWER}` says where it is"
         )
     bootstrap = bootstrap.reached(url, credentials)
     if certificate is None:
@@ -134,12 +133,10 @@ class _Listener:
         return msgspec.structs.replace(self._newest, now=remark)
 
 
-async def _watch(
-    source: Callable[[], Status | None], until_the_end: Callable[[], Awaitable[None]], samples: Path | None
-) -> int:
+async def _watch(source: Callable[[], Status | None], until_the_end: Callable[[], Awaitable[None]]) -> int:
     """Draw until the run ends or the user ends the view; without a terminal, print a line for each step.
     Return the exit status."""
-    view = View(source, samples, quits=True)
+    view = View(source)
     received: list[int] = []
 
     async def draw() -> None:

@@ -32,7 +32,6 @@ from stretto.component import Problem
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.kernel.durable.checkpoint import newest_intact
-from stretto.records.files import MIRROR
 from stretto.records.origin import add_written
 from stretto.records.values import dotted_values
 from stretto.training.config import ModelTrainingConfig
@@ -70,11 +69,8 @@ def assemble_existing(composed: Composed, folder: Path) -> Assembly:
     return Assembly(composed, folder=folder, run=run_id(folder / "bus") or new_run_id(folder))
 
 
-def assemble_in_force(folder: Path, *, elsewhere: bool = False) -> Assembly:
+def assemble_in_force(folder: Path) -> Assembly:
     """Assemble the run in a folder, with the values in force.
-
-    Args:
-        elsewhere: as for `compose`.
 
     Raises:
         ConfigError: if the folder holds no run, or if a value is wrong.
@@ -83,7 +79,7 @@ def assemble_in_force(folder: Path, *, elsewhere: bool = False) -> Assembly:
     file = folder / "config.yaml"
     if not file.exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
-    return assemble_existing(compose(file, elsewhere=elsewhere), folder)
+    return assemble_existing(compose(file), folder)
 
 
 def is_complete(folder: Path, steps: int) -> bool:
@@ -139,8 +135,7 @@ def forget_fingerprint(folder: Path, path: str) -> None:
 
 
 def compose_changes(current: Assembly, overrides: Sequence[str]) -> Assembly:
-    """Assemble a run with some of its values changed. In a copy of a run that is elsewhere, the paths of
-    the run may be missing.
+    """Assemble a run with some of its values changed.
 
     Args:
         current: the run with the values in force.
@@ -151,8 +146,7 @@ def compose_changes(current: Assembly, overrides: Sequence[str]) -> Assembly:
     """
     folder = current.folder
     document = document_of(folder, newest_values(folder))
-    elsewhere = (folder / MIRROR).exists()
-    composed = compose(folder / "config.yaml", overrides, document=document, elsewhere=elsewhere)
+    composed = compose(folder / "config.yaml", overrides, document=document)
     changed = assemble_existing(decided(composed), folder)
     if faults := list(_faults(current, changed)):
         raise ConfigError("\n".join(f"{composed.place(fault.path)}: {fault.message}" for fault in faults))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,24 +73,3 @@ def _answer_of(kept: Mapping[str, Any], version: int) -> KeptAnswer:
         completion=kept.get("text"),
         tokens=kept["sampled"],
     )
-
-
-def newest_sample(folder: Path) -> str:
-    """Return the sample that the run kept last, as text. If there is none, the text says so.
-
-    Raises:
-        ConfigError: if a file is damaged.
-    """
-    from stretto.records.kept.samples import SampleStore  # it imports numpy
-
-    row = SampleStore(folder).newest()
-    if row is None:
-        return "no sample is kept yet: the run writes them every few seconds, unless `samples.keep` is none"
-    reward = "not scored" if row["reward"] is None else f"reward {row['reward']:g}"
-    ended = [f"ended by {row['finish']}"] if row["finish"] else []
-    reason = [row["reason"]] if row["reason"] else []
-    facts = [row["id"], reward, *ended, row["outcome"], *reason]
-    columns = row["dataset_row"]
-    expected = columns.get("answer") if isinstance(columns, dict) else None
-    wanted = [] if expected is None else [f"expected {expected}"]
-    return "\n".join([", ".join(facts), row["prompt_text"] or "", f"→ {row['text'] or ''}", *wanted])

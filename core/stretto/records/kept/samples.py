@@ -184,15 +184,6 @@ class SampleStore:
         """Return all rows of one ticket, with texts and tokens: of every attempt, in the order of the log."""
         return self.find(SampleFilter(ticket=number, purpose=purpose), limit=None, tokens=True)
 
-    def newest(self) -> dict[str, Any] | None:
-        """Return the row that was kept last, with its texts; None if there is none. It reads little, however
-        many samples are kept."""
-        samples = self._kinds["samples"]
-        samples.refresh()
-        last = samples.last_ticket()
-        rows = [] if last is None else self.find(SampleFilter(ticket=last), order="-sequence", limit=1)
-        return rows[0] if rows else None
-
     def staleness(self) -> dict[int, int]:
         """Return staleness -> number of trained trajectories, the lowest first."""
         return self._read_index(None).staleness()
@@ -380,10 +371,6 @@ class _SegmentReader:
         name, group = self._parts[part]
         table = self._open[name].read_row_group(group, list(columns))
         return with_columns(self._kind, table, columns)
-
-    def last_ticket(self) -> int | None:
-        """Return the ticket of the last row; None without rows."""
-        return self.read(-1, ["ticket"])["ticket"][-1].as_py() if self._parts else None
 
     def take(
         self, parts: NDArray[np.int64], offsets: NDArray[np.int64], columns: Sequence[str]
