@@ -440,7 +440,7 @@ def test_there_is_one_sender_at_a_time(notes: Callable[..., Kernel]) -> None:
     kernel.step(2, 0.25)
     kernel.until_noted(step=2)
     first.stdin.close()
-    assert first.wait(90) == 0
+    assert first.wait(patience()) == 0
     kernel.step(3, 0.375)
     kernel.end()
     assert kernel.wait() == 0, kernel.output()
