@@ -111,7 +111,7 @@ coverage: $(VENV)/installed
 	mkdir -p build/coverage
 	$(BIN)/python -m coverage run -m pytest -q -n $(or $(JOBS),3) $(PARALLEL) -m "$(if $(filter all,$(SET)),$(ALL),$(DEFAULT))" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
-	$(BIN)/python -m coverage report
+	$(BIN)/python -m coverage report $(if $(filter all,$(SET)),--fail-under=93)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -301,6 +301,7 @@ def solve(prompt):
 """
 
 
+@pytest.mark.slow
 def test_an_unmodified_agent_trains(start: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "policy.py").write_text(POLICY)
     (tmp_path / "agent.py").write_text(AGENT)
@@ -316,6 +317,7 @@ def test_an_unmodified_agent_trains(start: Callable[..., Any], tmp_path: Path) -
         assert (line["reward"], line["reward/turns"], line["reward/chats"]) == (1, 2, 1)
 
 
+@pytest.mark.slow
 def test_the_example_calls_its_tool(tmp_path: Path) -> None:
     """The policy of the example copies what its tool returned, so only a tool that was called is rewarded."""
     example, out = Path(__file__).parents[2] / "examples" / "agent" / "tools.yaml", tmp_path / "out"

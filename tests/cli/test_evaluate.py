@@ -228,6 +228,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_answers_are_those_that_transformers_gives(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in Path(HELDOUT).read_text().splitlines()[:12]]
     (tmp_path / "reward.py").write_text(
@@ -309,6 +310,7 @@ def test_no_row_with_a_result_is_a_failure(tmp_path: Path, tiny_models: Callable
     )
 
 
+@pytest.mark.slow
 def test_a_training_run_keeps_the_answers_of_its_evaluations(start: Any, tmp_path: Path) -> None:
     run = start(
         *("steps=4", "evaluation.dataset.use=jsonl", f"evaluation.dataset.path={tmp_path}/rows.jsonl"),

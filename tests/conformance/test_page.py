@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[2] / "docs"
 TAPES = Path(__file__).parents[1] / "simulation" / "tapes"
 
 
+@pytest.mark.slow
 def test_every_test_of_the_page_passes(tmp_path: Path) -> None:
     page = (DOCS / "testing.md").read_text()
     (tmp_path / "test_page.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))

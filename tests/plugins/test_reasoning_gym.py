@@ -224,6 +224,7 @@ def _generators() -> list[psutil.Process]:
 # -------------------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_a_run_trains_and_evaluates_on_tasks_by_name(start: Any) -> None:
     run = start(
         *("steps=2", "queue.max_staleness=0", "reward=reasoning_gym", "evaluation.rows=6"),

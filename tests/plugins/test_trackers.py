@@ -358,7 +358,10 @@ def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:html5lib's sanitizer:DeprecationWarning")  # TensorBoard imports it
-@pytest.mark.parametrize("tracker", READERS)
+@pytest.mark.parametrize(
+    "tracker",
+    ["tensorboard", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wandb", "mlflow", "trackio"))],
+)
 def test_everything_arrives_once(tracker: str, kernel_of: Callable[..., Kernel]) -> None:
     """Also after kills between sending and noting, and after the run was resumed from an older step. Samples
     come later than their line."""

@@ -198,6 +198,7 @@ def test_a_run_whose_rows_have_changed_is_resumed_only_when_they_are_accepted(
     assert later["problems"] == summary["problems"]  # a checkpoint has them
 
 
+@pytest.mark.slow
 def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_nothing(start: Start) -> None:
     run = start("steps=500", "training.seconds_per_step=0.5")  # the commands below need the cores
     run.until_step(2)
@@ -474,6 +475,7 @@ def unread(module_start: Start) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_end_the_run(unread: Any) -> None:
     assert unread.process.returncode == 0
     unread.assert_completed(2)
@@ -565,6 +567,7 @@ def test_a_run_on_a_full_disk_ends_with_the_disk_and_its_room_and_can_be_resumed
     start(resume=run).assert_completed(14)
 
 
+@pytest.mark.slow
 def test_resuming_what_cannot_be_resumed_is_refused(module_start: Start, unread: Any) -> None:
     again = module_start(resume=unread)
     assert again.end() == 2

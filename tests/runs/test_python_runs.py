@@ -71,6 +71,7 @@ def test_a_plain_script_trains_and_reads_what_the_run_did(config: Mapping[str, A
     assert processes_of(run.folder) == []
 
 
+@pytest.mark.slow
 async def test_steps_come_while_the_run_goes_on_and_leaving_the_block_stops_it(
     config: Mapping[str, Any],
 ) -> None:
@@ -91,6 +92,7 @@ async def test_steps_come_while_the_run_goes_on_and_leaving_the_block_stops_it(
     assert processes_of(run.folder) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_at_once_writes_no_checkpoint(config: Mapping[str, Any]) -> None:
     with stretto.run(config, training={"seconds_per_step": 30}) as run:
         log = run.folder / "logs" / "trainer-0.jsonl"
@@ -137,6 +139,7 @@ def test_a_refusal_carries_its_key_and_a_plugin_error_is_one(config: Mapping[str
         stretto.run("missing.yaml")
 
 
+@pytest.mark.slow
 def test_a_failed_run_raises_its_reason(config: Mapping[str, Any], tmp_path: Path) -> None:
     plugin = tmp_path / "broken.py"
     plugin.write_text(

@@ -151,6 +151,7 @@ def refusal(run: Path, *overrides: str, start: str | None = None, stop: int | No
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_replay_is_a_run_of_its_own_that_cannot_be_continued(finished: Any) -> None:
     report, text = replay(finished.folder, "inference.slots=3")
     assert (report["identical"], report["difference"]) == (4, None)
@@ -175,6 +176,7 @@ def test_a_run_that_has_kept_too_little_says_what_is_missing(start: Start) -> No
     assert (report["first"], report["identical"]) == (6, 1)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_recording_is_refused(finished: Any) -> None:
     run = finished.folder
     assert "--from 1: no checkpoint 'step-000001'" in refusal(run, start="1")
@@ -186,6 +188,7 @@ def test_what_does_not_fit_the_recording_is_refused(finished: Any) -> None:
     assert "training.lr" in refusal(run, "training.lr=fast")
 
 
+@pytest.mark.slow
 def test_a_sample_that_differs_from_its_digest_is_not_trained(finished: Any, tmp_path: Path) -> None:
     from pyarrow import parquet as pq
 

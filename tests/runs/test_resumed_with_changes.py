@@ -140,6 +140,7 @@ def stretto_algorithm():
 """
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_composed_and_assembled_once(start: Start, tmp_path: Path) -> None:
     (tmp_path / "counted.py").write_text(COUNTED)
     run = start("steps=1", f"plugins=[{tmp_path}/counted.py]", "algorithm.use=counted")

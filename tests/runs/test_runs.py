@@ -129,6 +129,7 @@ def test_a_run_without_any_model_uses_bytes(synchronous: dict[str, Any]) -> None
 # ----------------------------------------------------------------------------- what is around a run
 
 
+@pytest.mark.slow
 def test_a_server_of_ones_own_carries_a_run(start: Start, own_server: str, tmp_path: Path) -> None:
     """The run starts no server, and one user's credentials serve every role."""
     credentials = tmp_path / "login.json"
@@ -194,6 +195,7 @@ def test_a_worker_started_by_hand_joins_and_works(start: Start) -> None:
     assert "the run is over" in log
 
 
+@pytest.mark.slow
 def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
     (tmp_path / "follower.py").write_text(
         textwrap.dedent(

@@ -63,6 +63,7 @@ def test_a_kernel_that_is_killed_again_and_again_is_given_up(start: Start) -> No
     assert "times without a new step: stretto resume" in run.text()
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_the_run_once(start: Start) -> None:
     """So it finishes its step; two would end it at once."""
     run = start("--supervise", "steps=100")

@@ -330,6 +330,7 @@ def test_a_repetition_across_a_change_uses_the_values_of_each_part(
     assert equal(load_file(last), expected)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_not_published(
     start: Start, tiny_models: Models, tmp_path: Path
 ) -> None:

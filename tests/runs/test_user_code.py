@@ -292,6 +292,7 @@ def test_an_outcome_that_no_step_could_use_fails_its_ticket(start: Start) -> Non
     assert "message refused" in [line["event"] for line in run.log()]
 
 
+@pytest.mark.slow
 def test_hostile_messages_of_every_role_harm_no_process() -> None:
     """Random, truncated and wrongly typed messages, in the middle of a run; a few thousand of them."""
     fuzz = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"

@@ -40,7 +40,6 @@ def _program() -> Any:
     return load_module(str(PROGRAM))
 
 
-pytestmark = pytest.mark.timeout(patience(1200))  # the first test measures all layouts
 layout_ranks = _program()
 SGD = {"optimizer": "sgd", "lr": 0.1}
 ADAM = {"lr": 1e-3, "eps": 1e-6}
@@ -248,6 +247,18 @@ def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 # ------------------------------------------------------------------------------------------ tests
 
 
+def test_two_ranks_give_the_numbers_of_one_process(models: dict[str, Path], tmp_path: Path) -> None:
+    """One layout of one model. The slow tests have all of both."""
+    run = {"name": "sgd", "model": str(models["qwen2"]), "options": SGD}
+    found = run_layouts(tmp_path / "ranks", {"fsdp2": (LAYOUTS["fsdp2"], [run])})["fsdp2"]
+    alone = Measured(tmp_path, 1, 1)
+    layout_ranks.measure(tmp_path, **{**run, "options": {"use": "torch", **SGD}})
+    assert float((found.said("sgd") - alone.said("sgd")).abs().max()) < 1e-4
+    assert found.steps("sgd")[0]["loss"] == pytest.approx(alone.steps("sgd")[0]["loss"], rel=1e-5)
+    assert off(found.update("sgd"), alone.update("sgd")) < 1e-5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_gives_the_numbers_of_one_process(
     layout: str, single: Measured, measured: dict[str, Measured]
@@ -266,6 +277,7 @@ def test_a_layout_gives_the_numbers_of_one_process(
         assert off(found.update(adam), single.update(adam)) < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_heads_and_clipping_are_those_of_one_process(
     layout: str, single: Measured, measured: dict[str, Measured]
@@ -282,6 +294,7 @@ def test_heads_and_clipping_are_those_of_one_process(
     assert "entropy" not in single.steps("value")[0]
 
 
+@pytest.mark.slow
 def test_checkpoints_go_from_any_layout_to_any_other(
     single: Measured, models: dict[str, Path], measured: dict[str, Measured], work: Path
 ) -> None:
@@ -308,6 +321,7 @@ def test_checkpoints_go_from_any_layout_to_any_other(
         assert single.steps(f"from-{source}")[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_compressed_gradients_go_on_from_a_checkpoint_with_the_same_bits(
     measured: dict[str, Measured],
 ) -> None:
@@ -322,6 +336,7 @@ def test_compressed_gradients_go_on_from_a_checkpoint_with_the_same_bits(
     assert off(copies.update("power"), copies.update("uncompressed")) < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
 @pytest.mark.parametrize("layout", ["fsdp2", "pipeline"])
 def test_adapters_train_alike_and_can_be_loaded_by_peft(
