@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import textwrap
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -138,7 +138,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _write_durations(terminalreporter: pytest.TerminalReporter) -> None:
-    files = Counter[str]()
+    files = defaultdict[str, float](float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             files[getattr(report, "nodeid", "").partition("::")[0]] += getattr(report, "duration", 0.0)

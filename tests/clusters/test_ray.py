@@ -355,7 +355,7 @@ def test_a_lost_node_costs_its_workers_only(nodes: Nodes, start: Start) -> None:
     try:
         nodes.kill("node2")
         until(lambda: not any(map(is_worker, pids)))  # also processes in a session of their own
-        assert run.end(300) == 0, run.text()
+        assert run.end() == 0, run.text()
     finally:
         nodes.start("node2")
     summary = run.assert_balanced()
@@ -389,7 +389,7 @@ def test_nothing_is_left_of_a_run_whose_kernel_was_killed(
     until(lambda: not nodes.actors())
     assert not list((run.folder / "bus").glob("*.sock"))
     again = start("steps=20", resume=run)
-    assert again.end(180) == 0, again.text()
+    assert again.end() == 0, again.text()
     again.assert_audit_is_clean()
 
 

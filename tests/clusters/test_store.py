@@ -33,7 +33,7 @@ def test_ranks_without_a_folder_go_on_from_the_store(
     run.process.kill()
     run.process.wait()
     again = start("steps=8", resume=run)
-    assert again.end(240) == 0, again.text()
+    assert again.end() == 0, again.text()
     assert again.assert_balanced()["version"] == 8
     assert not again.summary()["problems"]
     again.assert_audit_is_clean()

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def _read(file: Path) -> float:
 
 
 @contextmanager
-def simulated_time() -> Iterator[None]:
+def simulated_time() -> Generator[None]:
     """The test's time is virtual."""
     global _simulated
     _simulated += 1
