@@ -134,11 +134,7 @@ def _recording_of(folder: Path, journal: JournalRecord) -> Recording:
 
 
 class KeptGroups:
-    """The groups of a run, from its kept samples, and from its log where those lack them.
-
-    Args:
-        folder: the run's folder.
-    """
+    """The groups of a run, from its kept samples, and from its log where those lack them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

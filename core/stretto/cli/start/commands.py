@@ -182,11 +182,7 @@ def check(
 def _apart(
     arguments: Sequence[str], folder: Path, options: Sequence[str], detach: bool, supervise: bool
 ) -> None:
-    """Start a run in another process: in the background, under a supervisor, or both.
-
-    Args:
-        options: options of each later `stretto resume`.
-    """
+    """Start a run in another process: in the background, under a supervisor, or both."""
     if detach:
         _detach([*arguments, *(["--supervise"] if supervise else [])], folder)
         return

@@ -22,9 +22,6 @@ def run_detached(arguments: Sequence[str], folder: Path) -> int:
     """Start a command of stretto that owns the run in a folder, and wait until the run trains. Return the
     process id.
 
-    Args:
-        arguments: the arguments of `stretto`, such as `run FILE`.
-
     Raises:
         RunError: if the run does not start. The message has the end of what the command printed.
         ConfigError: if the folder cannot be written.

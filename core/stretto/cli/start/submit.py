@@ -29,12 +29,7 @@ def submitted_run(assembly: Assembly, file: Path, overrides: Sequence[str], *, d
 def submitted_resume(
     assembly: Assembly, overrides: Sequence[str], options: Sequence[str], *, dry_run: bool
 ) -> bool:
-    """Submit a run that continues if its launcher submits runs, and return whether it does. See `_submitted`.
-
-    Args:
-        assembly: the run with the values in force.
-        options: options of `stretto resume`, for the command that the cluster runs.
-    """
+    """Submit a run that continues if its launcher submits runs; whether it does. See `_submitted`."""
     folder = assembly.folder
     resume = (*_STRETTO, "resume", str(folder), *overrides, *options)
     if overrides and isinstance(assembly.make("launcher"), SubmittingLauncher):
@@ -45,10 +40,6 @@ def submitted_resume(
 
 def _submitted(assembly: Assembly, submission: Submission, *, dry_run: bool, resumed: bool) -> bool:
     """Submit a run if its launcher does so.
-
-    Args:
-        submission: of the run, without its workers.
-        dry_run: print the text instead.
 
     Raises:
         ConfigError: if the run has errors, or `dry_run` is set for a launcher that submits nothing.

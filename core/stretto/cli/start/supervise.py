@@ -29,10 +29,6 @@ _FROM_TERMINAL = 0x80
 def supervise(arguments: Sequence[str], folder: Path, options: Sequence[str] = ()) -> int:
     """Start a command of stretto that owns the run in a folder, and resume the run whenever its kernel is
     killed. Return the exit status of the last command.
-
-    Args:
-        arguments: the arguments of `stretto`, such as `run FILE`.
-        options: options of the later `stretto resume`.
     """
     deaths, reached, lock = 0, _version(folder), None
     while True:
