@@ -1,8 +1,8 @@
 """Refuse deadlines of tests that do not go through `patience`: `python .ci/lint_patience.py`.
 
 A number of seconds may stand in no call that waits, in no argument, default or key of a run file that is a
-limit of time, and in no sum with a clock. It stands in `patience(...)`, which makes of it what this machine
-needs.
+limit of time, in no sum with a clock, and in no bound on a time that was taken. It stands in
+`patience(...)`, which makes of it what this machine needs.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def literals(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
             for key, value in zip(node.keys, node.values, strict=True):
                 if isinstance(key, ast.Constant) and _is_limit(key.value) and _is_number(value):
                     yield value, f"key {key.value!r}"
+        elif isinstance(node, ast.Compare) and _is_difference(node.left) and _is_bound(node):
+            yield node.comparators[0], "bound on a time"
         elif isinstance(node, ast.BinOp) and _is_clock(node.left) and _is_number(node.right):
             yield node.right, "deadline by a clock"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _sets_limit(node.value):
@@ -99,6 +101,14 @@ def _is_limit(name: object) -> bool:
 def _is_number(node: ast.expr) -> bool:
     """Whether it is a number other than 0, which is no time at all."""
     return isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value != 0
+
+
+def _is_difference(node: ast.expr) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and _is_clock(node.left)
+
+
+def _is_bound(node: ast.Compare) -> bool:
+    return isinstance(node.ops[0], ast.Lt | ast.LtE) and _is_number(node.comparators[0])
 
 
 def _is_clock(node: ast.expr) -> bool:

@@ -701,6 +701,7 @@ def test_a_function_trains(start: Callable[..., Any], tmp_path: Path) -> None:
         assert line["reward/chats"] == 1
 
 
+@pytest.mark.slow
 def test_curl_trains(start: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "ask.sh").write_text(CHAT)
     run = start(
@@ -712,6 +713,7 @@ def test_curl_trains(start: Callable[..., Any], tmp_path: Path) -> None:
     assert run.assert_completed(2, batch_size=2)["tokens"]["trained"] > 0
 
 
+@pytest.mark.slow
 def test_agents_that_never_end_fail_their_tickets_and_leave_nothing(start: Callable[..., Any]) -> None:
     run = start(
         *("workflow=agent", "workflow.command=sleep 1000", f"workflow.agent_timeout_s={patience(0.5)}"),
@@ -721,7 +723,7 @@ def test_agents_that_never_end_fail_their_tickets_and_leave_nothing(start: Calla
     )
     run.until(lambda: run.process_with("1000"))
     assert run.end() == 1
-    assert "was killed after agent_timeout_s=0.5" in run.summary()["reason"]
+    assert "was killed after agent_timeout_s=" in run.summary()["reason"]
     run.assert_balanced()
     run.assert_nothing_is_left()
 

@@ -33,7 +33,7 @@ steps: 5
 variants:
   base: {weight: 3}
   short: {sampling: {max_tokens: 8}, workflow: {timeout_s: 9}, reward: {answer_cpu_s: 2}}
-  math: {reward: math}
+  form: {reward: {use: format, tags: [answer]}}
 """
 
 
@@ -57,15 +57,15 @@ def test_a_variant_takes_over_the_keys_that_it_does_not_set(run_file: Path) -> N
     assert not [each for each in problems(Assembly(composed)) if each.severity == "error"]
     for copy in (composed, compose_mapping(msgspec.to_builtins(composed.config))):  # as a worker gets it
         runs = {name: run.config for name, run in runs_of(copy).items()}
-        assert list(runs) == [BASE, "base", "short", "math"]
+        assert list(runs) == [BASE, "base", "short", "form"]
         assert runs["base"].workflow == runs["short"].workflow.__class__(timeout_s=50)
         assert (runs["short"].sampling.max_tokens, runs["short"].sampling.temperature) == (8, 0.9)
         assert runs["short"].workflow.timeout_s == 9
         rewards = {name: run.reward for name, run in runs.items() if run.reward is not None}
         assert (rewards["short"].use, rewards["short"].timeout_s) == ("exact", 7)
         assert rewards["short"].answer_cpu_s == 2
-        assert (rewards["math"].use, rewards["math"].timeout_s) == ("math", 30.0)  # its default
-        assert runs["math"].sampling == runs[BASE].sampling
+        assert (rewards["form"].use, rewards["form"].timeout_s) == ("format", 30.0)  # its default
+        assert runs["form"].sampling == runs[BASE].sampling
 
 
 def test_overrides_reach_variants(run_file: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_value_of_the_environment_is_not_written_where_a_variant_takes_it_over
             "variants.base.sampling",
             "top_p",
         ),
-        ("algorithm.group_size=1", "variants.math.reward", "expected algorithm.group_size of at least 2"),
+        ("algorithm.group_size=1", "variants.form.reward", "expected algorithm.group_size of at least 2"),
         ("algorithm=sft", "variants", "this algorithm samples none"),
         (
             "variants.base.workflow={use: multi_turn, environment: 'nowhere:play'}",

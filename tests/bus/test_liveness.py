@@ -318,7 +318,8 @@ async def test_a_worker_that_looks_for_another_server_is_not_silent(
         tasks.start_soon(workers.watch)
         await until(lambda: bool(lost))
         tasks.cancel_scope.cancel()
-    assert lost in (["silent for 3 s"], ["silent for 4 s"])
+    [how] = lost
+    assert int(how.removeprefix("silent for ").removesuffix(" s")) >= 3
 
 
 async def test_servers_that_stand_still_keep_a_client_only_shortly_from_the_others(
@@ -333,7 +334,7 @@ async def test_servers_that_stand_still_keep_a_client_only_shortly_from_the_othe
         url = ",".join((*still, bootstrap.url))
         began = time.monotonic()
         async with connect(msgspec.structs.replace(bootstrap, url=url)) as bus:
-            assert time.monotonic() - began < 8
+            assert time.monotonic() - began < patience(8)
             assert bus.server == bootstrap.url
             assert bus.reconnect_s == 12
 
@@ -384,17 +385,18 @@ async def test_heartbeats_come_while_the_event_loop_stands_still(
         with heartbeats(bootstrap, "rollout", first) as beats:
             await until(lambda: bool(arrivals))
             beats.update(first)
-            stopped = time.monotonic()
-            while time.monotonic() < stopped + 5:  # as imports and loading do
+            stopped, stands_s = time.monotonic(), patience(5)
+            while time.monotonic() < stopped + stands_s:  # as imports and loading do
                 if work == "sleep":
-                    time.sleep(patience(1))
-            during = [beat for at, beat in arrivals if stopped < at < stopped + 5]
+                    time.sleep(stands_s / 5)
+            during = [beat for at, beat in arrivals if stopped < at < stopped + stands_s]
         receiving.cancel()
     assert len(during) >= 3
     assert during[0].blocked_s < during[-1].blocked_s
-    assert 2 <= during[-1].blocked_s <= 5
+    assert 2 <= during[-1].blocked_s <= stands_s
 
 
+@pytest.mark.slow
 def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

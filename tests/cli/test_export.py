@@ -64,6 +64,7 @@ def logprobs(model: Any) -> Any:
         return torch.log_softmax(model(tokens).logits, -1)
 
 
+@pytest.mark.slow
 def test_the_exported_model_is_that_of_the_checkpoint(lora_run: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -28,6 +28,7 @@ def summary_of(where: Path) -> dict[str, object]:
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_one_command_copies_the_quickstart_and_runs_it(tmp_path: Path) -> None:
     done = quickstart(tmp_path, *SHORT, *MOCK)
     assert done.returncode == 0, done.stderr

@@ -43,6 +43,7 @@ class TestHuggingFace(DatasetConformance):
         return {"use": cls.use, "path": str(folder), "prompt_template": "{n}: {question}", "chat": True}
 
 
+@pytest.mark.slow
 class TestReasoningGym(DatasetConformance):
     use = "reasoning_gym"
     options = {"tasks": [{"task": "word_ladder"}, {"task": "gcd", "weight": 2}], "size": 12}

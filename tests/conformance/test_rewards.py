@@ -65,6 +65,7 @@ class TestFunctionOfAGroup(TestFunctionOfOneAnswer):
     code = "def score(completions, answer, **_): return [float(c == a) for c, a in zip(completions, answer)]"
 
 
+@pytest.mark.slow
 class TestReasoningGym(RewardConformance):
     use = "reasoning_gym"
     row = {

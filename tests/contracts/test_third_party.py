@@ -55,6 +55,7 @@ def test_it_is_listed_with_its_distribution_and_its_config(with_package: dict[st
     assert '"algorithm_reinforce"' in stretto(with_package, "schema")
 
 
+@pytest.mark.slow
 def test_it_is_checked_and_run_without_a_change_to_stretto(
     with_package: dict[str, str], start: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ _FOLDER = "STRETTO_TEST_PATIENCE"
 _recent: deque[float] = deque(maxlen=6)
 """Newest factors that this process measured."""
 _measured_at = float("-inf")
+_factor = 1.0
 _simulated = 0
 
 
@@ -41,23 +42,25 @@ def patience(seconds: float = LONG_S) -> float:
 
 
 def factor() -> float:
-    """How many times longer work takes here and now than on a good machine; at least 1."""
-    measure_again()
-    others = (_read(file) for file in _folder().glob("*.json"))
-    return max(1.0, *_recent, *others)
+    """How many times longer work takes here than on a good machine; at least 1. It stays the same in a test,
+    so that of two times the longer one stays the longer one."""
+    if not _recent:
+        measure_again()
+    return _factor
 
 
 def measure_again() -> None:
-    """Measure, unless this process did so some seconds ago."""
-    global _measured_at
-    if time.monotonic() - _measured_at < _EVERY_S:
-        return
-    _recent.append(measured_s() / GOOD_MACHINE_S)
-    _measured_at = time.monotonic()
-    file = _folder() / f"{os.getpid()}.json"
-    written = file.with_suffix(".new")
-    written.write_text(json.dumps(max(_recent)))
-    written.replace(file)
+    """Measure, as a test begins, unless this process did so some seconds ago."""
+    global _factor, _measured_at
+    if time.monotonic() - _measured_at > _EVERY_S:
+        _recent.append(measured_s() / GOOD_MACHINE_S)
+        _measured_at = time.monotonic()
+        file = _folder() / f"{os.getpid()}.json"
+        written = file.with_suffix(".new")
+        written.write_text(json.dumps(max(_recent)))
+        written.replace(file)
+    others = [_read(file) for file in _folder().glob("*.json")]
+    _factor = max(1.0, *_recent, *others)
 
 
 def measured_s() -> float:

@@ -232,11 +232,13 @@ def share_of(count: int, rise: float, correlation: float) -> Counter[str]:
     )
 
 
+@pytest.mark.slow
 def test_of_200_runs_whose_reward_does_not_change_at_most_5_percent_get_another_verdict() -> None:
     states = share_of(200, 0.0, -0.17)
     assert states["flat"] >= 190, states
 
 
+@pytest.mark.slow
 def test_of_200_runs_that_rise_by_a_tenth_95_percent_learn() -> None:
     states = share_of(200, 0.1, -0.17)
     assert states["learning"] >= 190, states

@@ -200,7 +200,7 @@ def test_an_answer_has_a_time_limit_for_all_its_tests(runner: SandboxRunner) -> 
     slow = f"import time; time.sleep(0.4)\n{PRINT_SUM}"
     started = time.monotonic()
     assert rewards(runner, TEXTS * 50, slow, answer_s=1.0) == [0.0]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < patience(5)
 
 
 # ------------------------------------------------------------------------------------------- hostile

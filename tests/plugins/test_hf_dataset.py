@@ -81,6 +81,7 @@ def test_it_imports_no_torch(saved: Path) -> None:
     assert done.stdout.split() == ["False"]
 
 
+@pytest.mark.slow
 def test_a_run_reads_it(saved: Path, tmp_path: Path) -> None:
     run = {
         "name": "hf",

@@ -221,6 +221,7 @@ def test_check_names_a_missing_key_and_a_wrong_rubric() -> None:
     assert "no variable 'NO_SUCH_KEY'" in problems["reward.key_env"]
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_by_a_judge(
     server: JudgeServer, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,7 +230,7 @@ async def test_what_goes_wrong_in_an_episode_fails_it_alone(
 async def test_an_episode_has_a_time_limit(library: Path) -> None:
     config = VerifiersWorkflowConfig(use="verifiers", episode_timeout_s=patience(1))
     workflow = VerifiersWorkflow(config, Context(run="r", name="n", seed=1, sandbox="unsafe"))
-    with pytest.raises(EpisodeError, match="took longer than episode_timeout_s=1"):
+    with pytest.raises(EpisodeError, match="took longer than episode_timeout_s="):
         await play(workflow, tasks(library)[2])
     await workflow.end()
     await workflow.endpoint.stop()
@@ -251,6 +251,7 @@ def _environments() -> list[psutil.Process]:
 # -------------------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_an_environment(start: Any, library: Path) -> None:
     run = start(*_run_on(sys.executable, library), "dataset.size=1", out="verifiers")
     run.assert_completed(steps=1, batch_size=2, bound=0)

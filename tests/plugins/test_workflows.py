@@ -222,10 +222,11 @@ def answer(text):
 REWARD = """
 def score(prompt, completion, answer, messages, tool_calls, turns):
     assert messages[0] == {"role": "user", "content": prompt} and messages[2]["role"] == "tool"
-    return {"reward": float(completion == answer), "slow": float("took longer than 0.3 s" in completion)}
+    return {"reward": float(completion == answer), "slow": float("took longer than" in completion)}
 """
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_fails_no_ticket_nor_does_a_verifier_that_dies(
     start: Start, tmp_path: Path
 ) -> None:
@@ -273,6 +274,7 @@ async def count(completion, n, turn, state, messages):
 """
 
 
+@pytest.mark.slow
 def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start, tmp_path: Path) -> None:
     (tmp_path / "environment.py").write_text(ENVIRONMENT)
     file = tmp_path / "run.yaml"
@@ -288,7 +290,7 @@ def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start
     summary = run.assert_completed(6)
     assert summary["ledger"]["failed"] > 0
     [reason] = [reason for reason in summary["reasons"] if "environment" in reason]
-    assert "environment took longer than workflow.environment_timeout_s=0.5" in reason
+    assert "environment took longer than workflow.environment_timeout_s=" in reason
     turns = [line["reward/turns"] for line in run.metrics()]
     assert 1 < sum(turns) / len(turns) < 3
     for line in run.metrics():
@@ -347,6 +349,7 @@ def test_the_page_about_workflows_is_true(start: Start, tmp_path: Path) -> None:
     assert [line["reward/turns"] for line in run.metrics()] == [2, 2]
 
 
+@pytest.mark.slow
 def test_the_environment_of_the_page_rewards_every_conversation(start: Start, tmp_path: Path) -> None:
     """Its run file has no `reward`."""
     page = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text()

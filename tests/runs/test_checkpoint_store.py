@@ -23,6 +23,7 @@ def options(tmp_path: Path) -> list[str]:
     return [f"plugins=[{HIDDEN}]", "launcher.use=hidden", "weights=bus", "checkpoint.every=2", store]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_store(start: Start, options: list[str], tmp_path: Path) -> None:
     run = start(*options, "steps=400", "training.seconds_per_step=0.05")
     run.until_step(5)
@@ -40,6 +41,7 @@ def test_a_run_goes_on_from_the_store(start: Start, options: list[str], tmp_path
     assert manifest.keys() == {"mock.json", "kernel.json"}
 
 
+@pytest.mark.slow
 def test_without_a_store_the_trainer_says_what_to_do(start: Start, options: list[str]) -> None:
     run = start(*options[:-1])
     assert run.end() == 1

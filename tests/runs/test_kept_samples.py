@@ -13,6 +13,7 @@ from stretto.cli.audit.ticket_history import ticket_history
 from stretto.records.kept.samples import SampleFilter, SampleStore
 
 
+@pytest.mark.slow
 def test_every_trajectory_is_kept_once_although_writer_and_kernel_are_killed(
     start: Start, tmp_path: Path
 ) -> None:

@@ -195,9 +195,10 @@ def test_workers_are_counted_by_role_and_state(watched: Watched) -> None:
         found = [sample for sample in scrape.samples if sample.name == "stretto_workers"]
         return {each.labels["role"]: each.value for each in found if each.labels["state"] == state}
 
-    one_each = dict.fromkeys(("trainer", "inference", "rollout", "verifier"), 1)
-    for state in ("starting", "ready"):
-        assert any(count(scrape, state) == one_each for scrape in watched.scrapes)
+    roles = ("trainer", "inference", "rollout", "verifier")
+    assert any(count(scrape, "ready") == dict.fromkeys(roles, 1) for scrape in watched.scrapes)
+    for role in roles:
+        assert any(count(scrape, "starting").get(role) == 1 for scrape in watched.scrapes)
     training = next(scrape for scrape in watched.scrapes if scrape("steps_total") >= 1)
     assert training.by("engine_slots", "worker") == {"inference-0": 64}
 

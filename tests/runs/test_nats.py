@@ -136,6 +136,7 @@ def test_the_blocks_of_the_page_are_accepted(tmp_path: Path, certs: Path) -> Non
 # ----------------------------------------------------------------------------------- a cluster
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_a_server_of_its_cluster_is_killed(
     start: Start, watch: Watch, tmp_path: Path, login: str, certs: Path
 ) -> None:
@@ -169,7 +170,7 @@ def test_nothing_is_lost_when_servers_of_a_cluster_are_killed_for_two_minutes(
         )
         run.until_step(1)
         began, kills = time.monotonic(), 0
-        while time.monotonic() - began < 120:
+        while time.monotonic() - began < patience(120):
             server = cluster.servers[kills % 3]
             server.kill()
             kills += 1
@@ -206,6 +207,7 @@ def test_a_cluster_keeps_a_run_that_is_resumed_with_other_replicas_and_servers(
 # ------------------------------------------------------------------------------ between machines
 
 
+@pytest.mark.slow
 def test_a_worker_joins_from_outside_with_its_bootstrap_file_alone(
     start: Start, spawn: Spawn, tmp_path: Path
 ) -> None:
@@ -262,6 +264,7 @@ def hub_and_leaf(tmp_path: Path, certs: Path) -> Iterator[tuple[Server, Server]]
         yield first, second
 
 
+@pytest.mark.slow
 def test_a_worker_works_through_a_leaf_node(
     start: Start, spawn: Spawn, login: str, certs: Path, hub_and_leaf: tuple[Server, Server]
 ) -> None:

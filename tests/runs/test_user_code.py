@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -98,7 +99,7 @@ def test_a_reward_that_fails_sometimes_fails_its_tickets_only(faulty: Any) -> No
     assert "reward raised LookupError: row" in text
     assert "mine.py:4)" in text
     assert "not a finite number" in text
-    assert "reward took longer than reward.timeout_s=0.5" in text
+    assert "reward took longer than reward.timeout_s=" in text
     assert "reward ended its process: exit status 3" in text
     assert faulty.metrics()[0]["reward/accuracy"] == 0.5
 
@@ -107,7 +108,7 @@ def test_a_reward_that_fails_sometimes_fails_its_tickets_only(faulty: Any) -> No
 def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(faulty: Any) -> None:
     text = json.dumps(faulty.summary()["reasons"])
     assert "RuntimeError: no luck" in text
-    assert "took longer than 30 s (workflow.timeout_s)" in text
+    assert re.search(r"took longer than [\d.]+ s \(workflow\.timeout_s\)", text)
     assert "returned no trajectory" in text
 
 

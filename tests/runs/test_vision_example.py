@@ -42,6 +42,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_rows_are_the_scripts_and_their_images_apart(script: ModuleType, made: Path) -> None:
     images: dict[str, set[bytes]] = {}
     for name, count in (("train", script.NUM_TRAIN), ("heldout", script.NUM_HELDOUT)):
@@ -107,6 +108,7 @@ def answers_of(rows: list[dict[str, Any]], folder: Path, end_id: int, *, sample:
     return [vision.tokenizer.decode(answer) for answer in answers]
 
 
+@pytest.mark.slow
 def test_the_model_overlooks_small_shapes_as_its_teacher_did(script: ModuleType, made: Path) -> None:
     assert sum(file.stat().st_size for file in (FOLDER / "model").iterdir()) < 2**21
     rows = rows_of(made / "heldout.jsonl")

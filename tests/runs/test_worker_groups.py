@@ -83,6 +83,7 @@ def several(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_calls_of_different_groups_overlap_and_rows_move_between_ranks(
     start: Start, several: list[str]
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_run_of_many_groups_outlives_a_trainer_and_is_resumed(start: Start, se
     assert [recovery["lost"] for recovery in recoveries] == ["trainer-critics-1", "kernel"]
 
 
+@pytest.mark.slow
 def test_supervised_runs_start_trainers_only(start: Start) -> None:
     supervised = ["algorithm=sft", "algorithm.completion_column=answer", "training.calls_loss=true"]
     run = start(*supervised, "training.processes=2", "steps=40", "checkpoint.every=5")

@@ -326,9 +326,9 @@ async def test_a_server_that_never_answers_is_given_up_at_the_deadline(
 ) -> None:
     monkeypatch.setattr(Engine, "program", ("-c", "import time; print('loading'); time.sleep(600)"))
     with pytest.raises(ExceptionGroup) as raised:
-        async with started(tmp_path, start_timeout_s=patience(0.5)):
+        async with started(tmp_path, start_timeout_s=(limit_s := patience(0.5))):
             pass
-    assert "was not ready after 0.5 s" in str(leaves(raised.value)[0])
+    assert f"was not ready after {limit_s:g} s" in str(leaves(raised.value)[0])
     assert "inference.start_timeout_s" in str(leaves(raised.value)[0])
 
 
@@ -407,6 +407,10 @@ async def test_tokens_are_lost_that_the_server_had_and_computes_again(tmp_path: 
         assert await lost("after it", 1950, 1280) == 1472 - 640 + 1792 - 1280
 
 
+BEFORE_ITS_END_S = 0.2
+"""Seconds after which an answer of 140 tokens is not complete."""
+
+
 async def test_begun_answers_go_on_and_wrong_requests_are_answered(tmp_path: Path) -> None:
     async with started(tmp_path, context_length=150) as (engine, answers):
         await engine.swap(Update(tmp_path / "weights", 0))
@@ -414,13 +418,13 @@ async def test_begun_answers_go_on_and_wrong_requests_are_answered(tmp_path: Pat
         answers.tokens["a", 0] = right(30)
         engine.generate(request("a", 2, begun=begun, have=(30, -1)))
         engine.generate(request("long", tokens=148))
-        engine.generate(request("late", tokens=140, deadline_s=patience(0.2)))
+        engine.generate(request("late", tokens=140, deadline_s=BEFORE_ITS_END_S))
         await until(lambda: len(answers.finish) == 3)
         assert answers.tokens["a", 0] == right(100)
         assert ("a", 1) not in answers.tokens, "nothing was wanted of it"
         assert answers.finish["long", 0] == answers.finish["late", 0] == "error"
         assert "a sample can have 150 (inference.context_length)" in answers.errors[0]
-        assert answers.errors[1] == "not finished within 0.2 s"
+        assert answers.errors[1] == f"not finished within {BEFORE_ITS_END_S} s"
 
 
 async def test_a_stop_string_is_found_across_a_swap(

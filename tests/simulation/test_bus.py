@@ -112,7 +112,7 @@ async def test_a_request_without_a_server_names_who_is_silent(open_bus: OpenBus,
     join = names.kernel("trainer", "join")
     async with open_bus("trainer") as trainer:
         began = anyio.current_time()
-        with pytest.raises(NoAnswer, match=r"kernel did not answer on .*join.* within 0\.5 s"):
+        with pytest.raises(NoAnswer, match=r"kernel did not answer on .*join.* within [\d.]+ s"):
             await trainer.request(
                 join,
                 Join("trainer-0", "trainer", "p", "n", "t"),
@@ -120,7 +120,7 @@ async def test_a_request_without_a_server_names_who_is_silent(open_bus: OpenBus,
                 who="kernel",
                 deadline_s=patience(0.5),
             )
-    assert anyio.current_time() - began < 3
+    assert anyio.current_time() - began < patience(3)
 
 
 async def test_a_request_waits_for_a_server_that_comes_late(open_bus: OpenBus, names: Subjects) -> None:

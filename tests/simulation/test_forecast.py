@@ -99,6 +99,7 @@ def test_processes_that_cost_more_make_a_run_slower() -> None:
     assert sum(slow.cores.values()) > 1
 
 
+@pytest.mark.slow
 def test_the_fitted_times_give_back_what_was_measured() -> None:
     truth = ServiceTimes(
         callback_s=dict.fromkeys(ROLES, 4e-5),
@@ -145,6 +146,7 @@ def test_the_fitted_times_give_back_what_was_measured() -> None:
 # --------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_steps")
 def test_the_command_recommends_what_makes_a_run_faster(tmp_path: Path) -> None:
     rows, file, times = tmp_path / "rows.jsonl", tmp_path / "run.yaml", tmp_path / "times.json"
@@ -273,6 +275,7 @@ def test_steps_with_evaluations_tell_nothing_of_training(tmp_path: Path) -> None
         times_of(RunFolder(folder), composed(folder / "config.yaml"), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_steps")
 def test_gpus_are_split_between_training_and_inference(tmp_path: Path) -> None:
     """Generation takes longer than training, so three GPUs for training are too many."""

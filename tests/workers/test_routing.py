@@ -340,6 +340,7 @@ def test_no_replica_starves_and_none_is_flooded(sizes: list[tuple[int, float]], 
 # ---------------------------------------------------------------------------------- in a whole run
 
 
+@pytest.mark.slow
 async def test_a_replica_killed_in_the_middle_of_answers_costs_no_token_and_doubles_none(
     start: Start,
 ) -> None:

@@ -297,7 +297,7 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
             tasks.start_soon(call, children, "double")
             with pytest.raises(TimeoutError):
                 await call(children, "hang", timeout_s=patience(0.5))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < patience(10)
         with pytest.raises(ChildEnded, match="exit status 3"):
             await call(children, "leave")
         assert await call(children, "double", n=5) == ToolAnswer("10")

@@ -474,7 +474,7 @@ async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
         backend="auto",
         folder=str(tmp_path),
         bucket_mb=1,
-        deadline_s=patience(),
+        deadline_s=patience(5),
         keep=2,
         shard_gb=0.002,
     )
@@ -984,20 +984,24 @@ async def newest_in_the_log(run: Any) -> int:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (
+        pytest.param(
             ["inference=honest", "weights=altering"],
             r"inference-0: the engine does not serve version (\d+) as the trainer .*: 'steps' differ",
+            id="altered",
         ),
-        (
+        pytest.param(
             ["inference=skipping"],
             r"the engine skipped the swap to version (\d+) .*: it serves version 1: 'steps' differ",
+            marks=pytest.mark.slow,
+            id="skipped",
         ),
-        (
+        pytest.param(
             ["inference=drifting", "inference.canary={on_drift: stop, bound: 0.05}"],
             r"inference-0: the canary of version (\d+) drifts by 0.5 .*; inference.canary.bound is 0.05",
+            marks=pytest.mark.slow,
+            id="drift",
         ),
     ],
-    ids=["altered", "skipped", "drift"],
 )
 async def test_weights_that_are_not_the_announced_ones_end_the_run_before_they_are_trained_on(
     start: Start, tiny_models: Models, tmp_path: Path, overrides: list[str], reason: str

@@ -64,6 +64,12 @@ class NatsClient(Client):
         elif self._flush_queue is not None and self._flush_queue.empty():
             await self._flush_pending()
 
+    async def _connect_to_server(self, s: Any) -> None:
+        # nats-py forgets the connection of an attempt that has failed, with its socket open.
+        if self._transport is not None:
+            self._transport.close()
+        await super()._connect_to_server(s)
+
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         server = self._current_server
         if initial_connection and server and server.uri.scheme == "tls" and not info.get("tls_required"):
