@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +28,7 @@ from stretto.bus.server import Bootstrap
 from stretto.cli.make.operate import numbers_of
 from stretto.errors import ConfigError, Refused
 from stretto.records.status import read_status
-from stretto.records.timeline import TicketDone, WorkerChanged, read_timeline
+from stretto.records.timeline import WorkerChanged, read_timeline
 from worlds import in_both_worlds
 
 
@@ -199,50 +198,6 @@ def test_a_worker_by_hand_needs_a_run_and_a_role_or_an_invitation(arguments: tup
 
 
 # ---------------------------------------------------------------------------- rollout as the bottleneck
-
-_SLOW_ROLLOUT = (
-    *("steps=100000", "checkpoint.every=0", "training.seconds_per_step=0.02"),
-    *("inference.tokens_per_s=20480", "inference.slots=512", "inference.mean_tokens=60", "inference.sigma=0"),
-    *("rollout.concurrency=2", "queue.batch_size=8", "queue.max_staleness=7"),
-)
-"""A ticket takes 1.5 s and no engine is full: the speed is proportional to the number of rollout workers."""
-
-
-def groups_between(run: Any, start: float, end: float) -> float:
-    """Finished groups per second between two times of the timeline."""
-    events = read_timeline(run.folder)
-    times = [each.time for each in events if isinstance(each, TicketDone) and each.purpose == "train"]
-    return sum(start < time <= end for time in times) / (end - start)
-
-
-def speed_over(run: Any, seconds: float) -> float:
-    """Finished groups per second in the next seconds."""
-    start = time.time()
-    run.until(lambda: time.time() > start + seconds + 2, seconds + 60)  # the timeline is a second behind
-    return groups_between(run, start, start + seconds)
-
-
-@pytest.mark.cluster
-def test_the_speed_follows_when_half_of_the_rollout_workers_are_killed_and_six_join(start: Start) -> None:
-    run = start(*_SLOW_ROLLOUT, "rollout.processes=4")
-    run.until_step(4)
-    with_four = speed_over(run, 12)
-    for worker in ("rollout-1", "rollout-3"):
-        run.worker(worker).kill()
-    output_of("scale", run.folder, "rollout=10")
-    run.until(lambda: {f"rollout-{number}" for number in range(4, 10)} <= of(run.folder, "ready"))
-    run.until(lambda: Counter(changes(run.folder))["rollout-3", "ready"] == 2)
-    joined = max(each.time for each in read_timeline(run.folder) if isinstance(each, WorkerChanged))
-    run.until(lambda: time.time() > joined + 22)
-    assert groups_between(run, joined + 10, joined + 20) >= 0.75 * 10 / 4 * with_four
-    output_of("stop", run.folder)
-    assert run.end() == 130
-    summary = run.assert_balanced()
-    assert summary["restarts"] == 2
-    assert summary["ledger"]["failed"] == summary["ledger"]["expired"] == 0
-    assert of(run.folder, "lost") == {"rollout-1", "rollout-3"}
-    run.assert_audit_is_clean()
-    run.assert_nothing_is_left()
 
 
 @pytest.mark.slow
