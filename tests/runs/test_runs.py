@@ -6,8 +6,6 @@ import json
 import os
 import pty
 import re
-import shlex
-import signal
 import socket
 import stat
 import subprocess
@@ -24,7 +22,6 @@ import msgspec
 import pytest
 from nats.js.errors import NotFoundError
 
-from commands import stretto
 from fixture_types import Start
 from patience import patience
 from processes import arguments_of
@@ -87,13 +84,6 @@ def test_training_keeps_its_engine_while_evaluations_have_their_own(start: Start
     assert all(event.start > end for event in lent if event.worker == "inference-0")
     assert {event.version for event in lent if event.worker == "inference-evaluation"} >= {4, 8}
     run.assert_audit_is_clean()
-
-
-@in_both_worlds
-def test_the_same_file_runs_in_other_sizes(start: Start) -> None:
-    run = start("algorithm.group_size=16", "queue.max_staleness=4", "inference.replicas=2", "steps=5")
-    summary = run.assert_completed(5, bound=4)
-    assert summary["tokens"]["trained"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -166,36 +156,6 @@ def own_server(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_its_server_was_killed(start: Start) -> None:
-    run = start("steps=30")
-    run.until_step(4)
-    os.kill(int((run.folder / "bus" / "nats.pid").read_text()), signal.SIGKILL)
-    summary = run.assert_completed(30)
-    assert summary["restarts"] == 0
-    assert "bus reconnected" in (run.folder / "logs" / "kernel.jsonl").read_text()
-
-
-@pytest.mark.slow
-def test_a_worker_started_by_hand_joins_and_works(start: Start) -> None:
-    run = start("steps=1000", "rollout.concurrency=2")
-    run.until_step(2)
-    invitation = stretto("invite", run.folder, "rollout-extra")
-    extra = subprocess.Popen(
-        shlex.split(invitation.stdout.splitlines()[-1]),
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    run.until(lambda: "worker ready worker=rollout-extra" in run.text())
-    run.until_step(len(run.metrics()) + 5)
-    run.process.send_signal(signal.SIGINT)
-    assert run.end() == 130, run.text()
-    run.assert_balanced()
-    assert extra.wait(patience()) == 0  # it leaves with the others
-    log = (run.folder / "logs" / "rollout-extra.jsonl").read_text()
-    assert "the run is over" in log
-
-
-@pytest.mark.slow
 def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
     (tmp_path / "follower.py").write_text(
         textwrap.dedent(
@@ -207,14 +167,10 @@ def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
                     print(what, file=file)
 
             class Notes:
-                def __init__(self, config, context): self.failed = context.path("failed")
+                def __init__(self, config, context): pass
                 def start(self, config, resumed_at): track(f"start {{config['name']}}")
-                def step(self, metrics):
-                    if metrics["step"] == 2 and not self.failed.exists():
-                        self.failed.touch()
-                        raise OSError("no network")
-                    track(f"step {{metrics['step']}}")
-                def evaluation(self, metrics): track(f"evaluation {{metrics['step']}}")
+                def step(self, metrics): track(f"step {{metrics['step']}}")
+                def evaluation(self, metrics): pass
                 def advice(self, advice): pass
                 def samples(self, rows): pass
                 def finish(self, summary): track(f"end {{summary['status']}}")
@@ -226,16 +182,9 @@ def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
         )
     )
     run = start(f"plugins=[{tmp_path}/follower.py]", "trackers=[notes]", "steps=2")
-    summary = run.assert_completed(2)
+    assert run.assert_completed(2)["problems"] == []
     tracked = (tmp_path / "tracked").read_text().splitlines()
-    assert tracked[:2] == ["start test", "step 1"]
-    assert tracked[-3:] in (
-        ["start test", "step 2", "end completed"],
-        ["step 1", "step 2", "end completed"],  # the failed process had not noted step 1 yet
-    )
-    assert summary["problems"] == [
-        "tracker 'notes': it ended with status 1: OSError: no network; it was started again"
-    ]
+    assert tracked == ["start test", "step 1", "step 2", "end completed"]
 
 
 @pytest.mark.slow
