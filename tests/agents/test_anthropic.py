@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import anthropic
 import anyio.to_thread
 import pytest
-from anthropic import Anthropic, AsyncAnthropic
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from structlog.testing import capture_logs
 
@@ -241,80 +241,6 @@ async def test_a_template_that_hides_tools_is_warned_of_once(tmp_path: Path, tem
             await client.messages.create(**ask, tools=[ADD])
     expected = ["the policy does not see the tools of agents: its chat template does not show them"]
     assert [line["event"] for line in logs] == ([] if template == TEMPLATE else expected)
-
-
-def talk(base_url: str, key: str) -> str:
-    """A whole agent on the sync client: call the tool as long as the policy wants."""
-    with Anthropic(base_url=base_url, api_key=key) as client:
-        messages: list[Any] = [USER]
-        while True:
-            with client.messages.stream(model="", max_tokens=400, messages=messages, tools=[ADD]) as stream:
-                message = stream.get_final_message()
-            uses = [block for block in message.content if block.type == "tool_use"]
-            messages.append({"role": "assistant", "content": message.content})
-            if not uses:
-                return "".join(block.text for block in message.content if block.type == "text")
-            results = [{"type": "tool_result", "tool_use_id": use.id, "content": "6"} for use in uses]
-            messages.append({"role": "user", "content": results})
-
-
-async def test_ids_trained_are_ids_sampled_in_loops_of_an_unmodified_sync_client(
-    tokenizer: Tokenizer,
-) -> None:
-    used = 0
-    for seed in range(20):
-        session = FakeSession(tokenizer, f"thin{CALL}", CALL, seed=seed)
-        async with agent_of(session) as (client, recorder):
-            await anyio.to_thread.run_sync(talk, str(client.base_url), str(client.api_key))
-        check_exact(session, recorder)
-        assert set(session.conversation_ids) == {"a0c1"}
-        used += sum(trajectory.score.metrics["turns"] for trajectory in recorder.trajectories(Score(1.0)))
-    assert used >= 60
-
-
-POLICY = """
-import json
-
-def answer(prompt, seed):
-    lines = prompt.splitlines()
-    if lines[-1].startswith("sum: "):
-        return lines[-1].removeprefix("sum: ")
-    a, b = lines[0].removesuffix("=").split("+")
-    return f'<tool_call>{json.dumps({"name": "add", "arguments": {"a": int(a), "b": int(b)}})}</tool_call>'
-"""
-AGENT = """
-from anthropic import Anthropic
-
-def solve(prompt):
-    client, tool = Anthropic(), {"name": "add", "input_schema": {"type": "object"}}
-    messages = [{"role": "user", "content": prompt}]
-    while True:
-        asked = {"model": "policy", "max_tokens": 100, "messages": messages, "tools": [tool]}
-        with client.messages.stream(**asked) as stream:
-            message = stream.get_final_message()
-        if message.stop_reason != "tool_use":
-            return message.content[0].text
-        [use] = message.content
-        result = f"sum: {use.input['a'] + use.input['b']}"
-        results = [{"type": "tool_result", "tool_use_id": use.id, "content": result}]
-        messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
-"""
-
-
-@pytest.mark.slow
-def test_an_unmodified_agent_trains(start: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "policy.py").write_text(POLICY)
-    (tmp_path / "agent.py").write_text(AGENT)
-    run = start(
-        *("workflow=agent", f"workflow.function={tmp_path}/agent.py:solve"),
-        f"sandbox={'unsafe' if sandbox_problem() else 'bubblewrap'}",
-        f"inference={{use: mock, script: '{tmp_path}/policy.py:answer'}}",
-        *("sampling.max_tokens=100", "algorithm.group_size=2"),
-        *("queue.batch_size=1", "queue.max_staleness=0", "steps=2"),
-    )
-    run.assert_completed(2, batch_size=1, bound=0)
-    for line in run.metrics():
-        assert (line["reward"], line["reward/turns"], line["reward/chats"]) == (1, 2, 1)
 
 
 @pytest.mark.slow
