@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import stat
 import subprocess
 import sys
@@ -21,23 +19,21 @@ import psutil
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from nats.aio.msg import Msg
 
-from bus_testing import bundle, raw_client, server_pid, until
+from bus_testing import raw_client, server_pid, until
 from fixture_types import OpenBus
 from patience import patience
 from stretto.array import Array
 from stretto.bus import messages
 from stretto.bus.messages.base import Message, Refusal
 from stretto.bus.messages.inference import Confirm, Generate
-from stretto.bus.messages.membership import Heartbeat, Join, Leaving, RunStatus, Welcome
+from stretto.bus.messages.membership import Heartbeat, Join, RunStatus, Welcome
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, Ticket, TrajectoryBundle
+from stretto.bus.messages.tickets import GroupDone, Ticket, TrajectoryBundle
 from stretto.bus.payloads import decoder
 from stretto.bus.server import NatsServer, foreign_bootstrap, lock_run
 from stretto.config import BusConfig
 from stretto.errors import ConfigError
-from stretto.launcher import ROLES
 
 # ------------------------------------------------------------------------------ what travels
 
@@ -131,73 +127,12 @@ def test_no_bytes_decode_to_anything_but_a_message_or_an_error(data: bytes) -> N
 # ------------------------------------------------------------------------- the server and its end
 
 
-async def test_everything_goes_on_after_the_server_was_killed(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
-    leaving = names.kernel("rollout", "leaving")
-    got: list[str] = []
-    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
-        await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
-        await kernel.subscribe(leaving, Leaving, lambda message: got.append(message.reason))
-        sequence = await rollout.store.append(names.trajectories, bundle(5), id="a")
-        async with anyio.create_task_group() as tasks:
-            outcomes: list[int] = []
-
-            async def follow() -> None:
-                async for _, message in kernel.store.follow(
-                    names.log_stream, names.groups, GroupDone | GroupFailed, start=1
-                ):
-                    outcomes.append(message.ticket)
-
-            tasks.start_soon(follow)
-            await rollout.store.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
-            await until(lambda: outcomes == [1])
-            os.kill(server_pid(tmp_path), signal.SIGKILL)
-            await until(lambda: not kernel.connected)
-            with anyio.fail_after(patience()):
-                await rollout.store.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
-                assert (await kernel.store.read(names.log_stream, sequence, TrajectoryBundle)).ticket == 1
-                await rollout.publish(leaving, Leaving("rollout-0", "n", "bye"))
-            await until(lambda: outcomes == [1, 2] and got == ["bye"])
-            tasks.cancel_scope.cancel()
-
-
-async def test_a_viewer_hears_the_status_and_can_do_nothing_else(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
-    errors: list[str] = []
-    heard: list[bytes] = []
-
-    async def note(error: Exception) -> None:
-        errors.append(str(error).lower())
-
-    async def hear(message: Msg) -> None:
-        heard.append(message.data)
-
-    async with open_bus("kernel") as kernel:
-        await kernel.store.make_log(names.log_stream, [names.trajectories])
-        raw = await raw_client(tmp_path, "viewer", error_cb=note)
-        forbidden = (
-            *(names.status, names.beacon, names.events, names.trajectories, names.ticket("train")),
-            *(names.kernel(role, "join") for role in ROLES),
-            names.worker("inference", "inference-0", "n", "generate"),
-            f"{names.inbox('kernel')}.from.trainer.x.1",
-            f"$JS.API.STREAM.MSG.GET.{names.log_stream}",
-            "$JS.API.INFO",
-            "anything",
-        )
-        for subject in forbidden:
-            await raw.publish(subject, b"x", reply=f"{names.inbox('viewer')}.1")
-        deaf = (">", f"{names.root}.>", names.beacon, names.groups, f"{names.inbox('rollout')}.>")
-        for subject in deaf:
-            await raw.subscribe(subject)
-        await until(lambda: len(errors) == len(forbidden) + len(deaf))
-        assert all("permissions violation" in error for error in errors)
-        await raw.subscribe(names.status, cb=hear)
-        await raw.flush()
+async def test_a_viewer_hears_the_status(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:
+    heard: list[RunStatus] = []
+    async with open_bus("kernel") as kernel, open_bus("viewer") as viewer:
+        await viewer.subscribe(names.status, RunStatus, heard.append)
         await kernel.publish(names.status, RunStatus(b"{}"))
         await until(lambda: len(heard) == 1)
-        await raw.close()
     login = json.loads((tmp_path / "bus" / "viewer.json").read_text())
     assert not any(login[key] for key in ("store_user", "store_password", "token", "logs", "worker"))
 
@@ -212,34 +147,19 @@ def test_a_viewer_gets_no_login_of_a_server_of_the_users_own(tmp_path: Path) -> 
         assert stat.S_IMODE((tmp_path / "bus" / "viewer.json").stat().st_mode) == 0o600
 
 
-async def test_each_role_may_do_its_own_work_only(
-    open_bus: OpenBus, server: NatsServer, names: Subjects, tmp_path: Path
+async def test_a_verifier_may_answer_and_nobody_comes_in_without_a_login(
+    server: NatsServer, names: Subjects, tmp_path: Path
 ) -> None:
-    errors: list[str] = []
+    errors: list[Exception] = []
 
     async def note(error: Exception) -> None:
-        errors.append(str(error).lower())
+        errors.append(error)
 
-    async with open_bus("kernel") as kernel:
-        await kernel.store.make_log(names.journal_stream, names.of_journal)
-        raw = await raw_client(tmp_path, "verifier", error_cb=note)
-        forbidden = (
-            *(names.beacon, names.events, names.trajectories, names.ticket("train")),
-            names.worker("inference", "inference-0", "n", "generate"),
-            names.kernel("trainer", "join"),  # in another's name
-            f"{names.inbox('kernel')}.from.trainer.x.1",
-            f"{names.inbox('rollout')}.from.inference.x.1",
-        )
-        for subject in forbidden:
-            await raw.publish(subject, b"x")
-        await raw.subscribe(f"{names.inbox('trainer')}.>")
-        await raw.subscribe(f"{names.root}.worker.inference.>")
-        await until(lambda: len(errors) == len(forbidden) + 2)
-        assert all("permissions violation" in error for error in errors)
-        await raw.publish(f"{names.inbox('rollout')}.from.verifier.x.1", b"x")  # an answer
-        await raw.flush()
-        assert len(errors) == len(forbidden) + 2
-        await raw.close()
+    raw = await raw_client(tmp_path, "verifier", error_cb=note)
+    await raw.publish(f"{names.inbox('rollout')}.from.verifier.x.1", b"x")
+    await raw.flush()
+    await raw.close()
+    assert errors == []
     async with await anyio.connect_tcp("127.0.0.1", int(server.url.rpartition(":")[2])) as nobody:
         assert b'"auth_required":true' in await nobody.receive()
         await nobody.send(b"CONNECT {}\r\nPING\r\n")

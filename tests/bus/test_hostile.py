@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,33 +258,69 @@ async def test_no_other_role_can_answer_a_request(open_bus: OpenBus, names: Subj
                 )
 
 
-async def test_a_role_may_ask_only_for_what_the_table_of_verbs_allows(
-    open_bus: OpenBus, names: Subjects, server: NatsServer, tmp_path: Path
+N = Subjects("test-run")
+INFERENCE, TRAINER = (partial(N.worker, role, f"{role}-0", "n") for role in ("inference", "trainer"))
+LOG = N.log_stream
+MAY_NOT: dict[str, tuple[list[str], list[str]]] = {
+    "rollout": (
+        [
+            *(INFERENCE("swap"), INFERENCE("load"), TRAINER("call"), N.trained, N.retired),
+            f"$JS.API.CONSUMER.CREATE.{LOG}",
+        ],
+        [],
+    ),
+    "inference": ([TRAINER("column"), N.groups], []),
+    "trainer": ([N.groups, INFERENCE("swap"), N.records], []),
+    "kernel": (["anything", N.events, f"$JS.API.STREAM.PURGE.{LOG}"], []),
+    "verifier": (
+        [
+            *(N.beacon, N.events, N.trajectories, N.ticket("train"), INFERENCE("generate")),
+            N.kernel("trainer", "join"),  # in another's name
+            *(f"{N.inbox('kernel')}.from.trainer.x.1", f"{N.inbox('rollout')}.from.inference.x.1"),
+        ],
+        [f"{N.inbox('trainer')}.>", f"{N.root}.worker.inference.>"],
+    ),
+    "samples": (
+        [
+            *(N.events, N.groups, N.trained, N.beacon, TRAINER("call")),
+            *(f"$JS.API.STREAM.PURGE.{LOG}", f"$JS.API.CONSUMER.CREATE.{LOG}"),
+        ],
+        [],
+    ),
+    "viewer": (
+        [
+            *(N.status, N.beacon, N.events, N.trajectories, N.ticket("train"), INFERENCE("generate")),
+            *(N.kernel(role, "join") for role in ROLES),
+            *(f"{N.inbox('kernel')}.from.trainer.x.1", f"$JS.API.STREAM.MSG.GET.{LOG}", "$JS.API.INFO", "x"),
+        ],
+        [">", f"{N.root}.>", N.beacon, N.groups, f"{N.inbox('rollout')}.>"],
+    ),
+}
+"""Party -> subjects to which it may send nothing, and those that it may not hear."""
+
+
+@pytest.mark.parametrize("party", MAY_NOT)
+async def test_a_party_may_say_and_hear_only_its_own(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path, party: str
 ) -> None:
-    del open_bus
     errors: list[str] = []
 
     async def note(error: Exception) -> None:
         errors.append(str(error).lower())
 
-    forbidden = {
-        "rollout": [
-            *(names.worker("inference", "inference-0", "n", verb) for verb in ("swap", "load")),
-            names.worker("trainer", "trainer-0", "n", "call"),
-            f"$JS.API.CONSUMER.CREATE.{names.log_stream}",
-        ],
-        "inference": [names.worker("trainer", "trainer-0", "n", "column"), names.groups],
-        "trainer": [names.groups, names.worker("inference", "inference-0", "n", "swap")],
-        "kernel": ["anything", names.events, f"$JS.API.STREAM.PURGE.{names.log_stream}"],
-    }
-    for role, subjects in forbidden.items():
-        client = await raw_client(tmp_path, role, error_cb=note)
-        errors.clear()
-        for subject in subjects:
-            await client.publish(subject, b"x")
-        await until(lambda subjects=subjects: len(errors) == len(subjects))
+    said, heard = MAY_NOT[party]
+    async with open_bus("kernel") as kernel:
+        await kernel.store.make_log(names.log_stream, names.of_log)
+        client = await raw_client(tmp_path, party, error_cb=note)
+        for subject in said:
+            await client.publish(subject, b"x", reply=f"{names.inbox(party)}.1")
+        for subject in heard:
+            await client.subscribe(subject)
+        await until(lambda: len(errors) == len(said) + len(heard))
         assert all("permissions violation" in error for error in errors)
         await client.close()
+        for subject in (names.trained, names.retired, names.records):
+            assert await kernel.store.last_sequence(names.log_stream, subject) == 0
 
 
 # ---------------------------------------------------------------------- parts and the log

@@ -10,10 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-import nats.errors
-import pytest
 
-from bus_testing import raw_client, until
+from bus_testing import until
 from fixture_types import OpenBus
 from patience import SOON_S, patience
 from sample_messages import done, record, retired, trained, trajectories
@@ -182,50 +180,6 @@ async def test_after_a_lost_log_the_new_one_is_read_from_its_beginning(
             process.send_signal(signal.SIGTERM)
             assert await ended(process) == 0
         assert rows_of(tmp_path) == ["0/1/0", "0/1/1"]
-
-
-async def test_the_writer_may_read_the_log_and_nothing_else(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
-    async with log_of(open_bus, names) as log:
-        errors: list[str] = []
-
-        async def note(error: Exception) -> None:
-            errors.append(str(error).lower())
-
-        client = await raw_client(tmp_path, "samples", error_cb=note)
-        forbidden = [
-            *(
-                names.events,
-                names.groups,
-                names.trained,
-                names.beacon,
-                f"$JS.API.STREAM.PURGE.{names.log_stream}",
-            ),
-            *(
-                f"$JS.API.CONSUMER.CREATE.{names.log_stream}",
-                names.worker("trainer", "trainer-0", "n", "call"),
-            ),
-        ]
-        for subject in forbidden:
-            await client.publish(subject, b"x")
-        await until(lambda: len(errors) == len(forbidden))
-        assert all("permissions violation" in error for error in errors)
-        await client.close()
-        errors.clear()
-        for role, subject in (
-            ("trainer", names.records),
-            ("rollout", names.trained),
-            ("rollout", names.retired),
-        ):
-            client = await raw_client(tmp_path, role, error_cb=note)
-            await client.publish(subject, b"x")
-            await until(lambda: bool(errors))
-            assert "permissions violation" in errors.pop()
-            await client.close()
-        assert await log.bus.store.last_sequence(names.log_stream, names.retired) == 0
-        with pytest.raises(nats.errors.Error):
-            await client.publish(names.records, b"x")
 
 
 async def test_only_the_last_steps_are_kept(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:
