@@ -57,6 +57,8 @@ from stretto.records.metrics_file import MetricsFile
 from stretto.weights import WeightsNote
 
 Checkpoint = tuple[Path | None, KernelState]
+FOLDER = Path("checkpoint")
+"""Of every checkpoint here; nothing is read from it."""
 
 SETTINGS = SchedulerSettings(steps=20, batch_size=2, max_staleness=1, rows=100)
 
@@ -124,14 +126,14 @@ class History:
                     await self.finish(ticket)
             await self.train()
 
-    async def checkpoint(self, folder: Path) -> Checkpoint:
+    async def checkpoint(self) -> Checkpoint:
         """A checkpoint of the current version."""
         end = (await self.bus.store.end(self.names.journal_stream)).sequence
         data = msgspec.json.encode(self.scheduler.snapshot())
         snapshot = msgspec.json.decode(data, type=Snapshot)
         version = snapshot.version
         state = KernelState(version, 0, f"digest {version}", snapshot, self.log_sequence, 1, "", 1, 0, 0, 0.0)
-        return folder, msgspec.structs.replace(state, events_after=end, journal=self.head)
+        return FOLDER, msgspec.structs.replace(state, events_after=end, journal=self.head)
 
 
 class Trainers:
@@ -212,6 +214,16 @@ async def open_history(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[His
         yield history
 
 
+@asynccontextmanager
+async def history_at(
+    open_bus: OpenBus, names: Subjects, version: int
+) -> AsyncGenerator[tuple[History, Checkpoint]]:
+    """A run that has come to a version, and its checkpoint."""
+    async with open_history(open_bus, names) as history:
+        await history.run_to(version)
+        yield history, await history.checkpoint()
+
+
 def issued(scheduler: Scheduler) -> set[int]:
     """Tickets that the scheduler issues."""
     return {command.ticket.id for command in scheduler.commands() if isinstance(command, Issue)}
@@ -254,24 +266,11 @@ async def test_tickets_of_a_kernel_that_has_replaced_this_one_stay(
         assert (former in extent, later in extent) == (False, True)
 
 
-async def test_an_intact_store_loses_nothing(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
-        await history.run_to(4)
-        stored, result, scheduler = await recovered(history, checkpoint, reached=4)
-        assert (stored.lost, stored.lost_from) == (LostData(), None)
-        assert (result.repeated, result.incarnation) == (2, 0)
-        assert scheduler.version == 4
-
-
-async def test_a_lost_log_costs_the_steps_since_the_checkpoint(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
+async def test_a_lost_log_costs_the_steps_since_the_checkpoint(open_bus: OpenBus, names: Subjects) -> None:
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
         await history.finish(4)  # finished before the checkpoint, trained after it
-        checkpoint = await history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint()
         await history.run_to(4)
         await history.bus.store.purge(history.names.log_stream)
         stored, result, scheduler = await recovered(history, checkpoint, reached=4)
@@ -282,12 +281,12 @@ async def test_a_lost_log_costs_the_steps_since_the_checkpoint(
 
 
 async def test_a_new_log_in_the_place_of_a_lost_one_is_not_taken_for_it(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
+    open_bus: OpenBus, names: Subjects
 ) -> None:
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
         await history.finish(4)
-        checkpoint = await history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint()
         await history.bus.store._jetstream.delete_stream(names.log_stream)  # pyright: ignore[reportPrivateUsage]
         await history.make_streams()
         lost = (await recovered(history, checkpoint, reached=2))[0]
@@ -305,13 +304,11 @@ async def test_a_new_log_in_the_place_of_a_lost_one_is_not_taken_for_it(
         assert (again.log_is_short, again.lost) == (False, LostData(groups=1))
 
 
-async def test_groups_whose_data_is_gone_are_issued_again(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
+async def test_groups_whose_data_is_gone_are_issued_again(open_bus: OpenBus, names: Subjects) -> None:
     async with open_history(open_bus, names) as history:
         await history.run_to(2)
         await history.finish(4)
-        checkpoint = await history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint()
         await history.finish(6)
         await history.finish(7)
         await delete(history, history.bundles[4], history.bundles[6])
@@ -322,24 +319,8 @@ async def test_groups_whose_data_is_gone_are_issued_again(
         assert issued(scheduler) == {4, 5, 6}
 
 
-async def test_a_bundle_of_which_a_part_is_gone_is_gone(open_bus: OpenBus, names: Subjects) -> None:
-    async with open_history(open_bus, names) as history:
-        bus = history.bus
-        first = await bus.store.append(names.trajectories, TrajectoryBundle(0, 1, 0, ()), id="small")
-        whole = await bus.store.append(names.trajectories, StoredImage(b"x" * 3_000_000), id="parts")
-        assert whole > first + 2
-        assert await bus.store.holds(names.log_stream, whole)
-        await bus.store.delete(names.log_stream, first + 1)
-        assert not await bus.store.holds(names.log_stream, whole)
-        assert (await bus.store.extent(names.log_stream)).missing == {first + 1}
-
-
-async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
+async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(open_bus: OpenBus, names: Subjects) -> None:
+    async with history_at(open_bus, names, 2) as (history, checkpoint):
         part = history.log_sequence + 1
         whole = await history.bus.store.append(names.trajectories, StoredImage(b"x" * 3_000_000), id="parts")
         await history.finish(4)
@@ -352,13 +333,11 @@ async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(
         assert [group.ticket for group in scheduler.tickets.done_groups] == [4]
 
 
-async def test_a_group_of_which_an_image_is_gone_is_issued_again(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
+async def test_a_group_of_which_an_image_is_gone_is_issued_again(open_bus: OpenBus, names: Subjects) -> None:
     async with open_history(open_bus, names) as history:
         await history.bus.store.make_log(names.log_stream, names.of_log)
         await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
+        checkpoint = await history.checkpoint()
         for ticket in (4, 5):
             subject = names.image(f"{ticket:064}")
             whole = await history.bus.store.append(
@@ -376,11 +355,9 @@ async def test_a_group_of_which_an_image_is_gone_is_issued_again(
 
 @pytest.mark.parametrize("newest_is_there", [True, False])
 async def test_a_journal_without_its_end_costs_its_steps_and_what_they_sampled(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path, newest_is_there: bool
+    open_bus: OpenBus, names: Subjects, newest_is_there: bool
 ) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
+    async with history_at(open_bus, names, 2) as (history, checkpoint):
         await history.run_to(3)
         stream = history.names.journal_stream
         journal = await history.bus.store.end(stream)
@@ -401,11 +378,9 @@ async def test_a_journal_without_its_end_costs_its_steps_and_what_they_sampled(
 
 
 async def test_a_journal_that_is_not_that_of_the_checkpoint_is_a_loss(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
+    open_bus: OpenBus, names: Subjects
 ) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        folder, state = await history.checkpoint(tmp_path)
+    async with history_at(open_bus, names, 2) as (history, (folder, state)):
         for sequence, digest in (
             (history.head.sequence, "of another message"),
             (history.head.sequence + 1, history.head.digest),
@@ -417,11 +392,9 @@ async def test_a_journal_that_is_not_that_of_the_checkpoint_is_a_loss(
 
 
 async def test_a_state_that_was_handed_over_knows_its_place_in_the_journal(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
+    open_bus: OpenBus, names: Subjects
 ) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        folder, state = await history.checkpoint(tmp_path)
+    async with history_at(open_bus, names, 2) as (history, (folder, state)):
         await history.finish(4)
         stored, _, _ = await recovered(history, (folder, state), reached=2)
         assert stored.fold.message == history.head
@@ -432,12 +405,10 @@ async def test_a_state_that_was_handed_over_knows_its_place_in_the_journal(
 
 
 async def test_an_outcome_that_the_log_has_lost_is_not_taken_for_another_one(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
+    open_bus: OpenBus, names: Subjects
 ) -> None:
     """The next kernel gives its number to another outcome, so a checkpoint has to come first."""
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
+    async with history_at(open_bus, names, 2) as (history, checkpoint):
         await history.finish(4)
         await delete(history, history.log_sequence)
         stored, result, _ = await recovered(history, checkpoint, reached=2)
@@ -445,12 +416,10 @@ async def test_an_outcome_that_the_log_has_lost_is_not_taken_for_another_one(
 
 
 async def test_weights_of_another_incarnation_that_follow_begin_a_new_one(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
+    open_bus: OpenBus, names: Subjects
 ) -> None:
     """The newest checkpoint is damaged, and an older one of another incarnation is taken."""
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
+    async with history_at(open_bus, names, 2) as (history, checkpoint):
         await history.hear(RunOwned(41, 2, 1, "", 1000))
         stored, result, _ = await recovered(history, checkpoint, reached=2)
         assert (stored.lost.steps, stored.lost_from) == (0, 2)
@@ -458,11 +427,9 @@ async def test_weights_of_another_incarnation_that_follow_begin_a_new_one(
 
 
 async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
+    open_bus: OpenBus, names: Subjects
 ) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
+    async with history_at(open_bus, names, 2) as (history, checkpoint):
         await history.run_to(6)
         failure = GroupFailed("train", 11, 2, "rollout-0", "why")
         await history.bus.store.append(history.names.groups, failure, id="failed")
@@ -473,12 +440,8 @@ async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(
         assert scheduler.ledger.failed == 0
 
 
-async def test_an_incarnation_number_is_never_used_twice(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
+async def test_an_incarnation_number_is_never_used_twice(open_bus: OpenBus, names: Subjects) -> None:
+    async with history_at(open_bus, names, 2) as (history, checkpoint):
         await history.run_to(4)
         await history.bus.store.purge(history.names.log_stream)
         numbers = [(await recovered(history, checkpoint, reached=4))[1].incarnation for _ in range(3)]
@@ -488,12 +451,8 @@ async def test_an_incarnation_number_is_never_used_twice(
         assert (await recovered(history, later, reached=4))[0].next_incarnation == 100
 
 
-async def test_another_batch_than_the_recorded_one_is_not_trained(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
+async def test_another_batch_than_the_recorded_one_is_not_trained(open_bus: OpenBus, names: Subjects) -> None:
+    async with history_at(open_bus, names, 2) as (history, checkpoint):
         await history.finish(4)
         apply(history.scheduler, OutcomeRead(0), GroupFailed("train", 5, 1, "rollout-0", "is in no event"))
         await history.finish(6)
@@ -504,24 +463,18 @@ async def test_another_batch_than_the_recorded_one_is_not_trained(
 
 
 async def test_what_follows_events_that_do_not_fit_is_not_continued(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
+    open_bus: OpenBus, names: Subjects
 ) -> None:
     """A filter that is not deterministic would do this: the step was trained, and these events start none."""
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
+    async with history_at(open_bus, names, 2) as (history, checkpoint):
         await history.store(StepTrained(3, hold=False))
         stored, result, scheduler = await recovered(history, checkpoint, reached=2)
         assert (stored.lost, stored.lost_from, stored.fold.is_whole) == (LostData(), None, False)
         assert (result.is_exact, scheduler.version) == (False, 2)
 
 
-async def test_a_batch_that_was_not_complete_is_no_lost_step(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        checkpoint = await history.checkpoint(tmp_path)
+async def test_a_batch_that_was_not_complete_is_no_lost_step(open_bus: OpenBus, names: Subjects) -> None:
+    async with history_at(open_bus, names, 2) as (history, checkpoint):
         await history.finish(4)
         await history.finish(5)
         await delete(history, history.bundles[5])
