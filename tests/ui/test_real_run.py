@@ -1,22 +1,17 @@
-"""A real run that has ended: page, report and samples say the same as `metrics.jsonl` and the run's log."""
+"""A real run that has ended: its kept samples and its report say the same as its log."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import anyio
 import pytest
-from selenium.webdriver import ActionChains
 
-from browser import complaints, open_browser
-from pages import Page, curve_of, served
 from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
 from stretto.cli.audit.audit_store import open_store
 from stretto.records.kept.samples import SampleStore
@@ -83,16 +78,6 @@ async def _trajectories(folder: Path) -> dict[str, WireTrajectory]:
     return found
 
 
-@pytest.fixture(scope="module")
-def page(run: Ended, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with (
-        served(run.folder) as address,
-        open_browser(tmp_path_factory.mktemp("browser") / "profile") as driver,
-    ):
-        yield Page(driver, address, run.folder.parent)
-        assert complaints(driver) == []
-
-
 def test_kept_samples_are_those_of_the_log(run: Ended) -> None:
     trained = {id: row for id, row in run.rows.items() if row["outcome"] == "trained"}
     assert Counter(row["step"] for row in trained.values()) == dict.fromkeys(range(1, STEPS + 1), 16)
@@ -128,49 +113,3 @@ def test_kept_samples_give_the_figures_of_metrics_jsonl(run: Ended) -> None:
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
     return sum(row[name] for row in rows) / len(rows)
-
-
-def test_the_page_shows_the_figures_of_metrics_jsonl(run: Ended, page: Page) -> None:
-    id = page.run("test")
-    page.open(f"run/{id}/curves")
-    for key in ("reward", "reward/even", "loss", "length", "staleness", "step_s"):
-        expected = {line["step"]: line[key] for line in run.steps}
-        assert dict(curve_of(page, key)) == pytest.approx(expected, rel=1e-5, abs=1e-6), key
-    expected = {line["step"]: line["evaluation/accuracy"] for line in run.evaluations}
-    assert dict(curve_of(page, "evaluation/accuracy")) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-    page.open(f"run/{id}/overview")
-    newest = fmean(line["reward"] for line in run.steps[-10:])
-    assert page.text("[data-tile=reward] .value") == f"{newest:.3f}"
-    staleness = Counter(row["staleness"] for row in run.those(outcome="trained"))
-    assert staleness == {int(each): count for each, count in run.summary["staleness"].items()}
-    for each, count in staleness.items():
-        assert page.text(f"[data-staleness='{each}']").startswith(f"{count} ·")
-
-
-def test_the_page_shows_the_samples_of_the_log(run: Ended, page: Page) -> None:
-    id = page.run("test")
-    page.open(f"run/{id}/samples?view=list&step_from={STEPS}&step_to={STEPS}&purpose=train")
-    page.until(lambda: page.text("#count") == "1 to 16 of 16")
-    for sample, outcome, step, reward, length, *_ in page.cells("#samples"):
-        sent = run.log[sample]
-        assert (outcome, step) == ("trained", str(STEPS))
-        assert (float(reward), int(length)) == (sent.reward, len(sent.tokens.numpy()))
-
-    sample = page.cells("#samples")[0][0]
-    sent = run.log[sample]
-    page.open(f"run/{id}/samples?ticket={run.rows[sample]['ticket']}&group=1")
-    page.one("[data-value=logprob]").click()
-    tokens = f"article[data-sample='{sample}'] .tok"
-    page.until(lambda: len(page.all(tokens)) == len(sent.tokens.numpy()))
-    logprobs = sent.logprobs.numpy()
-    for at in (len(logprobs) - 1, len(logprobs) - 2):
-        token = page.one(f"{tokens}[data-at='{at}']")
-        page.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", token)
-        ActionChains(page.driver).move_to_element(token).perform()
-        page.until(lambda at=at: page.text("#token").startswith(f"token {at} "))
-        shown = page.text("#token")
-        assert f"id {sent.tokens.numpy()[at]}" in shown
-        [logprob] = re.findall(r"logprob (\S+)", shown)
-        assert float(logprob) == pytest.approx(float(logprobs[at]), rel=1e-3)
-    page.one("[data-value=text]").click()
