@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -114,27 +111,16 @@ def test_the_instruction_is_the_librarys_or_ones_own() -> None:
     assert [turn["role"] for turn in dataset(task="gcd", size=1, system=None)[0]["prompt"]] == ["user"]
 
 
-def test_rows_do_not_depend_on_the_hash_seed_of_a_process() -> None:
+def test_the_library_is_imported_in_a_process_of_its_own() -> None:
     program = (
-        "import json, sys\n"
+        "import sys\n"
         "from stretto import Context\n"
         "from stretto_reasoning_gym import ReasoningGym, ReasoningGymConfig\n"
-        "config = ReasoningGymConfig(use='reasoning_gym', task='word_ladder', size=5)\n"
-        "rows = ReasoningGym(config, Context(run='r', name='n', seed=1))\n"
-        "print(json.dumps([rows.fingerprint, *(rows[index] for index in range(5))]))\n"
+        "config = ReasoningGymConfig(use='reasoning_gym', task='gcd', size=5)\n"
+        "ReasoningGym(config, Context(run='r', name='n', seed=1))[0]\n"
         "assert not {'reasoning_gym', 'matplotlib', 'torch'} & sys.modules.keys()\n"
     )
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(printed) == 1
-    assert len(json.loads(printed.pop())) == 6
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_fingerprint_is_of_what_determines_the_rows() -> None:
@@ -235,9 +221,3 @@ def test_a_run_trains_and_evaluates_on_tasks_by_name(start: Any) -> None:
     summary = run.assert_completed(steps=2, bound=0)
     assert [each["samples"] for each in summary["evaluation"]] == [6, 6]
     assert run.metrics()[-1]["reward/answered"] == 0.0
-
-
-def test_a_wrong_task_is_refused_before_anything_starts(refusals: Callable[..., list[str]]) -> None:
-    faults = refusals("dataset.use=reasoning_gym", "dataset.task=leg_countin", "reward=reasoning_gym")
-    [fault] = [fault for fault in faults if "dataset: reasoning_gym has" in fault]
-    assert "has no task 'leg_countin'; did you mean 'leg_counting'" in fault
