@@ -6,7 +6,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, stdev
@@ -20,7 +21,6 @@ from selenium.webdriver.common.by import By
 from browser import complaints, open_browser, requested
 from made_run import make_run
 from pages import Page, curve_of, served
-from patience import patience
 from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
 from stretto.records.figures import FIGURES, duration_text, figure
@@ -61,6 +61,17 @@ def clean(page: Page) -> Iterator[None]:
     yield
     assert complaints(page.driver) == []
     assert [url for url in requested(page.driver) if not url.startswith(page.base)] == []
+
+
+@contextmanager
+def other_runs(page: Page, folder: Path) -> Generator[Page]:
+    """The runs of another folder, in the same browser. They ask no other server either."""
+    with served(folder) as address:
+        other = Page(page.driver, address, folder)
+        yield other
+        page.driver.get("about:blank")  # asks no more, before its server ends
+        assert [url for url in requested(page.driver) if not url.startswith((other.base, page.base))] == []
+    page.driver.get(page.base)
 
 
 def test_the_token_leaves_the_address(page: Page) -> None:
@@ -179,21 +190,14 @@ def test_a_wide_tile_leaves_no_empty_column(page: Page) -> None:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_a_curve_has_every_step(page: Page) -> None:
+def test_curves_have_every_step_and_evaluations_their_version(page: Page) -> None:
     page.open(f"run/{page.run('one')}/curves")
 
-    expected = {line["step"]: line["loss"] for line in page.lines("one") if "loss" in line}
-    assert dict(curve_of(page, "loss")) == pytest.approx(expected, abs=1e-6)
-
-
-def test_evaluations_are_points_with_their_version(page: Page) -> None:
-    page.open(f"run/{page.run('one')}/curves")
-
-    accuracy = [line for line in page.lines("one") if "evaluation/accuracy" in line]
     values = page.until(lambda: page.text(".chart[data-key='evaluation/accuracy'] .values"))
     assert values == "0.900 at version 40"
-    expected = {line["step"]: line["evaluation/accuracy"] for line in accuracy}
-    assert dict(curve_of(page, "evaluation/accuracy")) == pytest.approx(expected)
+    for key in ("loss", "evaluation/accuracy"):
+        expected = {line["step"]: line[key] for line in page.lines("one") if key in line}
+        assert dict(curve_of(page, key)) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_drag_over_a_chart_shows_the_part_in_all_charts(page: Page) -> None:
@@ -297,8 +301,7 @@ def test_runs_that_differ_in_their_seed_are_one_row(page: Page, tmp_path: Path) 
     last = [
         [value for _, value in RunFolder(each).series("reward")][-10:] for each in sorted(tmp_path.iterdir())
     ]
-    with served(tmp_path) as address:
-        swept = Page(page.driver, address, tmp_path)
+    with other_runs(page, tmp_path) as swept:
         swept.until(lambda: len(swept.all("#runs tr.link")) == 2)
         values = {each.text: each for each in swept.all("#runs td.value")}
         assert values.keys() == {"1 2 3", "0.001", "3", "0.0001"}
@@ -325,9 +328,6 @@ def test_runs_that_differ_in_their_seed_are_one_row(page: Page, tmp_path: Path) 
         swept.one("th [type=button]").click()
         pinned = swept.until(lambda: swept.all("#runs tr.link [aria-pressed=true]"))
         assert pinned[0].get_attribute("title") == "Pin"
-        page.driver.get("about:blank")  # asks no more, before its server ends
-        assert [url for url in requested(page.driver) if not url.startswith((swept.base, page.base))] == []
-    page.driver.get(page.base)
 
 
 def test_seeds_are_compared_as_a_mean_with_its_band(page: Page, tmp_path: Path) -> None:
@@ -335,8 +335,7 @@ def test_seeds_are_compared_as_a_mean_with_its_band(page: Page, tmp_path: Path) 
         make_run(tmp_path / f"r{number}", name=f"r{number}", steps=20, groups=1, samples=1, seed=seed, lr=lr)
     runs = [RunFolder(tmp_path / f"r{number}") for number in range(4)]
     last = [dict(run.series("reward"))[20] for run in runs]
-    with served(tmp_path) as address:
-        swept = Page(page.driver, address, tmp_path)
+    with other_runs(page, tmp_path) as swept:
         swept.open(f"compare?runs={','.join(swept.run(f'r{number}') for number in range(4))}")
         legend = swept.until(lambda: swept.text(".legend.names"))
         assert legend.split("\n") == ["training.lr 0.001 (2 seeds)", "training.lr 0.0001 (2 seeds)"]
@@ -353,16 +352,12 @@ def test_seeds_are_compared_as_a_mean_with_its_band(page: Page, tmp_path: Path) 
         assert swept.text(".legend.names").split() == ["r0", "r1", "r2", "r3"]
         swept.driver.refresh()
         swept.until(lambda: len(swept.text(".chart[data-key=reward] .values").split()) == 4)
-        page.driver.get("about:blank")  # asks no more, before its server ends
-        assert [url for url in requested(page.driver) if not url.startswith((swept.base, page.base))] == []
-    page.driver.get(page.base)
 
 
 def test_twenty_runs_are_compared_and_no_two_look_the_same(page: Page, tmp_path: Path) -> None:
     for number in range(20):
         make_run(tmp_path / str(number), name=f"swept-{number}", steps=12, groups=1, samples=1, seed=number)
-    with served(tmp_path) as address:
-        many = Page(page.driver, address, tmp_path)
+    with other_runs(page, tmp_path) as many:
         many.open(f"compare?runs={','.join(many.run(f'swept-{number}') for number in range(20))}")
         many.until(lambda: len(many.all("#figures tbody tr")) == 20)
         chart = many.one(".chart[data-key=reward]")
@@ -371,9 +366,6 @@ def test_twenty_runs_are_compared_and_no_two_look_the_same(page: Page, tmp_path:
         looks = "((each) => each.style.stroke + ' ' + each.getAttribute('stroke-dasharray'))"
         script = f"return {signs}.map({looks})"
         assert len(set(many.until(lambda: page.driver.execute_script(script)))) == 20
-        page.driver.get("about:blank")  # asks no more, before its server ends
-        assert [url for url in requested(page.driver) if not url.startswith((many.base, page.base))] == []
-    page.driver.get(page.base)
 
 
 def test_the_configuration_begins_with_what_the_user_has_set(page: Page) -> None:
@@ -507,8 +499,7 @@ def test_the_first_word_that_differs_from_the_row_is_marked(page: Page, tmp_path
         make_run(
             tmp_path / "runs" / str(number), name=f"said-{number}", steps=2, answer=answer, lr=number + 1
         )
-    with served(tmp_path / "runs") as address:
-        shown = Page(page.driver, address, tmp_path / "runs")
+    with other_runs(page, tmp_path / "runs") as shown:
         for number, (answer, wrong) in enumerate(marked.items()):
             shown.open(f"run/{shown.run(f'said-{number}')}/samples?ticket=3&group=1")
             answers = ".group article [data-part=answer]"
@@ -516,9 +507,6 @@ def test_the_first_word_that_differs_from_the_row_is_marked(page: Page, tmp_path
             rewards = [each.text.split("\n")[0] for each in shown.all(".group article h2")]
             wrongs = [each.text.strip() for each in shown.all(f"{answers} .wrong")]
             assert wrongs == [wrong] * rewards.count("reward 0") if wrong else wrongs == []
-        page.driver.get("about:blank")  # asks no more, before its server ends
-        requested(page.driver)
-    page.driver.get(page.base)
 
 
 def test_tokens_have_the_colours_and_figures_of_the_sample(page: Page) -> None:
@@ -577,17 +565,13 @@ def test_a_run_that_failed_names_the_command_to_go_on(page: Page, tmp_path: Path
     folder = make_run(tmp_path / "it's bad", name="bad", steps=3)
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | {"status": "failed", "reason": "no room"}))
-    with served(folder) as address:
-        bad = Page(page.driver, address, folder)
+    with other_runs(page, folder) as bad:
         bad.open(f"run/{bad.run('bad')}/overview")
         command = bad.text("#go-on")
         assert shlex.split(command) == ["stretto", "resume", str(folder)]
         assert bad.text(".note.bad") == "no room"
         bad.one("#go-on").click()
         assert page.driver.execute_script("return getSelection().toString()") == command
-        page.driver.get("about:blank")  # asks no more, before its server ends
-        requested(page.driver)
-    page.driver.get(page.base)
 
 
 def test_the_keyboard_reaches_everything(page: Page) -> None:
@@ -714,33 +698,3 @@ def test_a_real_run_is_shown_while_it_trains(start: Callable[..., Any], tmp_path
         page.until(lambda: [each.text for each in page.all("#lines div")][-10:] == log)
         assert len(page.all("#lines .begins")) == 1
         assert complaints(driver) == []
-
-
-@pytest.mark.timeout(patience(600))
-def test_a_long_run_opens_in_two_seconds(page: Page, tmp_path: Path) -> None:
-    """10,000 steps and 1,000,000 samples: from the request until figures and curves are drawn. Other tests
-    take the processors meanwhile: then it may take three times as long as a run of 40 steps, and one of three
-    tries is enough."""
-    make_run(tmp_path / "runs" / "long", name="long", steps=10_000, groups=25, samples=4)
-    make_run(tmp_path / "runs" / "short", name="short", steps=40)
-    with served(tmp_path / "runs") as address, open_browser(tmp_path / "profile") as driver:
-        long = Page(driver, address, tmp_path / "runs")
-
-        def seconds(run: str) -> float:
-            driver.get("about:blank")
-            long.open(f"run/{run}/overview")
-            return 0.001 * driver.execute_async_script(
-                "const done = arguments[0], count = () => document.querySelectorAll('.chart canvas').length;"
-                "const look = () => count() < 5 ? requestAnimationFrame(look) : done(performance.now());"
-                "look();"
-            )
-
-        tries = [(seconds(long.run("short")), seconds(long.run("long"))) for _ in range(3)]
-        print(f"overview after {tries} s")
-        assert curve_of(long, "loss")[-1][0] == 10_000
-
-        long.open(f"run/{long.run('long')}/samples?view=list")
-        long.until(lambda: long.text("#count") == "1 to 50 of 1,000,000")
-
-    short_s, long_s = map(min, zip(*tries, strict=True))
-    assert long_s < max(2, 3 * short_s)
