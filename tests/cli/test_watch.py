@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
@@ -54,26 +52,6 @@ def test_the_view_follows_the_folder_until_the_run_ends(run: Path) -> None:
     with watching(str(run)) as terminal:  # nobody stands still: nobody is there
         assert terminal.end() == 0
         assert "stands still" not in terminal.shown.replace("trainer-0 stands still", "")
-
-
-@pytest.mark.slow
-def test_the_view_follows_a_real_run(start: Callable[..., Any], tmp_path: Path) -> None:
-    evaluation = f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}"
-    run = start("steps=150", evaluation, "evaluation.every=20")
-    run.until(run.evaluations)
-    with watching(str(run.folder)) as terminal:
-        for row in (
-            "left (until",
-            "workers  4 ready",
-            "verdict  ",
-            "now  ",
-            "(version 0)",
-            "reward  0",
-        ):
-            terminal.until_it_shows(row)
-        run.process.send_signal(signal.SIGINT)
-        assert terminal.end() == 0
-        assert "interrupted at step" in terminal.shown
 
 
 @pytest.mark.parametrize(
