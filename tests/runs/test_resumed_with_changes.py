@@ -12,7 +12,7 @@ import pytest
 from fixture_types import Start
 from patience import patience
 from stretto.bus.messages.events import BatchStarted, Event, RunOwned
-from worlds import in_both_worlds, in_simulation, module_in_both_worlds
+from worlds import in_both_worlds, module_in_both_worlds
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -31,39 +31,6 @@ def assert_each_ticket_trained_once(events: list[Event]) -> None:
     batches = {event.version: event.tickets for event in events if isinstance(event, BatchStarted)}
     tickets = [ticket for batch in batches.values() for ticket in batch]
     assert len(tickets) == len(set(tickets))
-
-
-@in_simulation
-def test_a_killed_run_goes_on_with_a_smaller_bound_and_batch(start: Start) -> None:
-    run = start("checkpoint.every=3", "steps=30", "queue.max_staleness=4", "inference.sigma=1.2")
-    run.until_step(8)
-    run.process.kill()
-    run.process.wait()
-    changed = ("queue.max_staleness=1", "queue.batch_size=2", "steps=14", "algorithm.temperature=1")
-    refused = start(*changed, resume=run)
-    assert refused.end() == 2
-    assert "unknown key 'temperature'" in refused.text()
-    resumed = start(*changed[:-1], resume=run)
-    assert resumed.end() == 0, resumed.text()
-    summary = resumed.assert_balanced()
-    assert (summary["status"], summary["version"], summary["ledger"]["in_flight"]) == ("completed", 14, 0)
-    events = run.journal()
-    [change] = changes(events)
-    at = change.version
-    assert at >= 8
-    [line] = [each for each in run.log() if each["event"] == "values changed"]
-    said = [line[key] for key in ("version", "queue.batch_size", "queue.max_staleness", "steps")]
-    assert said == [at, "2", "1", "14"]
-    lines = run.metrics()
-    assert [line["step"] for line in lines] == list(range(1, 15))
-    assert all(line["staleness_max"] <= 1 for line in lines[at:])
-    assert summary["ledger"]["trained"] == 4 * at + 2 * (14 - at)
-    expired = sum(count for reason, count in summary["reasons"].items() if "does not fit" in reason)
-    assert expired == summary["ledger"]["expired"] > 0
-    assert_each_ticket_trained_once(events)
-    run.assert_audit_is_clean()
-    assert "batch_size: 2" in (run.folder / "config.yaml").read_text()
-    assert "batch_size: 4" in (run.folder / "config-1.yaml").read_text()
 
 
 @pytest.fixture(scope="module")
