@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -141,25 +140,15 @@ def test_a_refusal_carries_its_key_and_a_plugin_error_is_one(config: Mapping[str
 
 @pytest.mark.slow
 def test_a_failed_run_raises_its_reason(config: Mapping[str, Any], tmp_path: Path) -> None:
-    plugin = tmp_path / "broken.py"
-    plugin.write_text(
-        textwrap.dedent(
-            """\
-            from stretto import Component, RewardConfig, hookimpl
-
-            class Broken:
-                def __call__(self, prompt, completion, **columns):
-                    if prompt != "0+1=":  # the row that the check scores
-                        raise ValueError("no score for this")
-                    return 1.0
-
-            @hookimpl
-            def stretto_reward():
-                yield Component("broken", lambda config, context: Broken(), RewardConfig, "raises")
-            """
-        )
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "def score(prompt, completion):\n"
+        "    if prompt != '0+1=':  # the row that the check scores\n"
+        "        raise ValueError('no score for this')\n"
+        "    return 1.0\n"
     )
-    with stretto.run(config, plugins=[plugin], reward="broken", queue={"max_failures": 2}) as run:
+    reward = {"use": "function", "function": f"{file}:score"}
+    with stretto.run(config, reward=reward, queue={"max_failures": 2}) as run:
         with pytest.raises(stretto.RunError, match="no score for this"):
             run.wait()
         assert run.state == "failed"
