@@ -412,11 +412,3 @@ def test_workers_live_on_when_their_kernel_is_killed(
 def kernel_of(run: Run) -> psutil.Process:
     """The kernel's process, a child of the supervisor."""
     return run.until(lambda: next(iter(psutil.Process(run.process.pid).children()), None))
-
-
-def test_a_run_on_a_cluster_of_its_own(start: Start) -> None:
-    run = start("steps=6", "launcher=ray", "rollout.processes=2")
-    run.assert_completed(6)
-    assert_ended(run)
-    assert "RAY_" not in (run.folder / "logs" / "rollout-0.out").read_text()
-    assert (run.folder / "logs" / "ray.out").exists()
