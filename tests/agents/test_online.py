@@ -361,23 +361,6 @@ def test_late_rewards_train_and_a_session_that_never_ends_fails_its_ticket_alone
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_its_rollout_worker_was_killed(start: Callable[..., Any], tmp_path: Path) -> None:
-    program = Program(tmp_path / "out")
-    run = start(*online(tmp_path, "steps=8", "dataset.path=" + str(tmp_path / "few.jsonl")))
-    rows = [{"prompt": f"{n}+1=", "n": n} for n in range(4, 40)]
-    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    program.start()
-    try:
-        run.until_step(2)
-        run.worker("rollout-0").kill()
-        summary = run.assert_completed(8, batch_size=2)
-    finally:
-        program.over.set()
-    assert summary["restarts"] == 1
-    assert summary["ledger"]["failed"] == 0
-
-
-@pytest.mark.slow
 def test_the_program_of_the_page_trains(start: Callable[..., Any], tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
     program = page.partition("# program.py\n")[2].partition("```")[0]
