@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import anyio.to_thread
+import anyio
 import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI

@@ -21,6 +21,7 @@ from fixture_types import OpenBus
 from patience import SOON_S, patience
 from stretto.array import Array
 from stretto.bus.joining import check_operator, is_token_of, operator_bootstrap, write_bootstrap
+from stretto.bus.messages.base import Party
 from stretto.bus.messages.events import KernelLease
 from stretto.bus.messages.inference import ChunkBatch, Generate
 from stretto.bus.messages.membership import Beacon, Heartbeat, Join, Leaving, Peer, Ranks, Routes, Welcome
@@ -261,7 +262,7 @@ async def test_no_other_role_can_answer_a_request(open_bus: OpenBus, names: Subj
 N = Subjects("test-run")
 INFERENCE, TRAINER = (partial(N.worker, role, f"{role}-0", "n") for role in ("inference", "trainer"))
 LOG = N.log_stream
-MAY_NOT: dict[str, tuple[list[str], list[str]]] = {
+MAY_NOT: dict[Party, tuple[list[str], list[str]]] = {
     "rollout": (
         [
             *(INFERENCE("swap"), INFERENCE("load"), TRAINER("call"), N.trained, N.retired),
@@ -301,7 +302,7 @@ MAY_NOT: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.mark.parametrize("party", MAY_NOT)
 async def test_a_party_may_say_and_hear_only_its_own(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path, party: str
+    open_bus: OpenBus, names: Subjects, tmp_path: Path, party: Party
 ) -> None:
     errors: list[str] = []
 

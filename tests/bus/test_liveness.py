@@ -363,7 +363,7 @@ async def test_no_worker_counts_as_silent_while_the_bus_is_out(
 # ----------------------------------------------------------------------- processes and event loops
 
 
-@pytest.mark.parametrize("work", ["sleep", "spin"])
+@pytest.mark.parametrize("work", ["sleep", pytest.param("spin", marks=pytest.mark.slow)])
 async def test_heartbeats_come_while_the_event_loop_stands_still(
     open_bus: OpenBus, names: Subjects, tmp_path: Path, work: str
 ) -> None:

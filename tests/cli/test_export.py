@@ -85,6 +85,7 @@ def test_the_exported_model_is_that_of_the_checkpoint(lora_run: Path, tmp_path: 
     assert json.loads((to / "generation_config.json").read_text())["eos_token_id"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
 def test_the_exported_adapter_gives_the_same_model_on_its_base(lora_run: Path, tmp_path: Path) -> None:
     import torch

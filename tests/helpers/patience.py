@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median
 
 GOOD_MACHINE_S = 0.014
 """How long the piece of work takes on a good machine, where a small universe takes 0.67 processor seconds."""
@@ -57,15 +58,14 @@ def measure_again() -> None:
         _measured_at = time.monotonic()
         file = _folder() / f"{os.getpid()}.json"
         written = file.with_suffix(".new")
-        written.write_text(json.dumps(max(_recent)))
+        written.write_text(json.dumps(median(_recent)))
         written.replace(file)
-    others = [_read(file) for file in _folder().glob("*.json")]
-    _factor = max(1.0, *_recent, *others)
+    _factor = max(1.0, *(_read(file) for file in _folder().glob("*.json")))
 
 
 def measured_s() -> float:
     """How long the piece of work takes, with what else the machine does meanwhile: the median of three."""
-    return sorted(_piece_of_work() for _ in range(3))[1]
+    return median(_piece_of_work() for _ in range(3))
 
 
 def _piece_of_work() -> float:

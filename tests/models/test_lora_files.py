@@ -127,7 +127,8 @@ def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: Models, t
     torch.testing.assert_close(whole.tensors()["h.0.attn.c_attn.weight"], merged["h.0.attn.c_attn.weight"])
 
 
-@pytest.mark.parametrize("weights", ["file", pytest.param("bus", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["file", "bus"])
 def test_a_run_sends_the_adapter_alone(
     start: Start, tiny_models: Models, tmp_path: Path, weights: str
 ) -> None:

@@ -25,6 +25,8 @@ from stretto_reasoning_gym import (
 from stretto_reasoning_gym.generator import plain, restore
 from waiting import until
 
+pytestmark = pytest.mark.slow  # its library takes seconds to import, in each process that has rows
+
 CONTEXT = Context(run="r", name="n", seed=1)
 
 

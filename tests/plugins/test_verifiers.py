@@ -148,7 +148,7 @@ class Policy:
 
 @pytest.fixture
 async def workflow() -> AsyncIterator[VerifiersWorkflow]:
-    config = VerifiersWorkflowConfig(use="verifiers", episode_timeout_s=patience(20))
+    config = VerifiersWorkflowConfig(use="verifiers", episode_timeout_s=patience(20), timeout_s=patience(60))
     mode: Any = "unsafe" if sandbox_problem() else "bubblewrap"
     made = VerifiersWorkflow(config, Context(run="r", name="n", seed=1, sandbox=mode))
     yield made
@@ -228,7 +228,7 @@ async def test_what_goes_wrong_in_an_episode_fails_it_alone(
 
 
 async def test_an_episode_has_a_time_limit(library: Path) -> None:
-    config = VerifiersWorkflowConfig(use="verifiers", episode_timeout_s=patience(1))
+    config = VerifiersWorkflowConfig(use="verifiers", episode_timeout_s=patience(1), timeout_s=patience(60))
     workflow = VerifiersWorkflow(config, Context(run="r", name="n", seed=1, sandbox="unsafe"))
     with pytest.raises(EpisodeError, match="took longer than episode_timeout_s="):
         await play(workflow, tasks(library)[2])

@@ -28,6 +28,8 @@ from stretto_trace.history import RunHistory
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "stretto.json"
 STEPS, BATCH, SAMPLES = 6, 4, 4
 
+pytestmark = pytest.mark.slow  # all of one run of real processes
+
 Labels = Mapping[str, str]
 
 SLOW = """

@@ -73,6 +73,7 @@ def test_demonstrations_overlook_small_shapes_and_nothing_else(script: ModuleTyp
     assert (teacher <= right).all()
 
 
+@pytest.mark.slow
 def test_the_processor_makes_a_token_of_each_cell(script: ModuleType, made: Path) -> None:
     vision = Vision(str(FOLDER / "model"))
     row = rows_of(made / "train.jsonl")[0]

@@ -325,8 +325,9 @@ async def test_a_server_that_never_answers_is_given_up_at_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engine, "program", ("-c", "import time; print('loading'); time.sleep(600)"))
+    limit_s = patience(0.5)
     with pytest.raises(ExceptionGroup) as raised:
-        async with started(tmp_path, start_timeout_s=(limit_s := patience(0.5))):
+        async with started(tmp_path, start_timeout_s=limit_s):
             pass
     assert f"was not ready after {limit_s:g} s" in str(leaves(raised.value)[0])
     assert "inference.start_timeout_s" in str(leaves(raised.value)[0])

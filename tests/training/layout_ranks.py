@@ -23,12 +23,12 @@ from torch import Tensor
 import stretto_fsdp2
 import stretto_pipeline
 import stretto_torch
-from patience import patience
 from stretto.algorithm import WHOLE, Loss
 from stretto.array import KeptTokens
 from stretto.component import Component, Context, Head
 from stretto.rl.batch import Batch, Drawn
 
+LOOK_S = 0.002
 VOCABULARY = 259  # odd, so that no number of ranks divides it
 LENGTHS = [9, 5, 1, 14, 6, 11, 8]
 # Sequences of each part: uneven in number, in tokens and in micro-batches.
@@ -153,7 +153,7 @@ def weigh(folder: Path, tiny: str, large: str, options: Mapping[str, Any], *, ra
     peak, ended = [0], threading.Event()
 
     def watch() -> None:
-        while not ended.wait(patience()):
+        while not ended.wait(LOOK_S):
             peak[0] = max(peak[0], process.memory_info().rss)
 
     small, engine = (engine_of(folder, model, options, rank=rank) for model in (tiny, large))
