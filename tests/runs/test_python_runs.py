@@ -239,7 +239,7 @@ def test_the_example_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook: Any = nbformat.read(ROOT / "examples" / "notebook.ipynb", 4)  # pyright: ignore
     path = {"metadata": {"path": str(ROOT / "examples")}}
-    NotebookClient(notebook, timeout=patience(90), kernel_name="python3", resources=path).execute()
+    NotebookClient(notebook, timeout=int(patience(90)), kernel_name="python3", resources=path).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output["text"] for output in outputs if output.output_type == "stream")
     assert "unknown key 'learning_rate'" in text
