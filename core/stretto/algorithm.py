@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.rl.batch import Batch
 
 __all__ = [
+    "EQUAL",
     "WHOLE",
     "Algorithm",
     "AlgorithmConfig",
@@ -37,6 +38,7 @@ __all__ = [
     "Model",
     "Reduction",
     "Stateful",
+    "are_equal",
     "forward",
     "function",
     "generate",
@@ -54,7 +56,7 @@ __all__ = [
 #   group               (S,) int64    sequences of one prompt share a number
 #   sample              (S,) int64    sequences of a group that are pieces of one sample share a number
 GENERATED = ("tokens", "loss_mask", "behaviour_logprobs", "versions", "truncated", "group", "sample")
-#   rewards             (S,) float32
+#   rewards             (S,) float64
 SCORED = ("rewards",)
 # The columns that `read` makes from rows of the dataset, without a rollout. `encode` sets the loss mask.
 READ = ("tokens", "loss_mask", "group")
@@ -184,6 +186,16 @@ def train(model: str, loss: Loss, *, reads: Sequence[str], minibatches: int = 1,
     return Call(
         f"train({model})", "train", reads, (), model, loss=loss, minibatches=minibatches, epochs=epochs
     )
+
+
+EQUAL = 8 * 2.0**-24
+"""Rewards that differ by at most this share of the largest one are equal: parts of a reward that are added up
+in another order differ by less, and so does a value that was a float32 on its way."""
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Return whether the rewards of a group are equal, so that there is nothing to learn from it."""
+    return max(rewards) - min(rewards) <= EQUAL * max(map(abs, rewards))
 
 
 @dataclass(frozen=True)

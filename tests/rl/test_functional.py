@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.algorithm import Reduction
+from stretto.algorithm import Reduction, are_equal
 from stretto.rl import functional as F
 from stretto.rl.policy_gradient import KLEstimator
 
@@ -81,11 +81,57 @@ def test_advantages_do_not_depend_on_how_often_a_conversation_was_split(
         torch.tensor([samples[number][0] for number in pieces]),
         torch.tensor(pieces),
     )
-    close(split, whole[torch.tensor(pieces)], atol=1e-9)
+    close(split, whole[torch.tensor(pieces)], atol=1e-6)
 
 
-def test_groups_without_contrast_have_no_advantage() -> None:
-    close(F.group_normalise(torch.tensor([1.0, 1.0, 9.0]), torch.tensor([0, 0, 1])), [0.0, 0.0, 0.0])
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        *([reward] * size for reward in (0.1, 0.9, 87.6, -999.9, 1e-30, 1e300) for size in (1, 7, 8, 32)),
+        [0.1 + 0.2, 0.3],  # parts added in another order
+        [0.7, float(np.float32(0.7))],
+        [0.0, -0.0],
+    ],
+    ids=str,
+)
+def test_equal_rewards_have_no_advantage(rewards: list[float]) -> None:
+    values, group = torch.tensor([*rewards, 9.0], dtype=torch.float64), [0] * len(rewards) + [1]
+    assert are_equal(rewards)
+    for std, leave_one_out in ((True, False), (False, False), (True, True), (False, True)):
+        found = F.group_normalise(values, torch.tensor(group), std=std, leave_one_out=leave_one_out)
+        assert found.tolist() == [0.0] * len(group)
+    assert not F.masked_whiten(values[:-1], torch.ones(len(rewards), dtype=torch.bool)).any()
+
+
+def test_rewards_that_differ_a_little_are_not_equal() -> None:
+    assert not are_equal([0.7, 0.7000004])
+    close(F.group_normalise(torch.tensor([0.7, 0.7000004]), torch.tensor([0, 0])), [-0.16, 0.16], atol=0.07)
+
+
+def test_pieces_of_samples_with_equal_rewards_have_no_advantage() -> None:
+    # Two samples of reward 1: the pieces of the first have 0.5 and 1.5.
+    found = F.group_normalise(torch.tensor([0.5, 1.5, 1.0]), torch.zeros(3).long(), torch.tensor([0, 0, 1]))
+    assert found.tolist() == [0.0] * 3
+
+
+@given(
+    group=st.lists(st.floats(-5, 5), min_size=2, max_size=32).filter(lambda group: np.std(group) >= 0.1),
+    shift=st.floats(-1, 1),
+    scale=st.floats(1, 1000),
+    seed=st.integers(0, 99),
+)
+def test_advantages_do_not_depend_on_the_order_the_zero_or_the_unit_of_rewards(
+    group: list[float], shift: float, scale: float, seed: int
+) -> None:
+    def advantages(rewards: Any) -> Tensor:
+        return F.group_normalise(torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(group)).long())
+
+    plain, rewards = advantages(group), np.array(group)
+    most = 2e-5 * plain.abs().clamp(min=1)
+    order = np.random.default_rng(seed).permutation(len(group))
+    assert ((advantages(rewards[order]) - plain[order]).abs() <= most[order]).all()
+    assert ((advantages(rewards + shift * 1000 * np.std(group)) - plain).abs() <= most).all()
+    assert ((advantages(rewards * scale) - plain).abs() <= most).all()
 
 
 @given(
@@ -106,7 +152,7 @@ def test_group_normalise_properties(groups: list[list[float]], shift: float, see
     close(plain, expected, atol=1e-6)
     # The order of the samples does not matter, nor a constant on all rewards.
     order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed))
-    close(F.group_normalise(rewards[order], names[order]), plain[order], atol=1e-9)
+    close(F.group_normalise(rewards[order], names[order]), plain[order], atol=1e-6)
     assert float((F.group_normalise(rewards + shift, names) - plain).abs().max()) < 1e-4
 
 

@@ -11,6 +11,7 @@ from typing import get_args
 
 import msgspec
 
+from stretto.algorithm import are_equal
 from stretto.base.cores import CoreMeter
 from stretto.bus.messages.events import Cause, StepMeasured
 from stretto.bus.messages.tickets import GroupDone, Member
@@ -110,7 +111,7 @@ class StepMeter:
         names = sorted({name for member in members for name in member.metrics})[:_MOST_METRICS]
         rewards = [member.reward for member in samples]
         groups = [[each.reward for each in group.members if not each.part] for group in start.groups]
-        equal = [float(len(set(group)) == 1) for group in groups if len(group) > 1]
+        equal = [float(are_equal(group)) for group in groups if len(group) > 1]
         return {
             "reward": _mean(rewards),
             "reward_std": _figure(pstdev(rewards)),

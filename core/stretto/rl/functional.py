@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stretto.algorithm import Reduction
+from stretto.algorithm import EQUAL, Reduction
 
 __all__ = [
     "adapt_kl_coef",
@@ -96,10 +96,11 @@ def group_normalise(
 ) -> Tensor:
     """Group-relative rewards, GRPO eq. 3: (R - mean_G) / (std_G + eps), with the unbiased standard deviation.
 
-    A group of one sample has no other sample to compare with: its advantage is 0.
+    Computed in float64. A group of one sample has no other sample to compare with, and rewards that
+    `stretto.algorithm.are_equal` leave no difference but rounding: all advantages of such a group are 0.
 
     Args:
-        rewards: (S,) float32.
+        rewards: (S,), any floating dtype.
         group: (S,) int64, equal for the sequences of one prompt; any numbers.
         sample: (S,) int64, equal for the sequences of a group that belong to one sample, such as the pieces
             of a conversation. Mean and standard deviation count a sample once, with the mean reward of its
@@ -112,6 +113,7 @@ def group_normalise(
         (S,) float32.
     """
     groups, members = torch.unique(group, return_inverse=True)  # (G,), (S,) 0..G-1
+    rewards = rewards.double()
     of_sample, owners = (rewards, members) if sample is None else _by_sample(rewards, members, sample)
     size = sequence_sum(torch.ones_like(of_sample), owners, len(groups))  # (G,)
     mean = sequence_sum(of_sample, owners, len(groups)) / size
@@ -120,7 +122,17 @@ def group_normalise(
     variance = sequence_sum(squares, owners, len(groups)) / (size - 1).clamp(min=1)
     if leave_one_out:
         centred = centred * (size / (size - 1).clamp(min=1))[members]
-    return centred / (variance.sqrt()[members] + eps) if std else centred
+    relative = centred / (variance.sqrt()[members] + eps) if std else centred
+    return torch.where(_is_equal(of_sample, owners, len(groups))[members], 0.0, relative).float()
+
+
+def _is_equal(values: Tensor, members: Tensor, num_groups: int) -> Tensor:
+    """Whether the values of each group are equal, as in `stretto.algorithm.are_equal`: (S,), (S,) -> (G,)."""
+    highest, lowest, largest = (
+        values.new_zeros(num_groups).scatter_reduce_(0, members, each, reduce, include_self=False)
+        for each, reduce in ((values, "amax"), (values, "amin"), (values.abs(), "amax"))
+    )
+    return highest - lowest <= EQUAL * largest
 
 
 def _by_sample(rewards: Tensor, members: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,7 +221,7 @@ def masked_whiten(values: Tensor, mask: Tensor, group: Tensor | None = None, *, 
     in each group.
 
     Args:
-        values: (T,) float32.
+        values: (T,), any floating dtype.
         mask: (T,) bool.
         group: (T,) int64, the group of each token; None puts all tokens into one group.
 
@@ -218,7 +230,7 @@ def masked_whiten(values: Tensor, mask: Tensor, group: Tensor | None = None, *, 
     """
     chosen = values[mask]
     members = torch.zeros_like(chosen, dtype=torch.long) if group is None else group[mask]
-    whitened = torch.zeros_like(values)
+    whitened = torch.zeros_like(values, dtype=torch.float32)
     whitened[mask] = group_normalise(chosen, members, eps=eps)
     return whitened
 

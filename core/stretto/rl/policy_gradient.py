@@ -222,7 +222,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
 
         penalty = sequence_sum(self.kl_penalty(batch), batch.sequence_index(), len(batch))  # (S,)
         penalised = batch.with_columns({"rewards": batch["rewards"] - penalty})
-        return {"advantages": self.advantages(penalised)}
+        return {"advantages": self.advantages(penalised).float()}
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stretto import Component, hookimpl
-from stretto.algorithm import Group
+from stretto.algorithm import Group, are_equal
 from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt, Problem
 from stretto.rl.policy_gradient import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
 
@@ -61,7 +61,7 @@ class DAPO(PolicyGradient[DAPOConfig]):
 
     def keep(self, group: Group) -> bool:
         """Return whether there is anything to learn from the group."""
-        return not self.config.dynamic_sampling or len(set(group.rewards)) > 1
+        return not self.config.dynamic_sampling or not are_equal(group.rewards)
 
     def advantages(self, batch: Batch) -> Tensor:
         """Return the group-relative penalised reward of the answer, at each of its sampled tokens: (T,)

@@ -170,7 +170,7 @@ class PPO(PolicyGradient[PPOConfig]):
         config, mask, scores = self.config, batch["loss_mask"], batch["rewards"]
         if config.reward_norm:  # the batch as one group
             scores = group_normalise(scores, torch.zeros_like(scores, dtype=torch.long))
-        rewards = at_last_token(scores, mask, batch.sequence_index()) - self.kl_penalty(batch)
+        rewards = at_last_token(scores.float(), mask, batch.sequence_index()) - self.kl_penalty(batch)
         advantages, _ = gae(
             rewards, batch["values"], mask, batch.lengths, gamma=config.gamma, lam=config.gae_lambda
         )

@@ -45,7 +45,7 @@ _DTYPES: Mapping[str, type[np.generic]] = {
     "loss_mask": np.bool_,
     "behaviour_logprobs": np.float32,
     "versions": np.int64,
-    "rewards": np.float32,
+    "rewards": np.float64,
     "truncated": np.bool_,
     "group": np.int64,
     "sample": np.int64,
