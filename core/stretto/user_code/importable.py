@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from itertools import takewhile
 from pathlib import Path
 from threading import RLock
 from types import ModuleType
@@ -29,28 +35,66 @@ def load_importable(reference: str) -> Any:
         Exception: any exception that the module raises.
     """
     module_name, _, name = reference.rpartition(":")
-    is_file = module_name.endswith(".py")
-    return getattr(load_module(module_name) if is_file else importlib.import_module(module_name), name)
+    if module_name.endswith(".py"):
+        return getattr(load_module(module_name), name)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    return getattr(importlib.import_module(module_name), name)
 
 
 def load_module(path: str) -> ModuleType:
     """Load a Python file as a module. The file runs only at the first call with this path.
 
+    The module's name is the file's, with a digest of its path: two files of one name are two modules. A file
+    in a package is loaded as a module of it. The folder is put at the end of `sys.path`, so that the file may
+    import the files beside it, from wherever the run is started.
+
     Raises:
         Exception: any exception that the file raises.
     """
+    file = Path(path).resolve()
+    folders = [*takewhile(lambda folder: (folder / "__init__.py").exists(), file.parents)]
+    top = folders[-1] if folders else file
+    name = _name_of(top)
+    inside = [folder.name for folder in reversed(folders[:-1])] + [file.stem] if folders else []
     with _loading:
-        if path not in sys.modules:  # the module's name is its path, so it cannot collide with another module
-            spec = importlib.util.spec_from_file_location(path, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = sys.modules[path] = importlib.util.module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[path]
-                raise
-        return sys.modules[path]
+        _FILES[name] = top
+        if str(top.parent) not in sys.path:
+            sys.path.append(str(top.parent))
+        return importlib.import_module(".".join([name, *inside]))
+
+
+_FILES: dict[str, Path] = {}
+"""Name of a module -> the file or the package that `load_module` was asked for."""
+
+
+def _name_of(top: Path) -> str:
+    return f"{top.stem.replace('.', '_')}_{hashlib.sha256(str(top).encode()).hexdigest()[:8]}"
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of `load_module` by their names, also in the processes of a pool that the user's code
+    starts: these have the same `sys.path`, and load by its name the module of what they unpickle."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the module's spec; None for other modules."""
+        place = _FILES.get(fullname)
+        if place is None and re.fullmatch(r"\w+_[0-9a-f]{8}", fullname):
+            folders = [folder for folder in map(Path, sys.path) if folder.is_dir()]
+            inside = (each.resolve() for folder in folders for each in folder.iterdir())
+            place = next((each for each in inside if _name_of(each) == fullname), None)
+        if place is None:
+            return None
+        if place.is_dir():
+            locations = [str(place)]
+            file = place / "__init__.py"
+            return spec_from_file_location(fullname, file, submodule_search_locations=locations)
+        return spec_from_file_location(fullname, place)
+
+
+sys.meta_path.append(_Finder())
 
 
 def fault_of_importable(reference: str) -> str:
@@ -58,7 +102,10 @@ def fault_of_importable(reference: str) -> str:
     imports no user code."""
     module_name, _, name = reference.rpartition(":")
     if not module_name.endswith(".py"):
-        if importlib.util.find_spec(module_name.partition(".")[0]) is None:
+        first = module_name.partition(".")[0]
+        # The processes that load it have the working folder on `sys.path`.
+        is_here = Path(first).is_dir() or Path(f"{first}.py").is_file()
+        if not is_here and importlib.util.find_spec(first) is None:
             return (
                 f"no module {module_name!r} is installed or on PYTHONPATH; for a file write 'path.py:{name}'"
             )
