@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from stretto import Context
+from stretto.base.plain_data import decode_row, encode_row
 from stretto.errors import ConfigError
 from stretto_jsonl import JsonLines, JsonLinesConfig
 
@@ -31,7 +35,7 @@ def test_rows_are_read_by_index_and_the_fingerprint_tells_changes(tmp_path: Path
         JsonLines(JsonLinesConfig(use="jsonl", path=str(file)), CONTEXT)[0]
 
 
-def prompts(tmp_path: Path, row: Mapping[str, object], **options: object) -> object:
+def prompts(tmp_path: Path, row: Mapping[str, object], **options: object) -> Mapping[str, object]:
     """What the dataset `jsonl` makes of one row."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     section = {"use": "jsonl", "path": str(tmp_path / "rows.jsonl"), **options}
@@ -68,3 +72,28 @@ def test_a_prompt_that_cannot_be_made_of_the_columns_is_refused(tmp_path: Path) 
             prompts(tmp_path, row, prompt_template=wrong)
     with pytest.raises(msgspec.ValidationError, match="prompt_template and prompt_column are both given"):
         prompts(tmp_path, row, prompt_template="{n}", prompt_column="n")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"prompt": "a", "n": NaN}', "the column 'n' has NaN or an infinity"),
+        (b'{"prompt": "NaN", "deep": {"n": [1, -Infinity]}}', "the column 'deep' has NaN or an infinity"),
+        (gzip.compress(b'{"prompt": "a"}'), "compressed by gzip; unpack it first: gunzip -k FILE"),
+        (b"PAR1\x15\x04", "the file is Parquet; use the dataset 'hf'"),
+    ],
+)
+def test_a_line_that_is_no_json_is_refused_with_its_place(line: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(line)
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl:1: not a JSON object in UTF-8: .*{words}"):
+        JsonLines(JsonLinesConfig(use="jsonl", path=str(tmp_path / "rows.jsonl")), CONTEXT)
+
+
+def test_rewards_get_the_values_of_a_row(tmp_path: Path) -> None:
+    """Also those that msgpack does not have: integers of any size, dates, decimals, bytes."""
+    row = prompts(tmp_path, {"prompt": "a", "answer": 10**25 + 7, "deep": [{"n": -(2**64)}]})
+    assert decode_row(encode_row(row)) == {"prompt": "a", "answer": 10**25 + 7, "deep": [{"n": -(2**64)}]}
+    day, noon = date(2026, 1, 2), datetime(2026, 1, 2, 12, tzinfo=UTC)
+    values = {"day": day, "noon": noon, "price": Decimal("1.50"), "for": timedelta(5), "raw": b"\xff"}
+    assert decode_row(encode_row(values)) == values
+    assert type(decode_row(encode_row(values))["price"]) is Decimal

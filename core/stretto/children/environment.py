@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
+from stretto.base.plain_data import decode_row
 from stretto.children.protocol import serve
 from stretto.environment import Feedback, feedback_of
 from stretto.errors import RewardError
@@ -47,7 +48,7 @@ def setup_frame(environment: str) -> bytes:
 def react(environment: Callable[..., Any], data: bytes) -> Reaction:
     """Answer a question with the environment."""
     question = msgspec.msgpack.decode(data, type=Question)
-    arguments: dict[str, Any] = msgspec.msgpack.decode(question.arguments, type=dict[str, Any])
+    arguments = decode_row(question.arguments)
     parameters = inspect.signature(environment).parameters
     if missing := [name for name in required(parameters) if name not in arguments]:
         available = ", ".join(arguments)

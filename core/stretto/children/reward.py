@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from stretto.assembly.compose import compose_mapping
+from stretto.base.plain_data import decode_row
 from stretto.children.limits import LIMIT_METRICS, AnswerLimits, score_within
 from stretto.children.protocol import serve, try_to_ask
 from stretto.component import Context
@@ -86,7 +87,7 @@ class Scorer:
     def answer(self, data: bytes) -> ScoringResult:
         """Score one group."""
         task = msgspec.msgpack.decode(data, type=Task)
-        row = msgspec.msgpack.decode(task.row, type=dict[str, Any])
+        row = decode_row(task.row)
         each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
         if not self._limits or not task.completions:
             return ScoringResult(tuple(score_group(self._reward, row, task.completions, each)))

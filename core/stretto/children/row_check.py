@@ -23,6 +23,7 @@ from stretto.assembly.compose import Composed, compose_mapping
 from stretto.component import Context
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
+from stretto.models.prompts import tools_of
 from stretto.models.vision import Vision, keep_torch_out
 from stretto.user_code.child_process import last_line, run_child
 
@@ -129,9 +130,9 @@ def _fault_of_first_row(assembly: Assembly, path: str, dataset: Dataset) -> str:
     assert assembly.config.model is not None, "only runs of vision-language models ask this"
     try:
         row, source = dataset[0], assembly.graph.source
-        tokenizer = Vision(assembly.config.model).of(row)
+        tokenizer = Vision(assembly.config.model, assembly.config.dataset).of(row)
         if source.encode is None or path != "dataset":
-            tokenizer.encode_prompt(row["prompt"])
+            tokenizer.encode_prompt(row["prompt"], tools=tools_of(row))
         else:
             for index in range(source.samples):
                 source.encode(row, index, tokenizer)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import msgspec
 import pytest
 
+from stretto.base.plain_data import decode_row, encode_row
 from stretto.component import Kind
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError
@@ -63,7 +64,7 @@ class DatasetConformance(ComponentConformance):
             fault = fault_of(row["prompt"])
             assert not fault, f"the prompt of row {index}: {fault}"
             try:
-                msgspec.msgpack.encode(row)
+                encode_row(row)
             except (TypeError, ValueError) as error:
                 raise AssertionError(f"row {index} is not plain data: {error}") from error
 
@@ -101,8 +102,8 @@ class DatasetConformance(ComponentConformance):
         size, fingerprint, sent = msgspec.msgpack.decode(done.stdout)
         assert size == len(dataset), f"{len(dataset)} rows here, and {size} in another process"
         for (index, row), other in zip(rows.items(), sent, strict=True):
-            own = msgspec.msgpack.decode(msgspec.msgpack.encode(row))
-            assert other == own, f"row {index} is another one in another process"
+            own = decode_row(encode_row(row))
+            assert decode_row(other) == own, f"row {index} is another one in another process"
         assert fingerprint == dataset.fingerprint, "its fingerprint differs in another process"
 
     def test_its_fingerprint_is_text(self, dataset: Dataset) -> None:
@@ -140,13 +141,14 @@ import sys
 from contextlib import redirect_stdout
 import msgspec
 from stretto.assembly.compose import compose_mapping
+from stretto.base.plain_data import encode_row
 from stretto.component import Context
 
 facts = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[dict, Context, list[int]])
 document, context, indices = facts
 with redirect_stdout(sys.stderr):
     dataset = compose_mapping(document).make("dataset", context)
-    answer = (len(dataset), dataset.fingerprint, [dataset[index] for index in indices])
+    answer = (len(dataset), dataset.fingerprint, [encode_row(dataset[index]) for index in indices])
 sys.stdout.buffer.write(msgspec.msgpack.encode(answer))
 """
 """Makes the dataset of a composed run, and writes its size, fingerprint and some rows."""

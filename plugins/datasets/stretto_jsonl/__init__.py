@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -102,9 +104,32 @@ def _cause(line: bytes) -> str:
         return "it begins a JSON array; write one object on each line, without brackets around them"
     if text == b"{":
         return "an object goes over several lines; write each object on one line"
+    if text.startswith(b"\x1f\x8b"):
+        return "the file is compressed by gzip; unpack it first: gunzip -k FILE"
+    if text.startswith(b"PAR1"):
+        return "the file is Parquet; use the dataset 'hf'"
+    if column := _not_finite(text):
+        return f"the column {column!r} has NaN or an infinity, which JSON does not have; write null"
     if b"," in text and text[:1] not in b'{"':
         return 'it looks like CSV; write one object on each line, such as {"prompt": "1+1="}'
     return ""
+
+
+def _not_finite(text: bytes) -> str:
+    """Return the first column of a row that has a number which only Python's JSON has; empty if none has."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    columns = cast("dict[str, Any]", row).items() if isinstance(row, dict) else ()
+    return next((name for name, value in columns if not _is_finite(value)), "")
+
+
+def _is_finite(value: Any) -> bool:
+    inside = list(cast("dict[str, Any]", value).values()) if isinstance(value, dict) else value
+    if isinstance(inside, list):
+        return all(map(_is_finite, cast("list[Any]", inside)))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 @hookimpl

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
+from stretto.base.plain_data import encode_row
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.scoring import (
     AskTools,
@@ -59,7 +60,7 @@ class VerifierClient:
                 "the run has no `reward`, so its environment must return a reward for every conversation"
             )
         message = ScoreSamples(
-            msgspec.msgpack.encode(row),
+            encode_row(row),
             tuple(texts),
             msgspec.msgpack.encode(columns),
             self._variant,
@@ -106,7 +107,7 @@ class VerifierClient:
         """
         if not isinstance(self._config.workflow, EnvironmentConfig):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
-        message = EnvironmentTurn(msgspec.msgpack.encode(question), self._variant)
+        message = EnvironmentTurn(encode_row(question), self._variant)
         answer = await self._ask("environment", message, EnvironmentAnswer)
         if answer.fault:
             raise answer.fault.raised()

@@ -1,0 +1,52 @@
+"""Rows as bytes: msgpack, and the values of Python that msgpack has no form for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any, cast
+
+import msgspec
+
+__all__ = ["decode_row", "encode_row"]
+
+_INTEGER = 1
+_TYPES: dict[int, type[Any]] = {2: datetime, 3: date, 4: time, 5: timedelta, 6: Decimal}
+"""Codes of values that are JSON text in an extension of msgpack."""
+
+
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """Return a row as bytes.
+
+    Raises:
+        TypeError: if a value is no plain data.
+    """
+    try:
+        return msgspec.msgpack.encode(_wrapped(row))
+    except OverflowError as error:  # an integer as the key of a map
+        raise TypeError(f"a key is too large: {error}") from error
+
+
+def decode_row(data: bytes) -> dict[str, Any]:
+    """Return the row of some bytes. Its values have the types that they had."""
+    return msgspec.msgpack.decode(data, type=dict[str, Any], ext_hook=_value)
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return msgspec.msgpack.Ext(_INTEGER, f"{value:x}".encode())
+    for code, kind in _TYPES.items():
+        if type(value) is kind:
+            return msgspec.msgpack.Ext(code, msgspec.json.encode(value))
+    if isinstance(value, Mapping):
+        return {key: _wrapped(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_wrapped(each) for each in cast("list[Any]", value)]
+    return value
+
+
+def _value(code: int, data: memoryview) -> Any:
+    if code == _INTEGER:
+        return int(data.tobytes(), 16)
+    return msgspec.json.decode(data, type=_TYPES[code])
