@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stretto import Context
+from stretto.errors import RewardError
 from stretto.user_code.scoring import score_group
 from stretto_exact import ExactConfig
 from stretto_exact import make as make_exact
@@ -105,20 +106,22 @@ def test_trl_rewards_of_chat_rows_get_messages() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, "is None, not a finite number"),
-        (math.nan, "is nan, not a finite number"),
+        (None, r"completion 0 is None \(.*test_rewards.py:\d+\)"),
+        (math.nan, "is nan, not a number"),
+        (10**400, "is 1000.*, beyond the range of float32"),
+        ("1", "is '1', a str; expected a number"),
         ({"score": 1.0}, "without 'reward'"),
-        ({"reward": None}, "is None, not a finite number"),
+        ({"reward": None}, "is None"),
         (-1e308, "is -1e\\+308, beyond the range of float32"),
         ({"reward": 1.0, 7: 2.0}, "a dict with the key 7; a metric's name is text"),
-        ({"reward": 1.0, "length": math.inf}, "'length' of completion 0 is inf"),
+        ({"reward": 1.0, "length": math.inf}, "the metric 'length' of completion 0 .* is inf"),
     ],
 )
 def test_what_is_no_number_is_a_failure(value: Any, words: str) -> None:
     def reward(prompt: str, completion: str) -> Any:
         return value
 
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(RewardError, match=words):
         score_group(reward, ROW, ("ab",), {})
 
 
@@ -126,5 +129,5 @@ def test_a_reward_of_groups_gives_a_value_for_each() -> None:
     def reward(completions: list[str]) -> list[float]:
         return [1.0]
 
-    with pytest.raises(ValueError, match="returned 1 values for 2 completions"):
+    with pytest.raises(RewardError, match="returned 1 values for 2 completions"):
         score_group(reward, ROW, ("a", "b"), {})

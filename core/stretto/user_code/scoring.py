@@ -6,13 +6,13 @@ import asyncio
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from stretto.errors import RewardError
 from stretto.reward import RewardValue, is_number
 
-__all__ = ["accepted", "required", "score_group", "scores_groups"]
+__all__ = ["accepted", "optional_scores", "required", "score_group", "scores_groups"]
 
 _PROMPT = re.compile("prompt|question|query|problem|instruction|input|task")
 _COMPLETION = re.compile("response|output|reply|generation|generated|predict")
@@ -39,9 +39,23 @@ def score_group(
         each: columns with one value for each completion.
 
     Raises:
-        RewardError: if the reward needs a column that the row does not have.
-        ValueError: if the reward does not return a finite number for every completion.
+        RewardError: if the reward needs a column that the row does not have, or does not return a finite
+            number for every completion.
     """
+    scores = optional_scores(reward, row, completions, each)
+    if None in scores:
+        raise RewardError(f"the reward of completion {scores.index(None)} is None{_place_of(reward)}")
+    return cast("list[tuple[float, dict[str, float]]]", scores)
+
+
+def optional_scores(
+    reward: Callable[..., Any],
+    row: Mapping[str, Any],
+    completions: tuple[str, ...],
+    each: Mapping[str, Sequence[Any]],
+) -> list[tuple[float, dict[str, float]] | None]:
+    """Do what `score_group` does, but give None for completions for which the reward is None: rewards of TRL
+    say so that they are not for a row."""
     parameters = inspect.signature(reward).parameters
     columns = {name: value for name, value in row.items() if name != "prompt"}
     _require_columns(reward, parameters, [*columns, *each])
@@ -60,8 +74,11 @@ def score_group(
             ]
         )
     if len(values) != len(completions):
-        raise ValueError(f"the reward returned {len(values)} values for {len(completions)} completions")
-    return [_number(value, index) for index, value in enumerate(values)]
+        raise RewardError(
+            f"the reward{_place_of(reward)} returned {len(values)} values for {len(completions)} completions"
+        )
+    place = _place_of(reward)
+    return [_number(value, f"completion {index}{place}") for index, value in enumerate(values)]
 
 
 def _require_columns(
@@ -143,7 +160,12 @@ def _call_on_group(
     offered = {**repeated, **each, "prompts": [prompt] * n}
     result = reward(completions=texts, **accepted(parameters, offered))
     [values] = _await_all([result])
-    return list(cast("list[RewardValue]", values))
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+        raise RewardError(
+            f"the reward{_place_of(reward)} has a parameter 'completions', so it returns a list with one "
+            f"number for each completion; found {values!r:.80}"
+        )
+    return list(cast("Iterable[RewardValue]", values))
 
 
 def required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
@@ -173,41 +195,46 @@ def _await_all(values: list[Any]) -> list[Any]:
     return asyncio.run(all_of())
 
 
-def _number(value: RewardValue, index: int) -> tuple[float, dict[str, float]]:
+def _number(value: RewardValue, of: str) -> tuple[float, dict[str, float]] | None:
+    """Return the reward and the metrics that a reward gave for a completion; None if it gave None.
+
+    Args:
+        of: names the completion, and the function.
+
+    Raises:
+        RewardError: if one of them is no number that a trainer can use. The completion is then missing in its
+            group: what gives no number says nothing of the policy.
+    """
+    if value is None:
+        return None
     metrics: dict[str, float] = {}
     if isinstance(value, Mapping):
         if "reward" not in value:
-            raise ValueError(f"the reward of completion {index} is a dict without 'reward': {value!r}")
+            raise RewardError(f"the reward of {of} is a dict without 'reward': {value!r}")
         if odd := [name for name in cast("Mapping[Any, Any]", value) if not isinstance(name, str)]:
-            raise ValueError(
-                f"the reward of completion {index} is a dict with the key {odd[0]!r}; a metric's name is text"
+            raise RewardError(
+                f"the reward of {of} is a dict with the key {odd[0]!r}; a metric's name is text"
             )
-        metrics = {
-            name: _float(number, f"the metric {name!r}", index)
-            for name, number in value.items()
-            if name != "reward"
-        }
+        items = cast("Mapping[str, Any]", value).items()
+        metrics = {name: _float(each, f"the metric {name!r}", of) for name, each in items if name != "reward"}
+        if value["reward"] is None:
+            return None
         value = value["reward"]
-    if value is None or not is_number(number := _float(value, "the reward", index)):
-        raise ValueError(f"the reward of completion {index} is {value!r}, {_fault(value)}")
-    for name, metric in metrics.items():
-        if not is_number(metric):
-            raise ValueError(f"{name!r} of completion {index} is {metric!r}, {_fault(metric)}")
-    return number, metrics
+    return _float(value, "the reward", of), metrics
 
 
-def _float(value: Any, what: str, index: int) -> float:
+def _float(value: Any, what: str, of: str) -> float:
     try:
         if isinstance(value, str | bytes):
             raise TypeError("text is no number, even if it looks like one")
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError) as error:
-        text = f"{what} of completion {index} is {str(value)[:80]!r}, a {type(value).__name__}"
-        raise ValueError(f"{text}; expected a number") from error
-
-
-def _fault(value: float | None) -> str:
-    """Return why a value that is not valid for a reward or a metric is not valid."""
-    if value is None or not math.isfinite(value):
-        return "not a finite number"
-    return "beyond the range of float32, the dtype of trainers"
+        raise RewardError(
+            f"{what} of {of} is {str(value)[:80]!r}, a {type(value).__name__}; expected a number"
+        ) from error
+    except OverflowError:
+        number = math.inf
+    if not is_number(number):
+        why = "beyond the range of float32, the dtype of trainers" if number == number else "not a number"
+        raise RewardError(f"{what} of {of} is {value!r:.80}, {why}")
+    return number

@@ -7,8 +7,9 @@ from typing import Any
 
 from stretto import Component, Context, RewardConfig, hookimpl
 from stretto.component import ComponentParts
+from stretto.errors import RewardError
 from stretto.reward import text_of
-from stretto.user_code.scoring import score_group, scores_groups
+from stretto.user_code.scoring import optional_scores, scores_groups
 
 __all__ = ["SumConfig"]
 
@@ -18,7 +19,8 @@ class SumConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     The metrics have the reward of each part under its name, before the weight, and its other metrics as
     `part/metric`. The first part is the main one: its `accuracy`, or its reward if it has none, is the
-    accuracy of the sum, so evaluations judge the content and not the form.
+    accuracy of the sum, so evaluations judge the content and not the form. A part that gives None for an
+    answer does not count for it; an answer for which all parts give None is missing.
     """
 
     parts: ComponentParts = ComponentParts()
@@ -56,18 +58,19 @@ def make(config: SumConfig, context: Context, parts: Mapping[str, Callable[..., 
 
     def total(
         row: Mapping[str, Any], texts: Sequence[str], each: Mapping[str, Sequence[Any]]
-    ) -> list[dict[str, float]]:
-        scores = {name: score_group(part, row, tuple(texts), each) for name, part in parts.items()}
+    ) -> list[dict[str, float | None]]:
+        scores = {name: _scores_of(name, part, row, texts, each) for name, part in parts.items()}
         return [
-            _summed({name: scores[name][index] for name in parts}, weights) for index in range(len(texts))
+            _summed({name: score for name in parts if (score := scores[name][index])}, weights)
+            for index in range(len(texts))
         ]
 
-    def of_one(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
+    def of_one(prompt: Any, completion: str, **columns: Any) -> dict[str, float | None]:
         return total({**columns, "prompt": prompt}, [completion], {})[0]
 
     def of_group(
         completions: Sequence[Any], prompts: Sequence[Any], **columns: Any
-    ) -> list[dict[str, float]]:
+    ) -> list[dict[str, float | None]]:
         texts = [*map(text_of, completions)]
         return total({"prompt": prompts[0]}, texts, columns)
 
@@ -75,10 +78,26 @@ def make(config: SumConfig, context: Context, parts: Mapping[str, Callable[..., 
     return of_one if limited else of_group
 
 
+def _scores_of(
+    name: str,
+    part: Callable[..., Any],
+    row: Mapping[str, Any],
+    texts: Sequence[str],
+    each: Mapping[str, Sequence[Any]],
+) -> list[tuple[float, dict[str, float]] | None]:
+    try:
+        return optional_scores(part, row, tuple(texts), each)
+    except RewardError as error:
+        raise RewardError(f"part {name!r}: {error}", kind=error.kind, site=error.site) from error
+
+
 def _summed(
     scores: Mapping[str, tuple[float, Mapping[str, float]]], weights: Mapping[str, float]
-) -> dict[str, float]:
-    """Return the reward and the metrics of one answer, from the reward and the metrics of each part."""
+) -> dict[str, float | None]:
+    """Return the reward and the metrics of one answer, from the reward and the metrics of each part that has
+    one for it."""
+    if not scores:
+        return {"reward": None}
     main = next(iter(scores))
     reward, metrics = scores[main]
     return {

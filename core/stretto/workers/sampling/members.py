@@ -27,6 +27,8 @@ member_number: ContextVar[int | None] = ContextVar("member_number", default=None
 """Number of the sample that the current task makes; None outside of `Members.run`."""
 _LONGEST = 500
 """Characters of a reason."""
+_MISTAKES = ("TypeError ", "AttributeError ", "NameError ", "UnboundLocalError ", "ImportError ")
+"""Exceptions of code that is wrong, whatever the answer was."""
 
 
 class Members:
@@ -270,8 +272,12 @@ class _Attempts:
 
 
 def _repeats(faults: Sequence[SampleFault]) -> bool:
-    """Whether user code raised several times in the same way, and no service is at fault."""
-    is_of_code = all(fault.kind == "environment" and fault.site for fault in faults)
+    """Whether user code raised several times in the same way, and neither a service nor the code itself is at
+    fault."""
+    is_of_code = all(
+        fault.kind == "environment" and fault.site and not fault.site.startswith(_MISTAKES)
+        for fault in faults
+    )
     return len(faults) > 1 and is_of_code and len({fault.site for fault in faults}) == 1
 
 
