@@ -26,6 +26,14 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_prompt_tokens: PositiveInt | None = None
     """Maximum length of a prompt, in tokens. The run leaves out rows with longer prompts when their turn
     comes, and counts them as `filtered`. It stops if it leaves out all rows."""
+    template: dict[str, Any] = {}
+    """Arguments of the model's chat template, such as `{enable_thinking: false}`, wherever the run applies
+    it, also in evaluations. `strftime_now` is the date that a template writes; default: the day on which the
+    run starts."""
+    special_tokens: Literal["text", "tokens"] | None = None
+    """What the text of a special token, such as `<|im_end|>`, is in the messages of a row: `text` as any
+    other, or the token. Default: text, and rows that train an answer with such a text are refused. Prompts
+    that are text, not messages, keep their special tokens. For evaluations, too."""
     shuffle: bool = True
     """Visit the rows of every epoch in a random order, drawn with the run's seed."""
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_type_hints
 import msgspec
 
 from stretto.component import Importable, PositiveFloat, PositiveInt
+from stretto.models.chat_form import OwnTurn
 from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:
@@ -188,17 +189,23 @@ def text_of(result: Any, most: int) -> str:
 # ------------------------------------------------------------------------------------------- calls
 
 
-def parse_calls(text: str, parser: ParserName) -> list[ToolCall]:
-    """Return the calls in an answer, in their order. Calls in its reasoning (up to `</think>`) do not count.
+def parse_calls(text: str, parser: ParserName, opened: str = "") -> list[ToolCall]:
+    """Return the calls in an answer, in their order. Calls in its reasoning (up to `</think>`, or to the end
+    of the part that the prompt opens) do not count.
 
     A call that cannot be parsed is returned with a `fault`.
 
     Args:
         text: text of the answer, including special tokens.
+        opened: what the prompt opens of the answer (`stretto.models.chat_form.ChatForm.opened`).
     """
-    if "<think>" in text and "</think>" not in text:
-        return []  # the reasoning never ended
-    return PARSERS[parser](text.rpartition("</think>")[2])
+    text = opened + text
+    for opening in {"<think>", *re.findall(r"^<[^/>]+>|^\[[^/\]]+\]", opened)}:
+        closing = f"{opening[0]}/{opening[1:]}"
+        if opening in text and closing not in text:
+            return []  # the reasoning never ended
+        text = text.rpartition(closing)[2]
+    return PARSERS[parser](text)
 
 
 def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserName) -> Message:
@@ -208,7 +215,7 @@ def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserNam
     two consecutive answers unless the first has `tool_calls`; they write the calls again from these.
     """
     if parser != "mistral" or not calls:
-        return {"role": "assistant", "content": content}
+        return OwnTurn(role="assistant", content=content)
     tool_calls = [
         {
             "id": call.id,
@@ -217,7 +224,7 @@ def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserNam
         }
         for call in calls
     ]
-    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
+    return OwnTurn(role="assistant", content="", tool_calls=tool_calls)
 
 
 def _hermes(text: str) -> list[ToolCall]:

@@ -231,6 +231,11 @@ class Session(Protocol):
         """The ticket's images; None if the policy reads no images."""
         ...
 
+    @property
+    def row_tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools in the row's column `tools`. `Prompt.ids` and conversations show them."""
+        ...
+
     async def generate(
         self,
         prompt_ids: NDArray[np.int32],
@@ -269,9 +274,13 @@ class Session(Protocol):
 
         Args:
             prompt: messages, or plain text.
-            tools: JSON schemas of the functions that the chat template shows to the policy.
+            tools: JSON schemas of the functions that the chat template shows to the policy, besides those of
+                the row.
             limit: maximum number of tokens of the whole chat.
             on_tokens: as in `generate`.
+
+        Raises:
+            ConfigError: if two tools have the same name.
         """
         ...
 

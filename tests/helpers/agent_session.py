@@ -19,7 +19,7 @@ from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.engine import Sampling
 from stretto.errors import EngineError
 from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
-from stretto.models.tokenizer import load_tokenizer
+from stretto.models.tokenizer import body_of, load_tokenizer
 from stretto.testing.workflow import together
 from stretto.workflow import Answer, Images, OnTokens, Prompt, Score
 
@@ -73,6 +73,7 @@ class FakeSession:
     """A policy that says what it is told to, token by token; then what it draws at random."""
 
     group_size = 1
+    row_tools: Sequence[Any] = ()
 
     def __init__(self, tokenizer: PolicyTokenizer, *texts: str, seed: int = 0, max_tokens: int = 400) -> None:
         self.tokenizer = tokenizer
@@ -134,7 +135,7 @@ class FakeSession:
                 logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
                 versions=np.full(len(tokens), version, np.int32),
                 finish="stop" if stopped else "length",
-                text=self.tokenizer.decode(tokens),
+                text=self.tokenizer.decode(body_of(tokens, "stop" if stopped else "length", self.tokenizer)),
                 engine="inference-0",
             )
         ]
@@ -143,7 +144,8 @@ class FakeSession:
         draw = self.random
         if self.texts:
             tokens, stopped = self.tokenizer.encode_text(self.texts.pop(0)).tolist(), True
-            tokens += [END] if self.tokenizer.end else []
+            ended = not self.tokenizer.form.ends or (tokens and self.tokenizer.ends_turn(tokens[-1]))
+            tokens += [] if ended else [END]
         else:
             thought = "think" * draw.randint(0, 2) + "</think>" if draw.random() < 0.5 else ""
             called = CALL if draw.random() < 0.5 else ""

@@ -20,7 +20,8 @@ import numpy as np
 
 from stretto.array import KeptTokens
 from stretto.errors import RequestError
-from stretto.models.tokenizer import characters_of, work_on_text
+from stretto.models.chat_form import OwnTurn
+from stretto.models.tokenizer import body_of, characters_of, work_on_text
 from stretto.models.vision import images_in, place_images
 from stretto.workflow import Answer, Score, Trajectory, parts_of_sample
 
@@ -139,8 +140,7 @@ class Conversation:
         if isinstance(self.history, str):
             self.history += text
         else:
-            content = text.removesuffix(self._tokenizer.end) if answer.finish == "stop" else text
-            self.history.append({"role": "assistant", "content": content})
+            self.history.append(OwnTurn(role="assistant", content=self.without_end(text, answer)))
         return answer
 
     def trajectories(self, score: Score) -> list[Trajectory]:
@@ -161,6 +161,11 @@ class Conversation:
             trajectories[-1] = replace(trajectories[-1], messages=list(self.history))
         return parts_of_sample(trajectories)
 
+    def without_end(self, text: str, answer: Answer) -> str:
+        """Return the text of an answer without the token that ended it: the template writes the end."""
+        body = body_of(answer.tokens, answer.finish, self._tokenizer)
+        return text.removesuffix(self._tokenizer.decode(answer.tokens[len(body) :], special=True))
+
     # ------------------------------------------------------------------------------------ private
 
     async def _current_segment(self) -> Segment | None:
@@ -178,8 +183,7 @@ class Conversation:
         new, new_names = text[len(segment.text) :], names[len(segment.images()) :]
         if not self._has_room_for(new, segment):
             return None
-        # For a plain text, the tokenizer may put a special token in front.
-        ids = await self._encoded(new, new_names, plain=isinstance(history, str) and not segment.length)
+        ids = await self._encoded(new, new_names, plain=isinstance(history, str), begins=not segment.length)
         segment.add_text(ids, text, new_names)
         if segment not in self._segments:
             if self._segments and self._segments[-1].last is None:
@@ -199,11 +203,15 @@ class Conversation:
         )
         return text, ()
 
-    async def _encoded(self, text: str, names: Sequence[str], *, plain: bool) -> NDArray[np.int32]:
+    async def _encoded(
+        self, text: str, names: Sequence[str], *, plain: bool, begins: bool
+    ) -> NDArray[np.int32]:
+        tokenizer = self._tokenizer
         if self._images is not None:
-            return await self._images.encode(text, names, plain=plain)
-        encode = self._tokenizer.encode_prompt if plain else self._tokenizer.encode_text
-        return await work_on_text(lambda: encode(text), len(text))
+            return await self._images.encode(text, names, plain=plain and begins)
+        if plain and begins:  # the tokenizer may put a special token in front
+            return await work_on_text(lambda: tokenizer.encode_prompt(text), len(text))
+        return await work_on_text(lambda: tokenizer.encode_text(text, whole=begins), len(text))
 
     def _has_room_for(self, text: str, segment: Segment) -> bool:
         """Whether the limit may leave room for a text after a segment. Only its tokens say it for sure.

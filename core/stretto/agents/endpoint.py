@@ -13,7 +13,7 @@ import math
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from stretto.agents.api_call import MODEL, APICall, ApiError, Event, Reply
 from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, openai_error
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
 from stretto.errors import ConfigError, EngineError, RequestError, one_job
-from stretto.models.tokenizer import ByteTokenizer, shows_tools, work_on_text
+from stretto.models.tokenizer import body_of, work_on_text
 from stretto.tools import ParserName, parse_calls
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class Endpoint:
             text = await work_on_text(lambda: tokenizer.render(call.messages, tools=call.tools), len(body))
         if len(text) > tokenizer.most_characters(None):
             raise ApiError(f"a text of {len(text)} characters, longer than any that the model reads")
-        ids = await work_on_text(lambda: tokenizer.encode_text(text), len(text))
+        ids = await work_on_text(lambda: tokenizer.encode_text(text, whole=True), len(text))
         return _json({"input_tokens": len(ids)})
 
     async def _read(self, request: web.Request) -> tuple[_AgentRun, bytes]:
@@ -276,6 +276,8 @@ class Endpoint:
             if images is None:
                 raise ApiError("the policy reads no images")
             images.add(call.images)
+        if not call.tools and isinstance(call.inputs[0], list):
+            call.tools = [*map(dict, agent_run.recorder.session.row_tools)]
         if call.tools and not self._had_tools:
             self._had_tools = True
             await _warn_of_hidden_tools(agent_run.recorder.session.tokenizer)
@@ -345,17 +347,18 @@ class Endpoint:
         stops = (*agent_run.recorder.session.sampling.stop, *call.stop)
         message: Message = {"role": "assistant", "content": _text_before(answer.text, stops)}
         if call.reads_tools:
-            message = self._with_calls(agent_run, answer) or message
+            message = self._with_calls(agent_run, answer, thread.opened) or message
         # Mistral's templates refuse a message after a call unless the answer before has `tool_calls`.
         calls = self._tool_parser == "mistral" and "tool_calls" in message
         thread.record_answer(message, template_message={**message, "content": ""} if calls else None)
         return Reply(answer, thread.prompt_tokens, message)
 
-    def _with_calls(self, agent_run: _AgentRun, answer: Answer) -> Message | None:
+    def _with_calls(self, agent_run: _AgentRun, answer: Answer, opened: str) -> Message | None:
         """Return the message with its tool calls; None if it has none, or if one cannot be parsed. As with
         other servers, the message is then the sampled text."""
-        text = agent_run.recorder.session.tokenizer.decode(answer.tokens, special=True)
-        calls = parse_calls(text, self._tool_parser)
+        tokenizer = agent_run.recorder.session.tokenizer
+        text = tokenizer.decode(body_of(answer.tokens, answer.finish, tokenizer), special=True)
+        calls = parse_calls(text, self._tool_parser, opened)
         if not calls or any(call.fault for call in calls):
             return None
         tool_calls: list[dict[str, Any]] = []
@@ -371,10 +374,9 @@ class Endpoint:
 
     def _visible_text(self, agent_run: _AgentRun, call: APICall) -> _VisibleText:
         session = agent_run.recorder.session
-        marks = (*session.sampling.stop, *call.stop)
+        marks = (*session.sampling.stop, *call.stop, *session.tokenizer.form.ends)
         if call.reads_tools:
-            # Some marks are special tokens, so decode these too; but do not show the token that ends a turn.
-            marks += (*_MARKS[self._tool_parser], session.tokenizer.end)
+            marks += _MARKS[self._tool_parser]  # some are special tokens, so decode these too
         return _VisibleText(_AnswerReader(session.tokenizer, special=call.reads_tools), marks)
 
 
@@ -480,11 +482,9 @@ class _EventStream:
 async def _warn_of_hidden_tools(tokenizer: Tokenizer) -> None:
     """Log a warning if the policy does not see the tools of calls. `stretto check` knows neither whether an
     agent sends tools, nor the chat template of a model that is not on this machine yet."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return  # there is no model
-    with suppress(ConfigError):  # the call itself gets this error
-        if not await work_on_text(lambda: shows_tools(tokenizer), 0):
-            log.warning("the policy does not see the tools of agents: its chat template does not show them")
+    form = await work_on_text(lambda: tokenizer.form, 0)
+    if form.has_template and not form.shows_tools:
+        log.warning("the policy does not see the tools of agents: its chat template does not show them")
 
 
 def _text_before(text: str, marks: Iterable[str]) -> str:

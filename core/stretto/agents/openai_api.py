@@ -98,6 +98,9 @@ class _ChatBody(msgspec.Struct):
     logprobs: bool | None = None
     top_logprobs: NonNegativeInt | None = None
     response_format: _Kind | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class _CompletionBody(msgspec.Struct):
@@ -164,6 +167,7 @@ class ChatCall:
         if ask.top_logprobs:
             raise ApiError("only logprobs of sampled tokens are available", param="top_logprobs")
         _refuse_format(ask.response_format, "response_format")
+        _refuse_template(ask, tokenizer)
         self.images: list[bytes] = []
         messages = [_plain(each, f"messages[{i}]", self.images) for i, each in enumerate(ask.messages)]
         self.inputs: list[Input] = [messages] * (ask.n or 1)
@@ -564,6 +568,21 @@ def _reads_tools(tools: Sequence[Any], choice: str | Mapping[str, Any] | None) -
 def _refuse_format(kind: _Kind | None, param: str) -> None:
     if kind is not None and kind.type != "text":
         raise ApiError(f"the format {kind.type!r} is not supported; expected 'text'", param=param)
+
+
+def _refuse_template(ask: _ChatBody, tokenizer: Tokenizer) -> None:
+    """Refuse fields of other servers that change how the chat template writes the messages."""
+    if ask.continue_final_message or ask.add_generation_prompt is False:
+        param = "continue_final_message" if ask.continue_final_message else "add_generation_prompt"
+        raise ApiError("the beginning of an answer is not supported; end with a user's message", param=param)
+    of_run = {} if tokenizer.rows is None else tokenizer.rows.template
+    if ask.chat_template_kwargs and any(
+        of_run.get(key) != value for key, value in ask.chat_template_kwargs.items()
+    ):
+        raise ApiError(
+            f"the run file sets the arguments of the chat template: dataset.template is {of_run}",
+            param="chat_template_kwargs",
+        )
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[Input]:

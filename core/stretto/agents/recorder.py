@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from stretto.agents.conversation import Conversation, Generate
 from stretto.errors import StrettoError
+from stretto.models.chat_form import opened_in
 from stretto.workflow import Answer, OnTokens, Score, Session, Trajectory, parts_of_sample
 
 if TYPE_CHECKING:
@@ -102,6 +103,12 @@ class Thread:
         return [{"role": "user", "content": text}, *answer]
 
     @property
+    def opened(self) -> str:
+        """What the prompt opens of the last answer."""
+        form = self._session.tokenizer.form
+        return "" if isinstance(self.input, np.ndarray) else opened_in(self.input, form)
+
+    @property
     def length(self) -> int:
         """Number of messages or characters that a call has to begin with to continue the thread."""
         return len(self._prefix)
@@ -131,9 +138,8 @@ class Thread:
         answer = await self._conversation.reply(sampling)
         if answer is not None and isinstance(self.input, str):
             # Agents that write prompts append a stop text again, but do not know the token that ends a turn.
-            new = self._text[before:]
-            end = self._session.tokenizer.end
-            self._prefix = self.input + (new.removesuffix(end) if answer.finish == "stop" else new)
+            assert isinstance(self._conversation, Conversation)
+            self._prefix = self.input + self._conversation.without_end(self._text[before:], answer)
         return answer
 
     def record_answer(self, message: Message, *, template_message: Message | None = None) -> None:

@@ -10,7 +10,7 @@ import re
 import secrets
 from copy import copy
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from stretto.component import Context
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, offer
 from stretto.launcher import Job, Resources, Role, thread_variables
-from stretto.models.files import folder_of_model, parameters_in
+from stretto.models.files import folder_of_model, parameters_in, writes_date
+from stretto.models.tokenizer import CLOCK
 
 _KERNEL = "kernel"
 _ROWS_PER_GROUP = 0.4
@@ -225,11 +226,16 @@ class Assembly:
 
 
 def decided(composed: Composed) -> Composed:
-    """Return a run with the values that depend on the machine on which it begins, or begins to have them."""
-    evaluation = composed.config.evaluation
-    if evaluation is None or evaluation.own_engine is not None:
-        return composed
-    return composed.with_value("evaluation.own_engine", _has_room(composed.config))
+    """Return a run with the values that depend on the machine and the day on which it begins, or begins to
+    have them."""
+    config = composed.config
+    if config.evaluation is not None and config.evaluation.own_engine is None:
+        composed = composed.with_value("evaluation.own_engine", _has_room(config))
+    folder, template = folder_of_model(config.model), config.dataset.template
+    if folder is not None and CLOCK not in template and writes_date(folder):
+        template = {**template, CLOCK: date.today().isoformat()}
+        composed = composed.with_value("dataset.template", template)
+    return composed
 
 
 def _has_room(config: RunConfig) -> bool:

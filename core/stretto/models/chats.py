@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError
-from stretto.models.tokenizer import Message, Tokenizer
+from stretto.models.chat_form import Message, plain_text
+from stretto.models.tokenizer import Tokenizer
 
 __all__ = ["ChatPiece", "encode_chat"]
 
@@ -49,7 +50,7 @@ def encode_chat(
     """Return the pieces of a conversation up to the end of the assistant's last turn. The first piece is the
     prompt, with the opening of the answer.
 
-    A tool call has its arguments as a mapping or as JSON text; the template gets the form that it can write.
+    A tool call has its arguments as a mapping or as JSON text.
 
     Args:
         answer: turns of the assistant, of tools and of others. The first one is the assistant's.
@@ -62,17 +63,10 @@ def encode_chat(
     """
     last = max(number for number, turn in enumerate(answer) if turn["role"] == "assistant")
     messages = [*prompt, *answer[: last + 1]]
-    forms = (_as_mapping, _as_text) if any(turn.get("tool_calls") for turn in messages) else (_as_mapping,)
-    faults: list[ConfigError] = []
-    for form in forms:
-        turns = [_with_arguments(turn, form) for turn in messages]
-        try:
-            return list(_Chat(turns, len(prompt), tokenizer, tools).pieces(complete=complete))
-        except ConfigError as fault:
-            faults.append(fault)
-    if len(faults) == 2 and str(faults[0]) != str(faults[1]):
-        raise ConfigError(f"{faults[0]}; with the arguments of tool calls as text: {faults[1]}")
-    raise faults[0]
+    for turn in messages:
+        for call in turn.get("tool_calls") or ():
+            _arguments_of(call)
+    return list(_Chat(messages, len(prompt), tokenizer, tools).pieces(complete=complete))
 
 
 class _Chat:
@@ -104,8 +98,8 @@ class _Chat:
                 ids = tokenizer.encode_text(context)
             yield ChatPiece(ids, trained=False)
             end, known = begin + len(turn), number + 1
-            if number == turns[-1] and tokenizer.end not in turn:
-                turn += tokenizer.end
+            if number == turns[-1] and not any(tokenizer.form.ends_of(turn)):
+                turn += tokenizer.form.closing
             yield ChatPiece(tokenizer.encode_text(turn), trained=True)
 
     def _opening(self, number: int) -> int:
@@ -114,9 +108,10 @@ class _Chat:
         if self._text.startswith(opened):
             return len(opened)
         same = next(at for at, (a, b) in enumerate(zip(opened, f"{self._text}\0", strict=False)) if a != b)
+        written = plain_text(self._text[same : same + 40])
         raise ConfigError(
             f"{self._name(number)}: the chat template opens the answer with {opened[same:][-40:]!r}, and "
-            f"writes the whole conversation with {self._text[same : same + 40]!r} there: it changes earlier "
+            f"writes the whole conversation with {written!r} there: it changes earlier "
             "turns, or the answer lacks what the template puts before it; write one row for each turn of the "
             "assistant, or prompt and answer as text"
         )
@@ -128,16 +123,20 @@ class _Chat:
             begin: where it begins in the text.
             limit: where the next turn of the assistant begins.
         """
-        end = self._tokenizer.end
+        form = self._tokenizer.form
         own = self._render(number + 1, opens_answer=False)
-        for prefix in (own, own.removesuffix(end)):  # some templates write it after the last turn only
+        ends = [found for found in form.ends_of(own) if found.start() >= begin]
+        # Some templates end the last turn in another way than those before it.
+        for prefix in (own, own[: ends[-1].start()] if ends else own):
             if self._text.startswith(prefix):
                 turn = prefix[begin:]
-                return turn[: turn.rindex(end) + len(end)] if end and end in turn else turn.rstrip()
+                if inside := [*form.ends_of(turn)]:
+                    return turn[: inside[-1].end()]
+                turn = turn.rstrip()
+                return turn + form.end_at(self._text, begin + len(turn))
         # Some templates write a turn in another way while it is the last one.
-        turn, found, _ = self._text[begin:limit].partition(end or "\0")
-        if found and end in own[begin:]:
-            return turn + found
+        if ends and (first := next(iter(form.ends_of(self._text[begin:limit])), None)):
+            return self._text[begin : begin + first.end()]
         raise ConfigError(f"{self._name(number)}: the chat template changes it once other messages follow")
 
     def _check(self, first: int, last: int, text: str) -> None:
@@ -177,22 +176,17 @@ class _Chat:
 # ------------------------------------------------------------------------------------- tool calls
 
 
-def _with_arguments(turn: Message, form: Callable[[Any], Any]) -> Message:
-    """Return a message whose tool calls have their arguments in a form."""
-    if not turn.get("tool_calls"):
-        return turn
-    calls: list[Mapping[str, Any]] = []
-    for call in turn["tool_calls"]:
-        function: Any = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):  # type: ignore[reportUnknownMemberType]
-            raise ConfigError(f"expected tool calls with a function's name and arguments, found {call!r}")
-        function = {**cast("Mapping[str, Any]", function)}
-        function["arguments"] = form(function.get("arguments") or {})
-        calls.append({**call, "function": function} if "function" in call else function)
-    return {**turn, "tool_calls": calls}
+def _arguments_of(call: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the arguments of a tool call.
 
-
-def _as_mapping(arguments: Any) -> Mapping[str, Any]:
+    Raises:
+        ConfigError: if it is no tool call.
+    """
+    function: Any = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):  # type: ignore[reportUnknownMemberType]
+        raise ConfigError(f"expected tool calls with a function's name and arguments, found {call!r}")
+    function = cast("Mapping[str, Any]", function)
+    arguments = function.get("arguments") or {}
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError as error:
@@ -201,23 +195,15 @@ def _as_mapping(arguments: Any) -> Mapping[str, Any]:
         ) from error
     if not isinstance(value, Mapping):
         raise ConfigError(f"expected the arguments of a tool call as a JSON object, found {arguments!r}")
-    return cast("Mapping[str, Any]", value)
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return function["name"], cast("Mapping[str, Any]", value)
 
 
 def _is_shown(call: Mapping[str, Any], packed: str) -> bool:
-    """Return whether a text without white space has the name and the arguments of a tool call."""
-    function = call.get("function", call)
-    name, arguments = function["name"], function["arguments"]
-    if isinstance(arguments, str):
-        shown = _pack(arguments) in packed
-    else:
-        # Python's form is no JSON: then the template expects text.
-        python = _pack(str(arguments))
-        shown = (python == _pack(json.dumps(arguments)) or python not in packed) and _has(packed, arguments)
+    """Return whether a text without white space has the name and the arguments of a tool call, and these not
+    as Python writes them."""
+    name, arguments = _arguments_of(call)
+    python = _pack(str(arguments))
+    shown = (python == _pack(json.dumps(arguments)) or python not in packed) and _has(packed, arguments)
     return shown and _pack(name) in packed
 
 
@@ -251,8 +237,9 @@ def _texts(value: Any, *, all_of_it: bool) -> list[Any]:
 
 def _pack(text: str) -> str:
     """Return a text without white space."""
-    return "".join(text.split())
+    return "".join(plain_text(text).split())
 
 
 def _short(text: str) -> str:
+    text = plain_text(text)
     return text if len(text) <= 160 else f"{text[:80]} … {text[-80:]}"

@@ -20,6 +20,7 @@ __all__ = [
     "shapes_in",
     "tensors_of_model",
     "text_config",
+    "writes_date",
 ]
 
 
@@ -97,6 +98,13 @@ def end_tokens_in(folder: str) -> frozenset[int]:
             ends: int | list[int] | None = json.loads(file.read_text()).get("eos_token_id")
             found |= {ends} if isinstance(ends, int) else set(ends or ())
     return frozenset(found)
+
+
+def writes_date(folder: str) -> bool:
+    """Return whether the chat template of the model in a folder asks for today's date."""
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "processor_config.json")
+    files = [*(Path(folder, name) for name in names), *Path(folder).glob("additional_chat_templates/*")]
+    return any(b"strftime_now" in file.read_bytes() for file in files if file.is_file())
 
 
 def shapes_in(folder: str) -> dict[str, tuple[int, ...]]:

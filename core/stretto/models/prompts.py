@@ -1,18 +1,23 @@
-"""Make prompts from a row's columns: the config keys that datasets of plain tables share.
+"""Read prompts and tools from a row's columns, and the config keys that datasets of plain tables share.
 
 A dataset whose section extends `ColumnsConfig` calls `with_prompt` with each row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from string import Formatter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from stretto.dataset import DatasetConfig, Row
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, column_error
+from stretto.models.chat_form import Message, OwnTurn
 
-__all__ = ["ColumnsConfig"]
+if TYPE_CHECKING:
+    from stretto.models.tokenizer import Tokenizer
+
+__all__ = ["ColumnsConfig", "as_meant", "both_tools", "name_of_tool", "tools_of"]
 
 
 class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,3 +100,51 @@ def _text(column: str, row: Row) -> str:
 
 def _no_column(column: str, row: Row) -> str:
     return f"no column {column!r}; its columns: {', '.join(row) or 'none'}"
+
+
+def tools_of(row: Row) -> Sequence[Mapping[str, Any]]:
+    """Return the JSON schemas in the column `tools`; none if it is empty.
+
+    Raises:
+        ConfigError: if the column holds something else.
+    """
+    tools = row.get("tools") or []
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        tools = None
+    if isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in cast("list[Any]", tools)):
+        return cast("list[Mapping[str, Any]]", tools)
+    raise column_error(
+        row,
+        "tools",
+        f"expected a list of JSON schemas of functions, or that as JSON, found {row['tools']!r:.60}",
+    )
+
+
+def name_of_tool(tool: Mapping[str, Any]) -> str:
+    """Return the name in a tool's JSON schema; empty if there is none."""
+    return str(cast("Mapping[str, Any]", tool.get("function", tool)).get("name", ""))
+
+
+def both_tools(
+    of_row: Sequence[Mapping[str, Any]], of_run: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """Return the tools of a row and of the run.
+
+    Raises:
+        ConfigError: if two have the same name.
+    """
+    names = [*map(name_of_tool, of_row)]
+    if twice := [name for name in map(name_of_tool, of_run) if name in names]:
+        raise ConfigError(
+            f"the row's column 'tools' and the run both have a tool {twice[0]!r}; leave it out of one of them"
+        )
+    return [*of_row, *of_run]
+
+
+def as_meant(messages: Any, tokenizer: Tokenizer) -> Any:
+    """Return messages of a row with special tokens as `dataset.special_tokens` says; a text as it is."""
+    if not isinstance(messages, list) or tokenizer.rows is None or tokenizer.rows.special_tokens != "tokens":
+        return messages
+    return [OwnTurn(turn) for turn in cast("list[Message]", messages)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Protocol, TypeVar, cast
+from datetime import date
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import anyio
 import anyio.to_thread
@@ -13,16 +16,25 @@ from anyio.lowlevel import RunVar
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError
+from stretto.models.chat_form import ChatForm, Message, Render, form_of, pieces_of
+from stretto.models.files import end_tokens_in, folder_of_model
+
+if TYPE_CHECKING:
+    from stretto.dataset import DatasetConfig
+    from stretto.engine import Finish
 
 __all__ = [
+    "CLOCK",
     "ByteTokenizer",
     "Message",
+    "ModelTokenizer",
     "Tokenizer",
     "apply_chat_template",
+    "body_of",
     "characters_of",
     "fault_of",
     "load_tokenizer",
-    "shows_tools",
+    "pinned",
     "work_on_text",
 ]
 
@@ -36,8 +48,9 @@ _MOST = 2**22
 Tokenising a text of `_MOST` characters takes about 6 s and some 500 MB."""
 _text_thread: RunVar[anyio.CapacityLimiter] = RunVar("stretto_text_thread")
 
-Message = Mapping[str, Any]
-"""One chat message: `role`, `content`, and other keys that a template may use, such as `tool_calls`."""
+_CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+CLOCK = "strftime_now"
+"""The function that gives chat templates the date, and the key of `dataset.template` with another one."""
 
 
 class Tokenizer(Protocol):
@@ -47,7 +60,8 @@ class Tokenizer(Protocol):
         self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> NDArray[np.int32]:
         """Return (P,) ids of a prompt. For chat messages, the chat template is applied once and opens the
-        assistant's turn.
+        assistant's turn. A text gets the tokens that the tokenizer puts before it, unless it begins with them
+        already, and none after it, where the answer follows.
 
         Args:
             tools: as in `render`; a text shows none.
@@ -57,9 +71,10 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_answer(self, answer: str) -> NDArray[np.int32]:
-        """Return (A,) ids of the answer to a text, and of the end-of-sequence token, if there is one. For the
-        answer to chat messages, see `stretto.models.chats`."""
+    def encode_answer(self, answer: str, *, prompt: str = "") -> NDArray[np.int32]:
+        """Return (A,) ids of the answer to a text, and of the token that ends it, unless the answer has an
+        end of its own: the one that the chat template writes, if the prompt has rendered turns; else the
+        end-of-sequence token, if there is one. For answers to chat messages, see `stretto.models.chats`."""
         ...
 
     def render(
@@ -80,18 +95,33 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_text(self, text: str) -> NDArray[np.int32]:
-        """Return (L,) ids of a part of a text. No token is added before or after it. The text of a special
-        token becomes that token."""
+    def encode_text(self, text: str, *, whole: bool = False) -> NDArray[np.int32]:
+        """Return (L,) ids of a text that follows others, or with `whole` of one that begins. No token is
+        added before or after it. The text of a special token becomes that token, except where `render` says
+        that it is text."""
         ...
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
         """Return the text of tokens. Special tokens are left out unless `special` is True."""
         ...
 
+    def ends_turn(self, token: int) -> bool:
+        """Return whether a token that ended an answer is no part of its text: an end token of the model, or
+        another special token."""
+        ...
+
+    def special_in(self, text: str) -> str:
+        """Return the first special token in a text; empty if it has none."""
+        ...
+
     @property
-    def end(self) -> str:
-        """The end-of-sequence token as text; empty if there is none."""
+    def form(self) -> ChatForm:
+        """The model's chat form."""
+        ...
+
+    @property
+    def rows(self) -> DatasetConfig | None:
+        """The run's section `dataset`, which says how its rows are written; None outside of a run."""
         ...
 
     def most_characters(self, tokens: int | None) -> int:
@@ -105,21 +135,16 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(model: str | None) -> Tokenizer:
+def load_tokenizer(model: str | None, rows: DatasetConfig | None = None) -> Tokenizer:
     """Load the tokenizer of a model folder or hub id. Without a model, every byte is a token.
+
+    Args:
+        rows: the run's section `dataset`: arguments of the chat template, and what special tokens are.
 
     Raises:
         ConfigError: if the model has no tokenizer that can be loaded.
     """
-    if model is None:
-        return ByteTokenizer()
-    # AutoTokenizer would import torch.
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        return _Fast(PreTrainedTokenizerFast.from_pretrained(model), model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {model!r} has no tokenizer that can be loaded: {error}") from error
+    return ByteTokenizer() if model is None else ModelTokenizer.load(model, rows)
 
 
 def apply_chat_template(
@@ -129,11 +154,14 @@ def apply_chat_template(
     tools: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool,
+    arguments: Mapping[str, Any],
 ) -> str:
     """Return chat messages as text; see `Tokenizer.render`.
 
     Args:
         owner: has the chat template: a tokenizer or a processor of transformers.
+        messages: in the form that the template wants.
+        arguments: what else the template gets.
 
     Raises:
         ConfigError: if there is no template, or if it refuses the messages.
@@ -142,50 +170,84 @@ def apply_chat_template(
 
     if owner.chat_template is None:
         raise ConfigError(f"the prompt is chat messages, and model {model!r} has no chat template")
+    turns, schemas = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
     try:
+        if any("content" in turn and turn["content"] is None for turn in turns):
+            return _with_no_content(owner, turns, schemas, add_generation_prompt, arguments)
         return owner.apply_chat_template(
-            [_without_nulls(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
+            turns,
+            tools=schemas,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            **arguments,
         )
-    # A template raises a TypeError where it joins text and a value of another type.
-    except (TemplateError, TypeError) as error:
+    # Templates are code: they join text and values of another type, or look for keys that are not there.
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise ConfigError(f"the chat template of {model!r} refuses the messages: {error}") from error
 
 
-def shows_tools(tokenizer: Tokenizer) -> bool:
-    """Return whether the chat template of a model puts the given tools into the prompt.
+def _with_no_content(
+    owner: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    opens: bool,
+    arguments: Mapping[str, Any],
+) -> str:
+    """Render messages of which some have no content: `apply_chat_template` drops the key, and templates that
+    ask whether the content is none find nothing there."""
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    Raises:
-        ConfigError: if the model has no chat template, or the template refuses a plain question.
+    [text], _ = render_jinja_template(
+        conversations=[messages],
+        tools=tools,
+        chat_template=owner.get_chat_template(None, tools),
+        add_generation_prompt=opens,
+        **{**owner.special_tokens_map, **arguments},
+    )
+    return text
+
+
+def pinned(template: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a chat template whose clock stands at the date in `arguments`, if it has one, so that the
+    prompts of a run stay the same from day to day.
+
+    Args:
+        template: a text, texts by name, or None.
     """
-    tool = {"type": "function", "function": {"name": "a_tool", "description": "", "parameters": {}}}
-    return "a_tool" in tokenizer.render([{"role": "user", "content": "hello"}], tools=[tool])
+    if isinstance(template, dict):
+        return {name: pinned(each, arguments) for name, each in cast("dict[str, Any]", template).items()}
+    day = arguments.get(CLOCK)
+    if not isinstance(template, str) or day is None:
+        return template
+    return _CLOCK.sub(lambda found: repr(date.fromisoformat(day).strftime(found[2])), template)
 
 
 def fault_of(prompt: Any) -> str:
     """Return the reason why a value is not a valid prompt; an empty string if it is valid."""
     if isinstance(prompt, str):
-        return ""
+        return _fault_of_text(prompt)
     turns = cast("list[Any]", prompt) if isinstance(prompt, list) else []
     if turns and all(isinstance(turn, dict) and _is_message(cast("Message", turn)) for turn in turns):
         return ""
     return f"expected text or chat messages ([{{'role': …, 'content': …}}, …]), found {str(prompt)[:60]!r}"
 
 
+def _fault_of_text(prompt: str) -> str:
+    """Return why a text is no prompt: it is chat messages, written as JSON."""
+    if not prompt.lstrip().startswith("[{"):
+        return ""
+    try:
+        turns = json.loads(prompt)
+    except ValueError:
+        return ""
+    if not all(isinstance(turn, dict) and "role" in turn for turn in cast("list[Any]", turns)):
+        return ""
+    return f"expected chat messages as a list, found their JSON text {prompt[:60]!r}; read it with json.loads"
+
+
 def _is_message(turn: Message) -> bool:
     """Return whether a mapping has a role, and a content or tool calls."""
     return "role" in turn and (turn.get("content") is not None or bool(turn.get("tool_calls")))
-
-
-def _without_nulls(message: Message) -> dict[str, Any]:
-    """Return a message as templates expect it: with a content, and without keys that have no value. Libraries
-    of data give every message all keys that any message has."""
-    keys = {key: value for key, value in message.items() if value is not None}
-    if not keys.get("tool_calls"):
-        keys.pop("tool_calls", None)
-    return {"content": "", **keys}
 
 
 def characters_of(content: Any) -> int:
@@ -196,6 +258,12 @@ def characters_of(content: Any) -> int:
         part = cast("Mapping[str, Any]", content)
         return characters_of(part.get("content")) + characters_of(part.get("text"))
     return sum(map(characters_of, cast("list[Any]", content))) if isinstance(content, (list, tuple)) else 0
+
+
+def body_of(tokens: NDArray[np.int32], finish: Finish, tokenizer: Tokenizer) -> NDArray[np.int32]:
+    """Return the tokens of an answer without the one that ended its turn."""
+    ended = finish == "stop" and len(tokens) and tokenizer.ends_turn(int(tokens[-1]))
+    return tokens[:-1] if ended else tokens
 
 
 async def work_on_text(work: Callable[[], T], characters: int) -> T:
@@ -221,7 +289,7 @@ class ByteTokenizer:
         text = prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def encode_answer(self, answer: str) -> NDArray[np.int32]:
+    def encode_answer(self, answer: str, *, prompt: str = "") -> NDArray[np.int32]:
         """Return the UTF-8 bytes of the text."""
         return self.encode_prompt(answer)
 
@@ -234,13 +302,22 @@ class ByteTokenizer:
     ) -> str:
         """Return the contents of the messages, each on its own line. Tools are not shown."""
         del tools, add_generation_prompt
-        return "".join(f"{_without_nulls(message)['content']}\n" for message in messages)
+        return "".join(f"{message['content']}\n" for message in self.form.prepared(messages, None))
 
-    def encode_text(self, text: str) -> NDArray[np.int32]:
+    def encode_text(self, text: str, *, whole: bool = False) -> NDArray[np.int32]:
         """Return the UTF-8 bytes of the text."""
         return self.encode_prompt(text)
 
-    end = ""
+    form = ChatForm()
+    rows = None
+
+    def special_in(self, text: str) -> str:
+        """Return an empty text: no byte is special."""
+        return ""
+
+    def ends_turn(self, token: int) -> bool:
+        """Return False: no byte is an end."""
+        return False
 
     def most_characters(self, tokens: int | None) -> int:
         """Return the number of tokens, because each character has at least one."""
@@ -252,25 +329,46 @@ class ByteTokenizer:
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
 
 
-class _Fast:
+class ModelTokenizer:
     """A tokenizer of the `tokenizers` library with its chat template."""
 
-    def __init__(self, tokenizer: Any, model: str) -> None:
+    @classmethod
+    def load(cls, model: str, rows: DatasetConfig | None) -> ModelTokenizer:
+        """See `load_tokenizer`."""
+        # AutoTokenizer would import torch.
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            return cls(PreTrainedTokenizerFast.from_pretrained(model), model, rows)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model {model!r} has no tokenizer that can be loaded: {error}") from error
+
+    def __init__(self, tokenizer: Any, model: str, rows: DatasetConfig | None) -> None:
+        template = {} if rows is None else rows.template
         self._tokenizer = tokenizer
         self._model = model
-        # `_encode` leaves out the checks of transformers, which take longer than a short prompt. This is what
+        self.rows = rows
+        self._arguments = {name: value for name, value in template.items() if name != CLOCK}
+        tokenizer.chat_template = pinned(tokenizer.chat_template, template)
+        # `_ids` leaves out the checks of transformers, which take longer than a short prompt. This is what
         # transformers sets at each call.
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
+        self._added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+        self._special = {
+            each.content: each for each in tokenizer.added_tokens_decoder.values() if each.special
+        }
 
     def encode_prompt(
         self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> NDArray[np.int32]:
-        if isinstance(prompt, str):
-            return self._encode(prompt, special=True)
-        return self.encode_text(self.render(prompt, tools=tools))
+        """See `Tokenizer`."""
+        if not isinstance(prompt, str):
+            return self.encode_text(self.render(prompt, tools=tools), whole=True)
+        ids, before = self._ids(prompt), self._before
+        return np.asarray(ids if ids[: len(before)] == before else before + ids, np.int32)
 
     def render(
         self,
@@ -279,22 +377,120 @@ class _Fast:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
     ) -> str:
+        """See `Tokenizer`."""
+        messages = self.form.prepared(messages, self.special_texts())
+        return self._render(messages, tools, add_generation_prompt)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opens: bool) -> str:
         return apply_chat_template(
-            self._tokenizer, self._model, messages, tools, add_generation_prompt=add_generation_prompt
+            *(self._tokenizer, self._model, messages, tools),
+            add_generation_prompt=opens,
+            arguments=self._arguments,
         )
 
-    def encode_text(self, text: str) -> NDArray[np.int32]:
-        return self._encode(text, special=False)
+    def encode_text(self, text: str, *, whole: bool = False) -> NDArray[np.int32]:
+        """See `Tokenizer`."""
+        ids: list[int] = []
+        for piece, is_text in pieces_of(text):
+            if is_text:
+                ids += self._plain_ids(piece)
+            elif whole and not ids:
+                ids += self._ids(piece)
+            else:
+                anchor = self._anchor
+                ids += self._ids(anchor[0] + piece)[1:] if anchor else self._ids(piece)
+        return np.asarray(ids, np.int32)
 
-    def _encode(self, text: str, *, special: bool) -> NDArray[np.int32]:
-        """Return the ids of a text, with the tokens that belong around it or without."""
-        return np.asarray(self._backend.encode(text, add_special_tokens=special).ids, np.int32)
+    def _ids(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """Return the ids of a part of a text in which a special token is text."""
+        for before in ("\n", "a") if self._anchor else ():
+            ids, known = self._as_text(before + text), self._as_text(before)
+            if ids[: len(known)] == known:
+                return ids[len(known) :]
+        return self._as_text(text)
+
+    def _as_text(self, text: str) -> list[int]:
+        return self._plain_backend.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """The tokens that the tokenizer puts before a text, such as BOS."""
+        bare = self._ids("a")
+        whole: list[int] = self._backend.encode("a", add_special_tokens=True).ids
+        starts = range(len(whole) - len(bare) + 1)
+        return next((whole[:at] for at in starts if whole[at : at + len(bare)] == bare), [])
+
+    @cached_property
+    def _anchor(self) -> list[str]:
+        """A token that comes before a part of a text when it is tokenised, if the tokenizer puts a space
+        before a text that begins: SentencePiece does. Empty for other tokenizers."""
+        for token in (text for text, each in self._special.items() if not each.rstrip):
+            ids, bare = self._ids(f"{token}a"), self._ids("a")
+            if ids[:1] == [self._added[token]] and ids[1:] != bare:
+                return [token]
+        return []
+
+    @cached_property
+    def _plain_backend(self) -> Any:
+        """The tokenizer for which the text of a special token is text."""
+        backend = type(self._backend).from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    @cache  # noqa: B019 - as long as the process
+    def special_texts(self, keep: re.Pattern[str] | None = None) -> re.Pattern[str] | None:
+        """Return what finds the special tokens in a text, but for those in whose text is `keep`."""
+        texts = [text for text in self._special if keep is None or not keep.search(text)]
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
     @property
-    def end(self) -> str:
-        return self._tokenizer.eos_token or ""
+    def form(self) -> ChatForm:
+        """The model's chat form."""
+        return self._form
+
+    @cached_property
+    def _form(self) -> ChatForm:
+        return self.find_form(self._render, has_template=self._tokenizer.chat_template is not None)
+
+    def find_form(self, render: Render, *, has_template: bool) -> ChatForm:
+        """Return the chat form of a template that `render` applies."""
+        tokenizer, end = self._tokenizer, self._tokenizer.eos_token_id
+        own, folder = frozenset([] if end is None else [end]), folder_of_model(self._model)
+        model = own if folder is None else end_tokens_in(folder) or own
+        if not has_template:
+            closing = tokenizer.eos_token or ""
+            return ChatForm(end_ids=own | model, ends=tuple(map(self._text_of, own | model)), closing=closing)
+        return form_of(
+            render,
+            token_of=self._added.get,
+            first_token=lambda text: max(filter(text.startswith, self._added), key=len, default=""),
+            own_ends=own,
+            model_ends=model,
+            text_of=self._text_of,
+        )
+
+    def _text_of(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def special_in(self, text: str) -> str:
+        """See `Tokenizer`."""
+        special = self.special_texts()
+        found = None if special is None else special.search(text)
+        return found[0] if found else ""
+
+    def ends_turn(self, token: int) -> bool:
+        """See `Tokenizer`."""
+        return token in self.form.end_ids or token in self._special_ids
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self._added[text] for text in self._special)
 
     def most_characters(self, tokens: int | None) -> int:
+        """See `Tokenizer`."""
         if tokens is None:
             return min(_MOST, max(_LEAST, self._longest_token * self._tokenizer.model_max_length))
         return self._longest_token * tokens
@@ -304,11 +500,15 @@ class _Fast:
         """Most characters that one token stands for."""
         return max(map(len, self._tokenizer.get_vocab()))
 
-    def encode_answer(self, answer: str) -> NDArray[np.int32]:
-        ids = self.encode_text(answer).tolist()
-        if (end := self._tokenizer.eos_token_id) is not None:
+    def encode_answer(self, answer: str, *, prompt: str = "") -> NDArray[np.int32]:
+        """See `Tokenizer`."""
+        ids, form = self.encode_text(answer).tolist(), self.form
+        has_turns = form.closing in self._added and form.closing in prompt
+        end = self._added[form.closing] if has_turns else self._tokenizer.eos_token_id
+        if end is not None and not form.is_closed(answer):
             ids.append(end)
         return np.asarray(ids, np.int32)
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
+        """See `Tokenizer`."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=not special)

@@ -13,23 +13,26 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError
+from stretto.models.chat_form import ChatForm, Message, OwnTurn, plain_text
 from stretto.models.files import fetch_config
 from stretto.models.images import OpenImage, decode, images_of
-from stretto.models.tokenizer import Message, Tokenizer, apply_chat_template, load_tokenizer
+from stretto.models.tokenizer import CLOCK, ModelTokenizer, apply_chat_template, pinned
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from stretto.dataset import Row
+    from stretto.dataset import DatasetConfig, Row
 
 __all__ = [
     "PROCESSOR_FILES",
@@ -51,6 +54,10 @@ PROCESSOR_FILES = (
     "chat_template.json",
 )
 """The files of a model's processor, besides those of the tokenizer. Not every model has all of them."""
+
+_OF_IMAGES = re.compile("image|vision|video|audio", re.IGNORECASE)
+"""In the names of special tokens that stand for images."""
+_ZERO_WIDTH = "\u200b"
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 # The outputs of a processor that have an entry for each token; all others belong to the images.
@@ -135,11 +142,13 @@ class Vision:
         ConfigError: if the model has no processor that can be loaded, or its config names no image token.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, rows: DatasetConfig | None = None) -> None:
         self._model = model
-        self.tokenizer: Tokenizer = load_tokenizer(model)
+        self._arguments = {} if rows is None else rows.template
+        self.tokenizer = ModelTokenizer.load(model, rows)
         """The tokenizer for text without images."""
         self._processor = _load_processor(model)
+        self._processor.chat_template = pinned(self._processor.chat_template, self._arguments)
         token = image_token_of(fetch_config(model))
         if token is None:
             raise ConfigError(f"model {model!r} names no image token: its config.json has no image_token_id")
@@ -244,10 +253,35 @@ class Vision:
         """Return chat messages as text, like `Tokenizer.render`. Each part `{"type": "image"}` becomes the
         model's own placeholder; with `with_images`, each `<image>` in a text does, too."""
         turns = [
-            {**turn, "content": _parts(turn.get("content"), with_images=with_images)} for turn in messages
+            (OwnTurn if isinstance(turn, OwnTurn) else dict[str, Any])(
+                turn, content=_parts(turn.get("content"), with_images=with_images)
+            )
+            for turn in messages
         ]
+        special = self.tokenizer.special_texts(keep=_OF_IMAGES)
+        text = self._render(self.form.prepared(turns, special), tools, add_generation_prompt)
+        return plain_text(text, mark=_ZERO_WIDTH)  # the processor would read the text as the token
+
+    @property
+    def form(self) -> ChatForm:
+        """The model's chat form, with the template of the processor."""
+        return self._form
+
+    @cached_property
+    def _form(self) -> ChatForm:
+        def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opens: bool) -> str:
+            parts = [{**turn, "content": _parts(turn.get("content"), with_images=False)} for turn in messages]
+            return self._render(parts, tools, opens)
+
+        has_template = self._processor.chat_template is not None
+        return replace(self.tokenizer.find_form(render, has_template=has_template), content="parts")
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opens: bool) -> str:
+        arguments = {name: value for name, value in self._arguments.items() if name != CLOCK}
         return apply_chat_template(
-            self._processor, self._model, turns, tools, add_generation_prompt=add_generation_prompt
+            *(self._processor, self._model, messages, tools),
+            add_generation_prompt=opens,
+            arguments=arguments,
         )
 
     def _process(self, text: str, images: Sequence[Image], *, plain: bool) -> VisionPrompt:
@@ -280,9 +314,9 @@ class RowTokenizer:
         """See `Vision.see`."""
         return self._vision.see(prompt, [image.pixels for image in self.images], tools=tools).ids
 
-    def encode_answer(self, answer: str) -> NDArray[np.int32]:
+    def encode_answer(self, answer: str, *, prompt: str = "") -> NDArray[np.int32]:
         """Return the same as for a row without images."""
-        return self._vision.tokenizer.encode_answer(answer)
+        return self._vision.tokenizer.encode_answer(answer, prompt=prompt)
 
     def render(
         self,
@@ -299,18 +333,31 @@ class RowTokenizer:
             with_images=bool(self.images),
         )
 
-    def encode_text(self, text: str) -> NDArray[np.int32]:
+    def encode_text(self, text: str, *, whole: bool = False) -> NDArray[np.int32]:
         """Return the same as for a row without images."""
-        return self._vision.tokenizer.encode_text(text)
+        return self._vision.tokenizer.encode_text(text, whole=whole)
 
     def most_characters(self, tokens: int | None) -> int:
         """Return the same as for a row without images."""
         return self._vision.tokenizer.most_characters(tokens)
 
     @property
-    def end(self) -> str:
-        """The same as for a row without images."""
-        return self._vision.tokenizer.end
+    def form(self) -> ChatForm:
+        """The model's chat form."""
+        return self._vision.form
+
+    def ends_turn(self, token: int) -> bool:
+        """Return the same as for a row without images."""
+        return self._vision.tokenizer.ends_turn(token)
+
+    def special_in(self, text: str) -> str:
+        """Return the same as for a row without images."""
+        return self._vision.tokenizer.special_in(text)
+
+    @property
+    def rows(self) -> DatasetConfig | None:
+        """The section of the rows."""
+        return self._vision.tokenizer.rows
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
         """Return the same as for a row without images."""

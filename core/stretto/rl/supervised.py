@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +11,7 @@ from stretto.algorithm import AlgorithmConfig, Encoded
 from stretto.component import Problem
 from stretto.errors import ConfigError, column_error, nearest
 from stretto.models.chats import encode_chat
+from stretto.models.prompts import as_meant, tools_of
 from stretto.models.tokenizer import fault_of
 
 if TYPE_CHECKING:
@@ -61,17 +61,20 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
         role = answer[0]["role"]
         raise column_error(row, column, f"begins with a turn of the {role}; expected the answer alone")
     if isinstance(prompt, str) and isinstance(answer, str):
-        pieces = [(tokenizer.encode_prompt(prompt), False), (tokenizer.encode_answer(answer), True)]
+        answer_ids = tokenizer.encode_answer(answer, prompt=prompt)
+        pieces = [(tokenizer.encode_prompt(prompt), False), (answer_ids, True)]
     elif isinstance(prompt, str):
         raise column_error(
             row, column, "has chat messages, and the prompt is text; write both as text or both as messages"
         )
     else:
         turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        _refuse_special_tokens(row, column, turns, tokenizer)
+        prompt, turns = as_meant(prompt, tokenizer), as_meant(turns, tokenizer)
         if any(_is_image(part) for turn in turns for part in turn.get("content") or ()):
             raise column_error(row, column, "has an image; only the prompt may have images")
         try:
-            pieces = encode_chat(prompt, turns, tokenizer, tools=_tools_of(row))
+            pieces = encode_chat(prompt, turns, tokenizer, tools=tools_of(row))
         except ConfigError as error:
             raise column_error(row, column, str(error)) from error
     tokens = [int(id) for ids, _ in pieces for id in ids]
@@ -137,25 +140,30 @@ def _text_of(row: Row, column: str) -> str | Sequence[dict[str, Any]]:
     return cast("str | Sequence[dict[str, Any]]", row[column])
 
 
+def _refuse_special_tokens(
+    row: Row, column: str, turns: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+) -> None:
+    """Refuse to train an answer with the text of a special token before somebody has said what it is."""
+    if tokenizer.rows is None or tokenizer.rows.special_tokens is not None:
+        return
+    for turn in turns:
+        content = turn.get("content")
+        if (
+            turn["role"] == "assistant"
+            and isinstance(content, str)
+            and (token := tokenizer.special_in(content))
+        ):
+            raise column_error(
+                row,
+                column,
+                f"has {token!r}, a special token, in the content of a message; set dataset.special_tokens to "
+                "'text' if the model is to write these characters, or to 'tokens' if it is the token",
+            )
+
+
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, int) for each in cast("list[Any]", value))
 
 
 def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and cast("Mapping[str, Any]", part).get("type") in ("image", "image_url")
-
-
-def _tools_of(row: Row) -> Sequence[Mapping[str, Any]]:
-    """Return the JSON schemas in the column `tools`; none if it is empty."""
-    tools = row.get("tools") or []
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError:
-        tools = None
-    if isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in cast("list[Any]", tools)):
-        return cast("list[Mapping[str, Any]]", tools)
-    raise column_error(
-        row,
-        "tools",
-        f"expected a list of JSON schemas of functions, or that as JSON, found {row['tools']!r:.60}",
-    )

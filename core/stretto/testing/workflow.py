@@ -17,7 +17,8 @@ from stretto.engine import Sampling
 from stretto.environment import EnvironmentConfig, Feedback, columns_of_turn, feedback_of
 from stretto.errors import EngineError, one_job
 from stretto.models.images import files_of
-from stretto.models.tokenizer import ByteTokenizer
+from stretto.models.prompts import both_tools
+from stretto.models.tokenizer import ByteTokenizer, body_of
 from stretto.reward import is_number
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
 from stretto.tools import Tool, ToolAnswer, ToolResult, ToolsConfig, tool_of
@@ -85,6 +86,7 @@ class FakeSession:
         tools: functions that the policy may call.
         environment: an environment, as a run file names one.
         images: the ticket's images, for a policy that reads images.
+        row_tools: the tools of the row.
     """
 
     def __init__(
@@ -98,9 +100,11 @@ class FakeSession:
         tools: Sequence[Callable[..., Any]] = (),
         environment: Callable[..., Any] | None = None,
         images: Images | None = None,
+        row_tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.group_size = size
         self.images = images
+        self.row_tools = row_tools
         self.sampling = sampling or Sampling(max_tokens=400)
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         self.generated: list[Generated] = []
@@ -146,8 +150,8 @@ class FakeSession:
         on_tokens: OnTokens | None = None,
     ) -> Conversation:
         """Begin a conversation, as in a run."""
-        name = f"c{len(self._numbers) + 1}"
-        return conversation_in(self, name, prompt, tools=tools, limit=limit, on_tokens=on_tokens)
+        name, shown = f"c{len(self._numbers) + 1}", both_tools(self.row_tools, tools)
+        return conversation_in(self, name, prompt, tools=shown, limit=limit, on_tokens=on_tokens)
 
     async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
         """Make the samples, each once. The first error ends all."""
@@ -215,7 +219,7 @@ class FakeSession:
             logprobs=(-0.5 - 0.001 * positions).astype(np.float32),
             versions=(3 + positions // 8).astype(np.int32),
             finish=finish,
-            text=self.tokenizer.decode(tokens),
+            text=self.tokenizer.decode(body_of(tokens, finish, self.tokenizer)),
             engine="inference-0",
         )
 

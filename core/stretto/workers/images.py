@@ -85,13 +85,13 @@ class TicketImages:
         self.of_row: Sequence[str] = ()
         self._of_row_tokens = 0
 
-    async def encode_row(self, row: Row) -> NDArray[np.int32]:
+    async def encode_row(self, row: Row, tools: Sequence[Mapping[str, Any]] = ()) -> NDArray[np.int32]:
         """Return the ids of a row's prompt, whose images are now images of the ticket.
 
         Raises:
             ConfigError: if an image cannot be read, or the prompt does not go with the images.
         """
-        ids, images = await self._images.work(_encode_row, self._images.vision, row)
+        ids, images = await self._images.work(_encode_row, self._images.vision, row, tools)
         self._files |= {image.digest: image.file for image in images}
         self.of_row = [image.digest for image in images]
         self._of_row_tokens = self._images.vision.count(ids)
@@ -168,9 +168,11 @@ class TicketImages:
         return self._tokens[name]
 
 
-def _encode_row(vision: Vision, row: Row) -> tuple[NDArray[np.int32], Sequence[OpenImage]]:
+def _encode_row(
+    vision: Vision, row: Row, tools: Sequence[Mapping[str, Any]]
+) -> tuple[NDArray[np.int32], Sequence[OpenImage]]:
     tokenizer = vision.of(row)
-    return tokenizer.encode_prompt(row["prompt"]), tokenizer.images
+    return tokenizer.encode_prompt(row["prompt"], tools=tools), tokenizer.images
 
 
 def _encode(vision: Vision, text: str, files: Sequence[bytes], plain: bool) -> NDArray[np.int32]:

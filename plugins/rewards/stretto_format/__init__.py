@@ -48,8 +48,8 @@ def make(config: FormatConfig, context: Context) -> Callable[..., float]:
         once = all(text.count(each) == 1 for tag in config.tags for each in (f"<{tag}>", f"</{tag}>"))
         return once and tags.fullmatch(text) is not None
 
-    def has_form(prompt: Any, completion: str) -> float:
-        text = completion.strip()
+    def has_form(prompt: Any, completion: str, prompt_opened: str = "") -> float:
+        text = (prompt_opened + completion).strip()
         matches = not config.pattern or pattern.fullmatch(text) is not None
         return float(matches and (not config.tags or has_tags(text)))
 

@@ -57,7 +57,7 @@ def make(config: MathConfig, context: Context) -> Callable[..., float]:
         except ValueError as error:
             row = f" of row {columns['id']!r}" if "id" in columns else ""
             raise ValueError(f"{_fault(config, expected, error)}{row}") from error
-        return float(is_right(gold, completion))
+        return float(is_right(gold, columns.get("prompt_opened", "") + completion))
 
     return math
 

@@ -77,7 +77,7 @@ def _encode(prompt: Any, completion: Any, tokenizer: Tokenizer) -> list[int]:
     from stretto.models.chats import encode_chat
 
     if isinstance(prompt, str):
-        return [*tokenizer.encode_prompt(prompt), *tokenizer.encode_answer(completion)]
+        return [*tokenizer.encode_prompt(prompt), *tokenizer.encode_answer(completion, prompt=prompt)]
     pieces = encode_chat(prompt, completion, tokenizer, complete=False)
     return [id for piece in pieces for id in piece.ids]
 

@@ -46,7 +46,7 @@ def make(config: RegexConfig, context: Context) -> Callable[..., float]:
         return text.strip().casefold() if config.ignore_case else text.strip()
 
     def finds(prompt: Any, completion: str, **columns: Any) -> float:
-        found = pattern.findall(completion)
+        found = pattern.findall(columns.get("prompt_opened", "") + completion)
         return float(bool(found) and plain(found[-1]) == plain(str(columns[config.column])))
 
     return finds

@@ -23,7 +23,7 @@ from stretto.agents.config import AgentCallsConfig
 from stretto.component import Importable, PositiveFloat, PositiveInt
 from stretto.config import RunConfig
 from stretto.errors import ConfigError
-from stretto.models.tokenizer import load_tokenizer, shows_tools
+from stretto.models.tokenizer import load_tokenizer
 from stretto.user_code.importable import fault_of_importable, unknown_parameter
 from stretto.user_code.sandbox import sandbox_problems
 
@@ -131,7 +131,8 @@ def check_row(config: AgentConfig, row: Mapping[str, Any]) -> str:
 def _hides_tools(model: str) -> bool:
     """Return whether the model has a chat template that shows no tools. An agent needs neither."""
     try:
-        return not shows_tools(load_tokenizer(model))
+        form = load_tokenizer(model).form
+        return form.has_template and not form.shows_tools
     except ConfigError:
         return False
 

@@ -3,8 +3,9 @@
 Each sample is a separate conversation. After an answer with calls come the tools' results and another turn.
 An answer without calls is the last one, as is the one that reaches `max_turns` or `max_tokens`. If a call is
 malformed, names an unknown tool, fails or takes too long, the policy gets an error message as the tool's
-result. The run's reward scores the last answer, with `messages` (the whole conversation), `turns` and
-`tool_calls` as columns besides the row's.
+result. A call of a tool that only the row names ends the conversation, for the reward to judge. The run's
+reward scores the last answer, with `messages` (the whole conversation), `turns` and `tool_calls` as columns
+besides the row's.
 
 Metrics: `turns`, `splits`, `tool_calls`, and `tool_errors`, the number of calls that failed.
 """
@@ -25,7 +26,8 @@ from stretto.component import PositiveInt
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, EngineError
 from stretto.models.files import known_config
-from stretto.models.tokenizer import Message, load_tokenizer, shows_tools
+from stretto.models.prompts import name_of_tool
+from stretto.models.tokenizer import Message, load_tokenizer
 from stretto.models.vision import is_vision_language
 from stretto.tools import (
     ParserName,
@@ -88,14 +90,16 @@ class ToolUse:
         return trajectories
 
     async def _play(self, prompt: Prompt, session: Session, tools: Sequence[Mapping[str, Any]]) -> _ToolLoop:
-        config = self._config
+        config, opened = self._config, session.tokenizer.form.opened
+        of_row = set(map(name_of_tool, session.row_tools))
         conversation = session.conversation(_chat(prompt), tools=tools, limit=config.max_tokens)
         loop = _ToolLoop(conversation)
         while await conversation.reply() and len(conversation.answers) < config.max_turns:
             history = conversation.history
             assert isinstance(history, list)
             content = str(history[-1]["content"])
-            if not (calls := parse_calls(content, config.tool_parser)):
+            calls = parse_calls(content, config.tool_parser, opened)
+            if not calls or any(call.name in of_row for call in calls):
                 break
             calls = [_with_id(call, loop.calls + index) for index, call in enumerate(calls)]
             history[-1] = assistant_message(content, calls, config.tool_parser)
@@ -143,12 +147,16 @@ def check(config: ToolUseConfig, run: RunConfig) -> Iterator[Problem]:
 
 def _template_problems(model: str) -> Iterator[Problem]:
     try:
-        if not shows_tools(load_tokenizer(model)):
+        form = load_tokenizer(model).form
+    except ConfigError as error:
+        yield Problem("model", str(error))
+    else:
+        if not form.has_template:
+            yield Problem("model", f"{model!r} has no chat template, which tools need")
+        elif not form.shows_tools:
             yield Problem(
                 "model", f"the chat template of {model!r} does not show tools to the model", "warning"
             )
-    except ConfigError as error:
-        yield Problem("model", str(error))
 
 
 @hookimpl

@@ -24,11 +24,13 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import msgspec
 import numpy as np
 
 from stretto.algorithm import Encoded
 from stretto.assembly.run_file import RunFile, read
 from stretto.cli.start.folders import is_free
+from stretto.dataset import DatasetConfig
 from stretto.errors import ConfigError, StrettoError
 from stretto.kernel.durable.checkpoint import find_checkpoint
 from stretto.models.files import fetch_config
@@ -270,9 +272,12 @@ def export_samples(
 def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
     """Return the function that encodes a row as `sft` does with the run's model; it returns None for a row
     that `sft` would refuse."""
-    model = read(RunFile(folder / "config.yaml", ()))[0].get("model")
-    vision = Vision(model) if model is not None and is_vision_language(fetch_config(model)) else None
-    tokenizer = load_tokenizer(model)
+    document = read(RunFile(folder / "config.yaml", ()))[0]
+    model, section = document.get("model"), document.get("dataset", {})
+    known = {key: section[key] for key in ("use", "template", "special_tokens") if key in section}
+    rows = msgspec.convert(known, DatasetConfig)
+    vision = Vision(model, rows) if model is not None and is_vision_language(fetch_config(model)) else None
+    tokenizer = load_tokenizer(model, rows)
 
     def encode(row: dict[str, Any]) -> Encoded | None:
         try:

@@ -25,6 +25,7 @@ from stretto.assembly.sections import kind_of
 from stretto.assembly.variants import own_sections, variants_of
 from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.base.cores import available_cores
+from stretto.base.plain_data import encode_row
 from stretto.base.remote_folder import missing_file_system
 from stretto.bus.listening import is_loopback
 from stretto.bus.probe import bus_problems
@@ -340,9 +341,14 @@ def _scoring_tasks(
         for form in [None, *others] if samples[path] else []:
             row, count = (rows.first, samples[path]) if form is None else (form.row, 1)
             tasks[path, form] = Task(
-                msgspec.msgpack.encode({name: value for name, value in row.items() if name not in hidden}),
+                encode_row({name: value for name, value in row.items() if name not in hidden}),
                 (_ANSWER,) * count if known else (),
-                msgspec.msgpack.encode({name: [1] * count if known else [] for name in columns}),
+                msgspec.msgpack.encode(
+                    {
+                        "prompt_opened": [""] * count if known else [],
+                        **{name: [1] * count if known else [] for name in columns},
+                    }
+                ),
             )
     return tasks
 

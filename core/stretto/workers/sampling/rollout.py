@@ -29,7 +29,7 @@ from stretto.bus.messages.tickets import (
     TicketStarted,
 )
 from stretto.bus.store import Delivery
-from stretto.dataset import Dataset
+from stretto.dataset import Dataset, DatasetConfig
 from stretto.errors import ConfigError
 from stretto.models.files import fetch_config
 from stretto.models.tokenizer import load_tokenizer
@@ -75,7 +75,7 @@ class RolloutWorker:
         if config.evaluation is not None:
             datasets["eval"] = await self._dataset("evaluation.dataset")
         model = context.component_context.model
-        vision = await anyio.to_thread.run_sync(_vision_of, model)
+        vision = await anyio.to_thread.run_sync(_vision_of, model, config.dataset)
         images = None if vision is None else RolloutImages(context, vision)
         runner = TicketRunner(context, await self._variants(images), datasets)
         await self._bus.subscribe(context.names.abort_ticket, AbortTicket, self._abort)
@@ -114,7 +114,8 @@ class RolloutWorker:
         if images is not None:
             tokenizer = images.vision.tokenizer
         else:
-            tokenizer = await anyio.to_thread.run_sync(load_tokenizer, context.component_context.model)
+            rows = context.composed.config.dataset
+            tokenizer = await anyio.to_thread.run_sync(load_tokenizer, context.component_context.model, rows)
         return {
             variant: VariantServices(
                 composed.config,
@@ -200,9 +201,9 @@ class RolloutWorker:
         await self._bus.publish(self._context.names.progress, Progress(self._context.worker, oldest))
 
 
-def _vision_of(model: str | None) -> Vision | None:
+def _vision_of(model: str | None, rows: DatasetConfig) -> Vision | None:
     """Return the processor of the run's model; None if the model reads no images."""
     if model is None or not is_vision_language(fetch_config(model)):
         return None
     keep_torch_out()
-    return Vision(model)
+    return Vision(model, rows)

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,11 +19,14 @@ from stretto.array import Array
 from stretto.base import clock
 from stretto.bus.messages.tickets import Ticket
 from stretto.config import RunConfig
+from stretto.dataset import Row
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback, columns_of_turn
 from stretto.errors import ConfigError, EngineError
+from stretto.models.chat_form import ChatForm, opened_in
 from stretto.models.images import IMAGE_COLUMNS
-from stretto.models.tokenizer import Message, Tokenizer
+from stretto.models.prompts import both_tools, tools_of
+from stretto.models.tokenizer import Message, Tokenizer, body_of
 from stretto.tools import ToolAnswer
 from stretto.user_code.faults import SampleFault
 from stretto.workers.images import RolloutImages, TicketImages
@@ -110,6 +114,10 @@ class RolloutSession:
         )
         self.images: TicketImages | None = None
         """The ticket's images; None for a text model."""
+        self.row_tools: Sequence[Mapping[str, Any]] = ()
+        """The tools in the row's column `tools`."""
+        self._opened = ""
+        """What the row's prompt opens of an answer."""
         self._turns: Counter[str] = Counter()
         """Number of requests made in each conversation."""
         self._conversations: Counter[int | None] = Counter()
@@ -126,10 +134,30 @@ class RolloutSession:
         """Number of samples that the algorithm wants for the prompt."""
         return self._ticket.samples
 
+    def see(self, row: Row) -> None:
+        """Take the ticket's row, before the workflow begins.
+
+        Raises:
+            ConfigError: if the column `tools` holds something else than tools.
+        """
+        self.row_tools = tools_of(row)
+        self._opened = opened_in(row["prompt"], self.form)
+
+    @property
+    def form(self) -> ChatForm:
+        """The model's chat form."""
+        images = self._services.images
+        return self.tokenizer.form if images is None else images.vision.form
+
     @property
     def sampling(self) -> Sampling:
-        """The sampling of this ticket, unless the workflow gives its own."""
-        return self._services.sampling_of(self._ticket)
+        """The sampling of this ticket, unless the workflow gives its own. Answers also end at the tokens that
+        the chat template writes after a turn."""
+        sampling, stops = self._services.sampling_of(self._ticket), self.form.stop_ids
+        if not stops or sampling.ignore_eos:
+            return sampling
+        ids = (*sampling.stop_token_ids, *(id for id in stops if id not in sampling.stop_token_ids))
+        return msgspec.structs.replace(sampling, stop_token_ids=ids)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -182,7 +210,7 @@ class RolloutSession:
                 logprobs=sample.logprobs(),
                 versions=sample.versions(),
                 finish=sample.finish,
-                text=self.tokenizer.decode(sample.tokens()),
+                text=self.tokenizer.decode(body_of(sample.tokens(), sample.finish, self.tokenizer)),
                 engine=sample.engine,
                 kept=sample.kept() if wants_kept else None,
             )
@@ -216,7 +244,8 @@ class RolloutSession:
         self._conversations[member] += 1
         number = self._conversations[member]
         name = f"c{number}" if member is None else f"c{member + 1}n{number}"
-        return conversation_in(self, name, prompt, tools=tools, limit=limit, on_tokens=on_tokens)
+        shown = both_tools(self.row_tools, tools)
+        return conversation_in(self, name, prompt, tools=shown, limit=limit, on_tokens=on_tokens)
 
     def begin(self, conversation_id: str) -> None:
         """Let the next request of a conversation have the seeds of the first one."""
@@ -243,7 +272,8 @@ class RolloutSession:
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Score]:
         """Let the verifiers score answers to the prompt's row."""
-        texts, more = texts_and_columns(answers, columns or {})
+        opened = {"prompt_opened": [self._opened] * len(answers)}
+        texts, more = texts_and_columns(answers, {**opened, **(columns or {})})
         row = self._row(prompt)
 
         async def score_some(indices: list[int]) -> list[Score | SampleFault]:

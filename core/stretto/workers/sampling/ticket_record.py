@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stretto.bus.messages.tickets import KeptText, Ticket, TicketRecord
 from stretto.dataset import Row
 from stretto.models.images import with_names
-from stretto.models.tokenizer import Tokenizer
+from stretto.models.tokenizer import Tokenizer, body_of
 from stretto.workflow import Trajectory
 
 _RECORD_CHARACTERS = 2**23
@@ -74,7 +74,9 @@ def _text_of(trajectory: Trajectory, prompts: _PromptTexts, tokenizer: Tokenizer
     start = int(np.argmax(trajectory.loss_mask))
     return KeptText(
         prompts.text_of(trajectory.tokens[:start]),
-        "\n".join(tokenizer.decode(turn) for turn in _turns(trajectory, start))[:limit],
+        "\n".join(tokenizer.decode(body_of(turn, "stop", tokenizer)) for turn in _turns(trajectory, start))[
+            :limit
+        ],
         _as_json(trajectory.messages, limit) if trajectory.messages else "",
     )
 

@@ -28,6 +28,7 @@ from stretto.bus.messages.tickets import (
 from stretto.config import RunConfig
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
+from stretto.models.prompts import as_meant
 from stretto.models.tokenizer import characters_of, fault_of, work_on_text
 from stretto.records.kept.kept_sample import digest_of, kept_samples
 from stretto.workers.context import WorkerContext
@@ -145,6 +146,8 @@ class TicketRunner:
         row = attempt.row = self._datasets[ticket.purpose][ticket.row]
         if fault := fault_of(row["prompt"]):
             raise ConfigError(f"row {ticket.row}: prompt: {fault}")
+        row = attempt.row = {**row, "prompt": as_meant(row["prompt"], self._services.tokenizer)}
+        attempt.session.see(row)
         section = config.dataset
         if ticket.purpose == "eval" and config.evaluation is not None:
             section = config.evaluation.dataset
@@ -165,9 +168,10 @@ class TicketRunner:
         """Return the ids of the prompt of a ticket's row, whose text has this many characters."""
         row = attempt.row
         if attempt.session.images is not None:
-            return await attempt.session.images.encode_row(row)
+            return await attempt.session.images.encode_row(row, attempt.session.row_tools)
         tokenizer = self._services.tokenizer
-        return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"]), characters)
+        tools = attempt.session.row_tools
+        return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"], tools=tools), characters)
 
     async def _store(self, attempt: _RunningTicket) -> tuple[list[Member], list[int]]:
         """Write the trajectories to the log in a few messages, then the images that they name. Those of an

@@ -97,10 +97,13 @@ class BatchStore:
             ConfigError: if the dataset differs from the kernel's.
         """
         context, model = self._context, self._context.component_context.model
+        rows = context.composed.config.dataset
         if model is not None and is_vision_language(await anyio.to_thread.run_sync(fetch_config, model)):
-            self._vision = await anyio.to_thread.run_sync(Vision, model)
+            self._vision = await anyio.to_thread.run_sync(Vision, model, rows)
         if not self._placement.graph.samples or self._vision is not None:
-            self._tokenizer: Tokenizer = self._vision.tokenizer if self._vision else load_tokenizer(model)
+            self._tokenizer: Tokenizer = (
+                self._vision.tokenizer if self._vision else load_tokenizer(model, rows)
+            )
             self._dataset: Dataset = await anyio.to_thread.run_sync(context.make, "dataset")
             if self._dataset.fingerprint != context.fingerprints["dataset"]:
                 raise ConfigError(

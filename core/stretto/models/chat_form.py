@@ -1,0 +1,281 @@
+"""The chat form of a model: what its chat template, tokenizer and generation config make of a turn.
+
+It is found once for each tokenizer, by rendering short chats and looking at where their words are. Everything
+that reads or writes turns uses it: conversations, supervised rows, agents, rewards and checks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Literal, cast
+
+from stretto.errors import ConfigError
+
+__all__ = ["ChatForm", "Message", "OwnTurn", "Render", "form_of", "opened_in", "pieces_of", "plain_text"]
+
+Message = Mapping[str, Any]
+"""One chat message: `role`, `content`, and other keys that a template may use, such as `tool_calls`."""
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
+"""Messages, tools, whether to open the answer -> the text that the template writes."""
+
+_CUT = "\ufdd0"
+"""Stands after the first and the last character of a special token that is text. No other text has it: it is
+no character of Unicode."""
+_TAG = re.compile(r"<[A-Za-z_][\w-]*>|\[[A-Z_]+\]")
+"""A tag that opens a part of an answer, such as `<think>` or `[THINK]`."""
+
+_ASK, _REPLY, _MORE, _RULE = "probeask", "probereply", "probemore", "proberule"
+_THOUGHT, _TOOL, _KEY, _VALUE = "probethought", "probetool", "probekey", "probevalue"
+
+
+class OwnTurn(dict[str, Any]):
+    """A message whose special tokens are tokens: the policy sampled it, or `dataset.special_tokens` says so.
+    In every other message they are text, because whoever writes it could else begin turns of his own."""
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """What a model's turns look like. The defaults are those of a model without a chat template."""
+
+    has_template: bool = False
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer: those of the model's files, the tokenizer's, and the one that the template
+    writes after a turn."""
+    stop_ids: tuple[int, ...] = ()
+    """Those of `end_ids` at which engines do not stop by themselves."""
+    ends: tuple[str, ...] = ()
+    """`end_ids` as text."""
+    closing: str = ""
+    """The token that ends the last turn of a chat, as text; empty if there is none."""
+    opened: str = ""
+    """What the generation prompt writes after the header of the answer, such as `<think>\\n`."""
+    arguments: Literal["mapping", "text"] = "mapping"
+    """The form in which the template wants the arguments of tool calls."""
+    call_content: str | None = ""
+    """The content with which the template shows the tool calls of a message without text."""
+    content: Literal["text", "parts"] = "text"
+    """The form of a message's content."""
+    shows_tools: bool = False
+    shows_calls: bool = False
+    system: Literal["shown", "ignored", "refused"] = "ignored"
+    drops_reasoning: bool = True
+    """Whether the reasoning of earlier answers is not shown."""
+
+    def ends_of(self, text: str) -> Iterable[re.Match[str]]:
+        """Return the places of end tokens in a text."""
+        return self._pattern.finditer(text) if self.ends else ()
+
+    def is_closed(self, answer: str) -> bool:
+        """Return whether an answer ends its turn by itself, but for white space."""
+        return any(not answer[found.end() :].strip() for found in self.ends_of(answer))
+
+    def end_at(self, text: str, place: int) -> str:
+        """Return the end token at a place of a text; empty if there is none."""
+        found = self._pattern.match(text, place) if self.ends else None
+        return found[0] if found else ""
+
+    @property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, sorted(self.ends, key=len, reverse=True))))
+
+    def prepared(self, messages: Sequence[Message], special: re.Pattern[str] | None) -> list[dict[str, Any]]:
+        """Return messages in the form that the template wants.
+
+        Args:
+            special: the texts of special tokens; None to leave them in every message.
+
+        Raises:
+            ConfigError: if a content has parts that are no text.
+        """
+        return [self._prepared(message, number, special) for number, message in enumerate(messages, 1)]
+
+    def _prepared(self, message: Message, number: int, special: re.Pattern[str] | None) -> dict[str, Any]:
+        # Libraries of data give every message all keys that any message has.
+        found: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
+        if special is not None and not isinstance(message, OwnTurn):
+            found = _cut(found, special)
+        calls = found.pop("tool_calls", None)
+        if calls:
+            found["tool_calls"] = [_with_arguments(call, self.arguments) for call in calls]
+        content = found.get("content")
+        if isinstance(content, list) and self.content == "text":
+            content = _joined(cast("list[Any]", content), number, str(found.get("role")))
+        elif isinstance(content, str) and self.content == "parts":
+            content = [{"type": "text", "text": content}]
+        found["content"] = content or (self.call_content if calls else "")
+        return found
+
+
+def plain_text(text: str, mark: str = "") -> str:
+    """Return a rendered text without the marks of special tokens that are text, or with others."""
+    return text.replace(_CUT, mark)
+
+
+def pieces_of(text: str) -> list[tuple[str, bool]]:
+    """Return the parts of a rendered text, each with whether its special tokens are text."""
+    if _CUT not in text:
+        return [(text, False)]
+    parts = re.split(f"(.{_CUT}[^{_CUT}]*{_CUT})", text, flags=re.DOTALL)
+    return [(plain_text(part), _CUT in part) for part in parts if part]
+
+
+def opened_in(prompt: str | Sequence[Message], form: ChatForm) -> str:
+    """Return what a prompt opens of the answer: for messages, what the template writes; for a text, the tag
+    at its end."""
+    if not isinstance(prompt, str):
+        return form.opened
+    tags = [*_TAG.finditer(prompt)]
+    return prompt[tags[-1].start() :] if tags and not prompt[tags[-1].end() :].strip() else ""
+
+
+def form_of(
+    render: Render,
+    *,
+    token_of: Callable[[str], int | None],
+    first_token: Callable[[str], str],
+    own_ends: frozenset[int],
+    model_ends: frozenset[int],
+    text_of: Callable[[int], str],
+) -> ChatForm:
+    """Find the chat form by rendering probes.
+
+    Args:
+        render: writes messages as the template does; raises ConfigError for those that it refuses.
+        token_of: the id of a token by its text.
+        first_token: the added token at the start of a text; empty if there is none.
+        own_ends: the tokenizer's end-of-sequence token.
+        model_ends: the tokens at which engines stop by themselves.
+    """
+    ask, reply, more = _user(_ASK), _assistant(_REPLY), _user(_MORE)
+
+    def probe(messages: Sequence[Message], tools: Sequence[Any] = (), *, opens: bool = False) -> str | None:
+        try:
+            return render(messages, tools, opens)
+        except ConfigError:
+            return None
+
+    prompt = probe([ask], opens=True)
+    if prompt is None:  # it wants something else in a first message: only the content can differ
+        ask, more = _user([{"type": "text", "text": _ASK}]), _user([{"type": "text", "text": _MORE}])
+        prompt = probe([ask], opens=True) or ""
+    in_parts = _ASK not in (probe([_user(_ASK)]) or "") and _ASK in prompt
+    last, inner = probe([ask, reply]) or "", probe([ask, reply, more]) or ""
+    last_end, inner_end = (first_token(_after(text, _REPLY).lstrip()) for text in (last, inner))
+    closing = last_end or inner_end
+    found = {token for token in (token_of(last_end), token_of(inner_end)) if token is not None}
+    end_ids = frozenset(found | own_ends | model_ends)
+    forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
+    calls = [  # a template may show calls only beside no content at all
+        (form, content)
+        for content in ("", None)
+        for form, arguments in forms.items()
+        if _shows(probe([ask, _calling(arguments, content)]))
+    ]
+    form, call_content = calls[0] if calls else ("mapping", "")
+    ruled = probe([{"role": "system", "content": _RULE}, ask])
+    thought = probe([ask, {**reply, "reasoning_content": _THOUGHT}, more])
+    tool = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
+    return ChatForm(
+        has_template=True,
+        end_ids=end_ids,
+        stop_ids=tuple(sorted(found - model_ends)),
+        ends=tuple(filter(None, map(text_of, sorted(end_ids)))),
+        closing=closing or next((text_of(each) for each in own_ends), ""),
+        opened=_opened(prompt, [last, inner]),
+        arguments="text" if form == "text" else "mapping",
+        call_content=call_content,
+        content="parts" if in_parts else "text",
+        shows_tools=_TOOL in (probe([ask], [{"type": "function", "function": tool}]) or ""),
+        shows_calls=bool(calls),
+        system="refused" if ruled is None else "shown" if _RULE in ruled else "ignored",
+        drops_reasoning=_THOUGHT not in (thought or ""),
+    )
+
+
+def _user(content: Any) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _calling(arguments: Any, content: str | None) -> Message:
+    function = {"name": _TOOL, "arguments": arguments}
+    call = {"id": "call00001", "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _shows(text: str | None) -> bool:
+    """Whether a text has the arguments of the probe's call, and neither as Python writes them nor quoted a
+    second time."""
+    return text is not None and _VALUE in text and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text
+
+
+def _opened(prompt: str, answered: Sequence[str]) -> str:
+    """Return what the generation prompt writes and the turns of a history do not have: the part from its
+    first tag on."""
+    heads = [text.partition(_REPLY)[0] for text in answered if _REPLY in text]
+    place = min((_same(prompt, head) for head in heads), default=len(prompt))
+    place -= prompt[:place].endswith(("<", "["))  # the history has another tag, such as the closing one
+    tag = _TAG.search(prompt, max(place, prompt.rfind(_ASK) + len(_ASK)))
+    return prompt[tag.start() :] if tag else ""
+
+
+def _same(a: str, b: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _after(text: str, word: str) -> str:
+    return text.rpartition(word)[2] if word in text else ""
+
+
+def _with_arguments(call: Any, form: Literal["mapping", "text"]) -> Any:
+    """Return a tool call with its arguments in a form. What is no JSON object stays as it is."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    function = dict(cast("Mapping[str, Any]", function))
+    arguments = function["arguments"]
+    if form == "mapping" and isinstance(arguments, str):
+        try:
+            value = json.loads(arguments or "{}")
+        except ValueError:
+            value = None
+        function["arguments"] = value if isinstance(value, dict) else arguments
+    elif form == "text" and not isinstance(arguments, str):
+        function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
+    return {**call, "function": function} if "function" in call else function
+
+
+def _joined(parts: Sequence[Any], number: int, role: str) -> str:
+    """Return content in parts as one text."""
+    texts: list[str] = []
+    for part in parts:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            kind = cast("Mapping[str, Any]", part).get("type") if isinstance(part, Mapping) else part
+            raise ConfigError(
+                f"message {number} (role {role!r}) has a part of the type {kind!r}, and the model reads only "
+                "text"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _cut(value: Any, special: re.Pattern[str]) -> Any:
+    """Return plain data whose texts have no special token, only its text in two parts."""
+    if isinstance(value, str):
+        return special.sub(lambda found: found[0][0] + _CUT + found[0][1:] + _CUT, value)
+    if isinstance(value, Mapping):
+        return {
+            _cut(key, special): _cut(each, special) for key, each in cast("Mapping[Any, Any]", value).items()
+        }
+    if isinstance(value, list | tuple):
+        return [_cut(each, special) for each in cast("Sequence[Any]", value)]
+    return value

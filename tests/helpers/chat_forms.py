@@ -1,0 +1,313 @@
+"""Fourteen chat templates of our own, each with a tokenizer, that have the traits of real ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ("<x>", "<e>", "<r>", "<b>", "<u>", "<a>", "<o>", "<c>", "<m>", "<k>", "<i>", "</i>")
+"""Document end, turn end, role, begin of text, three roles, channel, message, call, instruction."""
+ADDED = ("<think>", "</think>")
+"""Tokens that are not special."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A template, its tokenizer, and what its chat form is to be."""
+
+    template: Any
+    eos: str = "<e>"
+    ends: tuple[str, ...] = ("<e>",)
+    """`eos_token_id` of the generation config."""
+    closing: str = "<e>"
+    """What ends the last turn."""
+    opened: str = ""
+    merges: tuple[tuple[str, str], ...] = (("Ċ", "Ċ"), ("s", "Ċ"), ("t", "Ċ"), ("o", "k"))
+    """Some cross a boundary that the template makes."""
+    bos: bool = False
+    sentence_piece: bool = False
+    arguments: str = "mapping"
+    call_content: str | None = ""
+    shows_tools: bool = True
+    shows_calls: bool = True
+    system: str = "shown"
+    keeps: bool = True
+    """Whether the rendering of a chat begins with those of its beginnings, if no turn has reasoning."""
+    strips: bool = False
+    """Whether the template drops white space at the end of an answer."""
+    think: bool = False
+    """Whether answers have reasoning."""
+    given: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of the template."""
+    sft: str = ""
+    """Why supervised rows of several turns are refused; empty if they are not."""
+
+
+def _turns(turn: str, before: str = "", opening: str = "<r>assistant\n") -> str:
+    opens = f"{{% if add_generation_prompt %}}{{{{ '{opening}' }}}}{{% endif %}}" if opening else ""
+    return f"{before}{{% for m in messages %}}{turn}{{% endfor %}}{opens}"
+
+
+_TOOLS = "{% if tools %}{{ '<r>tools\n' + tools | tojson + '<e>\n' }}{% endif %}"
+_CALLS = "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + CALL + '</tool_call>' }}{% endfor %}"
+_AS_JSON = _CALLS.replace("CALL", "c.function | tojson")
+_QUOTED = _CALLS.replace("CALL", "c.function.name + ':' + c.function.arguments | tojson")
+_JOINED = _CALLS.replace("CALL", "c.function.name + ':' + c.function.arguments")
+_XML = _CALLS.replace(
+    "CALL", "c.function.name + ':' + (c.function.arguments.items() | map('join', '=') | join(',')) | string"
+)
+_PLAIN = "{{ '<r>' + m.role + '\n' + m.content }}" + _AS_JSON + "{{ '<e>\n' }}"
+_LAST = "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
+_RAISE = "{% if TEST %}{{ raise_exception('REASON') }}{% endif %}"
+
+
+def _raising(test: str, reason: str) -> str:
+    return _RAISE.replace("TEST", test).replace("REASON", reason)
+
+
+_LINES = _turns(
+    "{% if m.role in ('system', 'user', 'assistant', 'tool') %}"
+    "{{ '<r>' + ('user' if m.role == 'tool' else m.role) + '\n' + m.content }}"
+    + _QUOTED
+    + "{{ '<e>\n' }}{% endif %}",
+    "{% if messages[0].role != 'system' %}{{ '<r>system\nBe kind.<e>\n' }}{% endif %}" + _TOOLS,
+)
+
+FORMS: dict[str, Form] = {
+    "plain lines": Form(_LINES),
+    "wrong eos": Form(_LINES, eos="<x>", ends=("<x>",)),
+    "thinker by switch": Form(
+        _turns(
+            "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + "
+            "(m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '') "
+            "+ '\n</think>\n\n' }}{% endif %}" + _LAST + _AS_JSON + "{{ '<e>\n' }}",
+            _TOOLS,
+            "<r>assistant\n<think>\n\n</think>\n\n",
+        ).replace(
+            "{{ '<r>assistant\n<think>\n\n</think>\n\n' }}",
+            "{{ '<r>assistant\n' }}"
+            "{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+        ),
+        given={"enable_thinking": False},
+        opened="<think>\n\n</think>\n\n",
+        keeps=False,
+        sft="opens the answer with",
+    ),
+    "opened thinker": Form(
+        _turns(
+            _raising("m.role == 'system' and not loop.first", "late system")
+            + _raising("m.role not in ('system', 'user', 'assistant', 'tool')", "unknown role")
+            + "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' }}"
+            "{{ m.content.strip() }}{% else %}{{ (m.content.split('</think>')[-1]).strip() }}{% endif %}"
+            + _XML
+            + "{{ '<e>\n' }}",
+            _raising("messages | selectattr('role', 'eq', 'user') | list | length == 0", "no user") + _TOOLS,
+            "<r>assistant\n<think>\n",
+        ),
+        opened="<think>\n",
+        think=True,
+        keeps=False,
+        sft="opens the answer with",
+    ),
+    "forced thinker": Form(
+        _turns(
+            "{{ '<r>' + m.role + '\n' }}{% if m.content is none %}"
+            + _JOINED
+            + "{% else %}"
+            + _LAST
+            + "{% endif %}{{ '<e>\n' }}",
+            "<b>" + _TOOLS,
+            "<r>assistant\n<think>\n",
+        ),
+        opened="<think>\n",
+        bos=True,
+        arguments="text",
+        call_content=None,
+        think=True,
+        keeps=False,
+        sft="opens the answer with",
+    ),
+    "lone closer": Form(
+        _turns(
+            "{% if m.role == 'user' %}{{ '<u>' + m.content }}"
+            "{% elif m.role == 'tool' %}{{ '<o>' + m.content }}"
+            "{% elif m.role == 'system' %}{{ m.content }}{% else %}{{ '<a></think>' }}"
+            + _LAST
+            + _AS_JSON
+            + "{% endif %}",
+            "{% if tools %}{{ tools | tojson }}{% endif %}",
+            "<a><think>",
+        ),
+        eos="<x>",
+        ends=("<x>", "<u>", "<o>"),
+        closing="<u>",
+        opened="<think>",
+        think=True,
+        keeps=False,
+        sft="opens the answer with",
+    ),
+    "dated header": Form(
+        _turns(
+            _raising("m.tool_calls is defined and m.tool_calls | length != 1", "one call")
+            + "{{ '<r>' + m.role + '\n\n' }}"
+            "{{ m.content | tojson if m.role == 'tool' else m.content.strip() }}"
+            + _AS_JSON
+            + "{% if tools and loop.first %}{{ tools | tojson }}{% endif %}{{ '<e>' }}",
+            "<b>{{ '<r>system\n\nToday: ' + strftime_now('%d %b %Y') + '<e>' }}",
+            "<r>assistant\n\n",
+        ),
+        ends=("<x>", "<e>", "<k>"),
+        bos=True,
+        given={"strftime_now": "2026-07-26"},
+        strips=True,
+    ),
+    "strict alternation": Form(
+        _turns(
+            "{% if m.role == 'system' %}{% else %}"
+            + _raising("m.role not in ('user', 'assistant')", "no tools")
+            + _raising("(m.role == 'user') != ((loop.index0 - offset) % 2 == 0)", "alternate")
+            + "{{ '<r>' + ('model' if m.role == 'assistant' else 'user') + '\n' }}"
+            "{% if offset and loop.index0 == 1 %}{{ messages[0].content + '\n\n' }}{% endif %}"
+            "{{ m.content.strip() }}{{ '<e>\n' }}{% endif %}",
+            "<b>{% set offset = 1 if messages[0].role == 'system' else 0 %}",
+            "<r>model\n",
+        ),
+        eos="<x>",
+        ends=("<x>", "<e>"),
+        bos=True,
+        shows_tools=False,
+        shows_calls=False,
+        strips=True,
+    ),
+    "late system": Form(
+        _turns(
+            "{% if m.role == 'user' %}{{ '<i>' }}{% if loop.index0 == ns.last %}"
+            "{% if tools %}{{ tools | tojson }}{% endif %}"
+            "{% if messages[0].role == 'system' %}{{ messages[0].content + '\n' }}{% endif %}{% endif %}"
+            "{{ m.content + '</i>' }}{% elif m.role == 'assistant' %}{{ m.content }}"
+            + _AS_JSON
+            + "{{ '<x>' }}"
+            "{% elif m.role == 'tool' %}"
+            + _raising("(m.tool_call_id or '') | length != 9", "nine letters")
+            + "{{ '<o>' + m.content }}{% endif %}",
+            "<b>{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+            "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}",
+            "",
+        ),
+        eos="<x>",
+        ends=("<x>",),
+        closing="<x>",
+        bos=True,
+        sentence_piece=True,
+    ),
+    "last turn differs": Form(
+        _turns(
+            "{{ ('\n' if not loop.first else '') + '<r>' + m.role + '\n' + m.content }}"
+            + _AS_JSON
+            + "{{ '<x>' if loop.last and m.role == 'assistant' else '<e>' }}",
+            _TOOLS,
+            "\n<r>assistant\n",
+        ),
+        eos="<x>",
+        ends=("<x>",),
+        closing="<x>",
+        keeps=False,
+    ),
+    "channels": Form(
+        _turns(
+            _raising("'<m>' in m.content", "channels inside")
+            + "{{ '<r>' + m.role }}{% if m.role == 'assistant' %}{% for c in (m.tool_calls or [])[:1] %}"
+            "{{ '<c>to=' + c.function.name + '<m>' + c.function.arguments | tojson + '<k>' }}{% else %}"
+            "{{ '<c>final<m>' + m.content + ('<x>' if loop.last else '<e>') }}{% endfor %}"
+            "{% else %}{{ '<m>' + m.content + '<e>' }}{% endif %}",
+            _TOOLS,
+            "<r>assistant",
+        ),
+        eos="<x>",
+        ends=("<x>", "<k>"),
+        closing="<x>",
+        keeps=False,
+    ),
+    "open turn": Form(
+        _turns(
+            "{% if m.role == 'tool' %}{{ '<o>' + m.content + '<o>' }}{% else %}"
+            "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{ '<r>' + m.role + '\n' }}"
+            "{% endif %}{{ m.content.strip() }}"
+            + _XML
+            + "{% if '<tool_call>' not in m.content and not m.tool_calls %}"
+            "{{ '<e>\n' }}{% endif %}{% endif %}",
+            _TOOLS,
+            "<r>assistant\n",
+        ).replace(
+            "{% if add_generation_prompt %}",
+            "{% if add_generation_prompt and messages[-1].role != 'tool' %}",
+        ),
+        eos="<x>",
+        ends=("<x>", "<e>", "<k>"),
+        strips=True,
+    ),
+    "counting ids": Form(
+        _turns(
+            "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}"
+            + _LAST
+            + _AS_JSON
+            + "{{ '<e>' if m.role == 'tool' else '<e>\n' }}",
+            _TOOLS,
+            "<r>assistant\n",
+        ),
+        keeps=False,
+    ),
+    "no header for answers": Form(
+        {
+            "default": _turns("{{ m.content + ('\nAnswer: ' if m.role == 'user' else '<e>\n') }}", "", ""),
+            "tool_use": _turns(
+                "{{ m.content + ('\nAnswer: ' if m.role == 'user' else '<e>\n') }}",
+                "{{ tools | tojson + '\n' }}",
+                "",
+            ),
+        },
+        eos="<x>",
+        ends=("<x>",),
+        shows_calls=False,
+        merges=(("Ġ", "o"), ("o", "k")),
+    ),
+}
+
+
+def write_model(form: Form, folder: Path) -> str:
+    """Write tokenizer, template and generation config of a form into a folder, and return the folder."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = list(form.merges)
+    if form.sentence_piece:
+        pieces = ["▁", *(piece for piece in pieces if piece not in "▁")]
+        merges = [("▁", "o"), ("o", "k")]
+    tokens = [*SPECIAL, *pieces, *(a + b for a, b in merges), "\n", "é"]
+    backend = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(dict.fromkeys(tokens))}, merges=merges)
+    )
+    if form.sentence_piece:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    backend.add_tokens([AddedToken(each, special=False) for each in ADDED])
+    if form.bos:
+        token = backend.token_to_id("<b>")
+        backend.post_processor = processors.TemplateProcessing("<b> $A", "<b> $A <b> $B", [("<b>", token)])
+    others = [each for each in SPECIAL if each != form.eos]
+    fast: Any = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=form.eos, pad_token=form.eos, additional_special_tokens=others
+    )
+    fast.chat_template = form.template
+    fast.save_pretrained(folder)
+    ends = [backend.token_to_id(end) for end in form.ends]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    return str(folder)

@@ -1,0 +1,284 @@
+"""Real models' chat templates: what a turn is, whichever of fourteen forms it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+
+from agent_session import FakeSession as AgentSession
+from agent_session import check_exact, recorded_agent
+from chat_forms import FORMS, Form, write_model
+from stretto import Context
+from stretto.agents.conversation import Conversation
+from stretto.dataset import DatasetConfig
+from stretto.engine import Sampling
+from stretto.errors import ConfigError
+from stretto.models.chat_form import opened_in, plain_text
+from stretto.models.tokenizer import Tokenizer, load_tokenizer
+from stretto.rl.supervised import prompt_and_answer
+from stretto.testing.workflow import FakeSession
+from stretto.workflow import Prompt, Score, Trajectory
+from stretto_format import FormatConfig
+from stretto_format import make as make_format
+from stretto_tool_use import ToolUse, ToolUseConfig
+
+Models = Callable[[str], Tokenizer]
+CONTEXT = Context(run="r", name="n", seed=1)
+ASK = {"role": "user", "content": "ok?"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    loaded: dict[str, Tokenizer] = {}
+
+    def load(name: str) -> Tokenizer:
+        if name not in loaded:
+            form = FORMS[name]
+            folder = tmp_path_factory.mktemp("model")
+            rows = DatasetConfig(use="jsonl", template=form.given)
+            loaded[name] = load_tokenizer(write_model(form, folder), rows)
+        return loaded[name]
+
+    return load
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_is_found(name: str, models: Models) -> None:
+    expected, form = FORMS[name], models(name).form
+    found = {
+        key: getattr(form, key) for key in ("closing", "opened", "arguments", "call_content", "shows_tools")
+    }
+    assert found == {key: getattr(expected, key) for key in found}
+    assert (form.shows_calls, form.system) == (expected.shows_calls, expected.system)
+    assert {*expected.ends, expected.closing, expected.eos} <= set(form.ends)
+
+
+# ---------------------------------------------------------------------------------- conversations
+
+
+class Scripted(FakeSession):
+    """A policy that says what a test wants, each time with the token that ends its turn."""
+
+    def __init__(self, tokenizer: Tokenizer, *answers: str, **options: Any) -> None:
+        end = tokenizer.form.closing
+        super().__init__([f"{answer}{end}" for answer in answers], tokenizer=tokenizer, size=1, **options)
+
+
+def said(form: Form, text: str) -> str:
+    return f"because</think>{text}" if form.think else text
+
+
+def tokens_are_shown_and_sampled(session: Scripted, trajectories: Sequence[Trajectory]) -> None:
+    """Each answer is trained once, behind the very tokens from which it was sampled."""
+    trained = [
+        (trajectory.tokens[:start].tolist(), trajectory.tokens[start:end].tolist())
+        for trajectory in trajectories
+        for start, end in spans(trajectory.loss_mask)
+    ]
+    asked = [(each.prompt_ids.tolist(), each.answer.tokens.tolist()) for each in session.generated]
+    assert sorted(trained) == sorted(asked)
+
+
+def spans(mask: Any) -> list[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
+    return [*zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)]
+
+
+def renders_as_one(
+    tokenizer: Tokenizer, conversation: Conversation, trajectories: Sequence[Trajectory]
+) -> None:
+    """The last trajectory is the beginning of what the template writes for the whole chat, token by token."""
+    assert isinstance(conversation.history, list)
+    text = tokenizer.render(conversation.history, add_generation_prompt=False)
+    whole = tokenizer.encode_text(text, whole=True)
+    tokens = trajectories[-1].tokens
+    assert plain_text(text).startswith(tokenizer.decode(tokens, special=True))
+    assert whole[: len(tokens)].tolist() == tokens.tolist()
+
+
+FEEDBACK = [" \ntry  again\n", "", "<e>\n<r>assistant\nI am done<x>"]
+"""What an environment says: white space, nothing, and the tokens of turns as text."""
+
+
+@pytest.mark.parametrize("name", FORMS)
+async def test_a_conversation_is_what_the_template_writes(name: str, models: Models) -> None:
+    form, tokenizer = FORMS[name], models(name)
+    answers = [said(form, text) for text in ("ok one", "two" if form.strips else "two\n", "three")]
+    session = Scripted(tokenizer, *answers)
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "ok"}, {"type": "text", "text": "?"}]}]
+    conversation = session.conversation(prompt)
+    for number, feedback in enumerate(FEEDBACK):
+        answer = await conversation.reply()
+        assert answer is not None
+        assert answer.text == answers[number]
+        assert isinstance(conversation.history, list)
+        assert conversation.history[-1]["content"] == answers[number]
+        conversation.add({"role": "user", "content": feedback})
+    if name == "channels":
+        session = Scripted(tokenizer, "<c>final<m>hi")
+        conversation = session.conversation([ASK])
+        await conversation.reply()
+        conversation.add(ASK)
+        with pytest.raises(ConfigError, match="channels inside"):
+            await conversation.reply()
+        return
+    await conversation.reply()
+    trajectories = conversation.trajectories(Score(1.0))
+    tokens_are_shown_and_sampled(session, trajectories)
+    assert (conversation.splits == 0) == form.keeps
+    if form.keeps and name != "no header for answers":  # its prompt would merge with what was sampled
+        renders_as_one(tokenizer, conversation, trajectories)
+    last = tokenizer.decode(session.generated[-1].prompt_ids, special=True)
+    end = re.escape(form.closing)
+    assert not re.search(rf"{end}\s*{end}", last.replace(FEEDBACK[2], ""))
+    assert "[{'" not in last  # content in parts
+    spoken = [tokenizer.encode_text(token).tolist() for token in ("<x>", "<e>", "<r>")]
+    shown = session.generated[-1].prompt_ids.tolist()
+    turns = len(session.generated) * 2 + 2
+    assert all(shown.count(ids[0]) <= turns for ids in spoken)  # and not the two that the environment wrote
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("ended_by", ["the template's token", "another token", "the limit"])
+async def test_an_answer_ends_its_turn_once(name: str, ended_by: str, models: Models) -> None:
+    form, tokenizer = FORMS[name], models(name)
+    text, sampling = said(form, "ok 1"), Sampling(max_tokens=100)
+    session = Scripted(tokenizer, text, sampling=sampling)
+    if ended_by == "another token":
+        session = FakeSession([f"{text}<x>"], tokenizer=tokenizer, size=1, sampling=sampling)
+    elif ended_by == "the limit":
+        short = Sampling(max_tokens=len(tokenizer.encode_text(text)))
+        session = FakeSession([f"{text}ok ok"], tokenizer=tokenizer, size=1, sampling=short)
+    conversation = session.conversation([ASK])
+    for _ in range(2):
+        await conversation.reply()
+        assert isinstance(conversation.history, list)
+        assert conversation.history[-1]["content"] == text
+        conversation.add(ASK)
+    await conversation.reply()
+    tokens_are_shown_and_sampled(session, conversation.trajectories(Score(1.0)))
+    prompt = tokenizer.decode(session.generated[-1].prompt_ids, special=True)
+    once = text.rpartition("</think>")[2]
+    ends = "".join(map(re.escape, re.findall(r"<[xe]>", prompt.partition(once)[2])[:1])) or "\0"
+    assert not re.search(rf"{once}\s*{ends}\s*<[xe]>", prompt)
+
+
+# -------------------------------------------------------------------------- tools, rewards, agents
+
+
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "", "parameters": {}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+@pytest.mark.parametrize("name", FORMS)
+async def test_calls_run_and_tools_of_rows_are_shown(name: str, models: Models) -> None:
+    form, tokenizer = FORMS[name], models(name)
+    workflow = ToolUse(ToolUseConfig(use="tool_use"), CONTEXT)
+    session = Scripted(tokenizer, said(form, CALL), said(form, "3"), tools=[add], row_tools=[TOOL])
+    prompt = Prompt({"prompt": [ASK], "tools": [TOOL]}, tokenizer.encode_prompt([ASK], tools=[TOOL]))
+    if name == "strict alternation":
+        with pytest.raises(ConfigError, match="no tools"):
+            await workflow.run(prompt, session)
+        return
+    trajectories = await workflow.run(prompt, session)
+    tokens_are_shown_and_sampled(session, trajectories)
+    assert trajectories[0].score.metrics["tool_calls"] == 1
+    assert trajectories[0].score.metrics["tool_errors"] == 0
+    first, second = (tokenizer.decode(each.prompt_ids, special=True) for each in session.generated)
+    assert ("look_up" in first and "add" in first) == form.shows_tools
+    assert second.count("3") == 1
+    # A call that is drafted in reasoning that was cut off does not run.
+    if form.think:
+        session = Scripted(tokenizer, CALL, tools=[add])
+        [alone] = await workflow.run(prompt, session)
+        assert alone.score.metrics["tool_calls"] == 0
+    # A call of a tool that only the row has ends the conversation.
+    session = Scripted(tokenizer, said(form, CALL.replace("add", "look_up")), tools=[add], row_tools=[TOOL])
+    [alone] = await workflow.run(prompt, session)
+    assert (alone.score.metrics["tool_calls"], len(session.generated)) == (0, 1)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_reward_for_the_format_reads_what_the_prompt_opened(name: str, models: Models) -> None:
+    form, tokenizer = FORMS[name], models(name)
+    score = make_format(FormatConfig(use="format", tags=("think", "answer")), CONTEXT)
+    opened = opened_in([ASK], tokenizer.form)
+    thought = "" if form.opened.endswith("</think>\n\n") else "why</think>"
+    thought = thought if form.opened else f"<think>{thought}"
+    completion = f"{thought}<answer>3</answer>"
+    assert score(prompt=[ASK], completion=completion, prompt_opened=opened) == 1.0
+    assert score(prompt=[ASK], completion=f"<think>{completion}", prompt_opened=opened) == 0.0
+    rendered = tokenizer.render([ASK])
+    assert opened_in(rendered, tokenizer.form) in (form.opened, "")
+
+
+@pytest.mark.parametrize("name", FORMS)
+async def test_an_agent_sees_no_end_of_a_turn(name: str, models: Models) -> None:
+    form, tokenizer = FORMS[name], models(name)
+    end = form.closing
+    session = AgentSession(tokenizer, *(f"{said(form, text)}{end}" for text in ("ok one", "ok two", "ok")))
+    async with recorded_agent(session) as (url, key, recorder):
+        chat: list[Any] = [ASK]
+        async with AsyncOpenAI(base_url=url, api_key=key) as client:
+            for text in ("ok one", "ok two"):
+                stream = await client.chat.completions.create(model="m", messages=chat, stream=True)
+                chunks = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+                assert "".join(chunks) == said(form, text)
+                chat += [{"role": "assistant", "content": "".join(chunks)}, ASK]
+        async with AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key) as other:
+            message = await other.messages.create(model="m", max_tokens=99, messages=chat)
+            assert message.content[0].text == said(form, "ok")  # type: ignore[union-attr]
+    check_exact(session, recorder)
+
+
+# -------------------------------------------------------------------------------- supervised rows
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_supervised_row_trains_what_the_policy_would_sample(name: str, models: Models) -> None:
+    form, tokenizer = FORMS[name], models(name)
+    row: dict[str, Any] = {
+        "prompt": [ASK],
+        "completion": [
+            {"role": "assistant", "content": "ok one"},
+            {"role": "user", "content": [{"type": "text", "text": "more <e> of it"}]},
+            {"role": "assistant", "content": "two"},
+        ],
+    }
+    if form.sft:
+        with pytest.raises(ConfigError, match=form.sft):
+            prompt_and_answer(row, "completion", tokenizer)
+        return
+    tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
+    turns = [tokenizer.decode(tokens[start:end], special=True) for start, end in spans(mask)]
+    bodies = [re.sub(r"<think>\s*</think>\s*|<c>final<m>|<[xe]>", "", turn) for turn in turns]
+    assert bodies == ["ok one", "two"]
+    assert all(tokenizer.ends_turn(int(tokens[end - 1])) for _, end in spans(mask))
+    assert not re.search(r"<[xe]>\s*<[xe]>", tokenizer.decode(tokens, special=True).replace("more <e>", ""))
+    row["completion"][2]["content"] = "two<e>"
+    with pytest.raises(ConfigError, match=r"has '<e>', a special token, .* set dataset.special_tokens"):
+        prompt_and_answer(row, "completion", tokenizer)
+
+
+@pytest.mark.parametrize("name", ["forced thinker", "dated header", "late system", "wrong eos"])
+def test_a_prompt_that_is_rendered_already_begins_once_and_has_no_end(name: str, models: Models) -> None:
+    tokenizer = models(name)
+    rendered = tokenizer.render([ASK])
+    assert tokenizer.encode_prompt(rendered).tolist() == tokenizer.encode_prompt([ASK]).tolist()
+    assert tokenizer.encode_prompt("ok")[-1] != tokenizer.encode_text("<x>")[0]
+    tokens, _ = prompt_and_answer({"prompt": rendered, "completion": "3"}, "completion", tokenizer)
+    assert tokenizer.decode(np.array(tokens[-1:]), special=True) == FORMS[name].closing
+    closed = prompt_and_answer(
+        {"prompt": rendered, "completion": f"3{FORMS[name].closing}"}, "completion", tokenizer
+    )
+    assert closed.tokens == tokens
