@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_type_hints
 
 import msgspec
 
+from stretto.base.chat import OwnTurn
 from stretto.component import Importable, PositiveFloat, PositiveInt
-from stretto.models.chat_form import OwnTurn
 from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from stretto.array import KeptTokens
+from stretto.base.chat import OwnTurn
 from stretto.errors import RequestError
-from stretto.models.chat_form import OwnTurn
 from stretto.models.tokenizer import body_of, characters_of, work_on_text
 from stretto.models.vision import images_in, place_images
 from stretto.workflow import Answer, Score, Trajectory, parts_of_sample

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-import stretto.user_code.importable  # noqa: F401 - processes of pools find the modules of the user's files by it
+import stretto.user_code.importable  # noqa: F401 # type: ignore[reportUnusedImport] - pools find modules by it
 from stretto.errors import PolicyError, RewardError, StrettoError, place_of
 from stretto.user_code.child_process import last_line, run_child
 from stretto.user_code.faults import SampleFault

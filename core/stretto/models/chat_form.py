@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal, cast
 
+from stretto.base.chat import Message, OwnTurn
 from stretto.errors import ConfigError
 
-__all__ = ["ChatForm", "Message", "OwnTurn", "Render", "form_of", "opened_in", "pieces_of", "plain_text"]
+__all__ = ["ChatForm", "Render", "form_of", "opened_in", "pieces_of", "plain_text"]
 
-Message = Mapping[str, Any]
-"""One chat message: `role`, `content`, and other keys that a template may use, such as `tool_calls`."""
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, whether to open the answer -> the text that the template writes."""
 
@@ -30,11 +29,6 @@ _TAG = re.compile(r"<[A-Za-z_][\w-]*>|\[[A-Z_]+\]")
 
 _ASK, _REPLY, _MORE, _RULE = "probeask", "probereply", "probemore", "proberule"
 _THOUGHT, _TOOL, _KEY, _VALUE = "probethought", "probetool", "probekey", "probevalue"
-
-
-class OwnTurn(dict[str, Any]):
-    """A message whose special tokens are tokens: the policy sampled it, or `dataset.special_tokens` says so.
-    In every other message they are text, because whoever writes it could else begin turns of his own."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.base.chat import Message
 from stretto.errors import ConfigError
-from stretto.models.chat_form import Message, plain_text
+from stretto.models.chat_form import plain_text
 from stretto.models.tokenizer import Tokenizer
 
 __all__ = ["ChatPiece", "encode_chat"]

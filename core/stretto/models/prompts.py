@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any, cast
 
+from stretto.base.chat import Message, OwnTurn
 from stretto.dataset import DatasetConfig, Row
 from stretto.errors import ConfigError, column_error
-from stretto.models.chat_form import Message, OwnTurn
 
 if TYPE_CHECKING:
     from stretto.models.tokenizer import Tokenizer

@@ -15,8 +15,9 @@ import numpy as np
 from anyio.lowlevel import RunVar
 from numpy.typing import NDArray
 
+from stretto.base.chat import Message
 from stretto.errors import ConfigError
-from stretto.models.chat_form import ChatForm, Message, Render, form_of, pieces_of
+from stretto.models.chat_form import ChatForm, Render, form_of, pieces_of
 from stretto.models.files import end_tokens_in, folder_of_model
 
 if TYPE_CHECKING:
@@ -188,8 +189,8 @@ def apply_chat_template(
 
 def _with_no_content(
     owner: Any,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
     opens: bool,
     arguments: Mapping[str, Any],
 ) -> str:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.base.chat import Message, OwnTurn
 from stretto.errors import ConfigError
-from stretto.models.chat_form import ChatForm, Message, OwnTurn, plain_text
+from stretto.models.chat_form import ChatForm, plain_text
 from stretto.models.files import fetch_config
 from stretto.models.images import OpenImage, decode, images_of
 from stretto.models.tokenizer import CLOCK, ModelTokenizer, apply_chat_template, pinned

@@ -45,7 +45,7 @@ def score_group(
     scores = optional_scores(reward, row, completions, each)
     if None in scores:
         raise RewardError(f"the reward of completion {scores.index(None)} is None{_place_of(reward)}")
-    return cast("list[tuple[float, dict[str, float]]]", scores)
+    return [score for score in scores if score is not None]
 
 
 def optional_scores(
@@ -217,9 +217,9 @@ def _number(value: RewardValue, of: str) -> tuple[float, dict[str, float]] | Non
             )
         items = cast("Mapping[str, Any]", value).items()
         metrics = {name: _float(each, f"the metric {name!r}", of) for name, each in items if name != "reward"}
-        if value["reward"] is None:
+        value = cast("float | None", value["reward"])
+        if value is None:
             return None
-        value = value["reward"]
     return _float(value, "the reward", of), metrics
 
 
