@@ -26,6 +26,9 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_prompt_tokens: PositiveInt | None = None
     """Maximum length of a prompt, in tokens. The run leaves out rows with longer prompts when their turn
     comes, and counts them as `filtered`. It stops if it leaves out all rows."""
+    max_tokens: PositiveInt | None = None
+    """Length at which rows that are trained as they are (`sft`, `dpo`, `reward_model`) are cut, in tokens.
+    Default: rows that are longer than the model's positions are refused."""
     template: dict[str, Any] = {}
     """Arguments of the model's chat template, such as `{enable_thinking: false}`, wherever the run applies
     it, also in evaluations. `strftime_now` is the date that a template writes; default: the day on which the

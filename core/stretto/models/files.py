@@ -17,6 +17,7 @@ __all__ = [
     "folder_of_model",
     "known_config",
     "modelling_imports",
+    "positions_of",
     "shapes_in",
     "tensors_of_model",
     "text_config",
@@ -65,6 +66,12 @@ def text_config(model: str | None) -> Mapping[str, Any]:
     """Return the text model's part of the config that `known_config` finds."""
     known = known_config(model)
     return known.get("text_config") or known
+
+
+def positions_of(model: str | None) -> int | None:
+    """Return the number of a model's positions; None if its config does not say it."""
+    config = text_config(model)
+    return config.get("max_position_embeddings", config.get("n_positions"))
 
 
 def modelling_imports(model: str | None) -> tuple[str, ...]:

@@ -16,10 +16,10 @@ from stretto.models.tokenizer import fault_of
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
-    from stretto.dataset import Row
+    from stretto.dataset import DatasetConfig, Row
     from stretto.models.tokenizer import Tokenizer
 
-__all__ = ["PairConfig", "check_pair", "check_temperature", "given_tokens", "prompt_and_answer"]
+__all__ = ["PairConfig", "check_pair", "check_temperature", "fitted", "given_tokens", "prompt_and_answer"]
 
 
 class PairConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +84,29 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
         reason = "is one token, and the prompt is empty" if any(mask) else "is empty"
         raise column_error(row, column, f"{reason}: no token to train on")
     return Encoded(tokens, [False, *mask[1:]])
+
+
+def fitted(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Encoded:
+    """Return a sequence of a row that fits into the model's positions, cut at `dataset.max_tokens`.
+
+    Args:
+        positions: number of the model's positions; None if it is not known.
+
+    Raises:
+        ConfigError: if it does not fit, or if no token to train on is left.
+    """
+    tokens, mask = encoded
+    length = len(tokens)
+    if rows.max_tokens is not None and length > rows.max_tokens:
+        tokens, mask = tokens[: rows.max_tokens], mask[: rows.max_tokens]
+        if not any(mask):
+            raise ConfigError(f"dataset.max_tokens={rows.max_tokens} leaves nothing to train on")
+    if positions is not None and len(tokens) > positions:
+        raise ConfigError(
+            f"a row of {length} tokens, and the model has {positions} positions; dataset.max_tokens cuts "
+            "such rows"
+        )
+    return Encoded(tokens, mask)
 
 
 def given_tokens(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:

@@ -17,16 +17,18 @@ from numpy.typing import NDArray
 from stretto.algorithm import Call
 from stretto.assembly.assembly import Assembly
 from stretto.children.row_check import RowFaults, checked_rows, drawn_rows, faults_of_rows
+from stretto.cli.start.check_chat import chat_problems
 from stretto.component import Problem
 from stretto.config import RunConfig
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError
 from stretto.kernel.setup import curriculum_of
-from stretto.models.files import known_config
+from stretto.models.files import known_config, positions_of
 from stretto.models.images import has_images
 from stretto.models.prompts import as_meant, tools_of
 from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
 from stretto.models.vision import is_vision_language
+from stretto.rl.supervised import fitted
 from stretto.training.config import ModelTrainingConfig
 
 _LOOK_S = 2.0
@@ -103,6 +105,12 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
         return
     read[path] = rows = _read_rows(dataset)
     yield from rows.problems(path)
+    yield from chat_problems(assembly, path, dataset)
+    for key in ("template", "special_tokens"):
+        if path != "dataset" and getattr(assembly.composed.section(path), key):
+            yield Problem(
+                f"{path}.{key}", f"a run has one chat template; set dataset.{key}, which counts here"
+            )
     if is_vision_language(model := known_config(config.model)):
         yield from _image_problems(assembly, path)
     elif model and has_images(row):
@@ -229,12 +237,13 @@ def _encoding_problems(config: RunConfig, source: Call, rows: ReadRows) -> Itera
     if source.encode is None or (model is not None and not Path(model).is_dir()):
         return
     tokenizer = load_tokenizer(model, config.dataset)
+    positions = positions_of(model)
 
     def fault_in(row: Row) -> str:
         assert source.encode is not None
         try:
             for index in range(source.samples):
-                source.encode(row, index, tokenizer)
+                fitted(source.encode(row, index, tokenizer), config.dataset, positions)
         except ConfigError as error:
             return str(error)
         return ""

@@ -8,6 +8,7 @@ from stretto.assembly.assembly import Assembly
 from stretto.assembly.placement import DEFAULT_GROUP, Placement
 from stretto.assembly.variants import own_sections, variants_of
 from stretto.assembly.worker_numbers import EVALUATOR
+from stretto.cli.start.check_chat import chat_lines
 from stretto.cli.start.check_models import path_of
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
@@ -31,7 +32,7 @@ def describe(assembly: Assembly) -> str:
     )
     for key, (number, place) in assembly.numbers.in_force().items():
         lines.append(f"number     {key} is {number}: {place}")
-    lines += ["", f"model      {config.model or 'none'}"]
+    lines += ["", f"model      {config.model or 'none'}", *chat_lines(assembly)]
     lines += _placement_lines(config, placement)
     for call in graph.calls:
         reads = ", ".join(call.reads) or "-"

@@ -20,10 +20,11 @@ from stretto.bus.messages.tickets import StoredImage, TrajectoryBundle, WireTraj
 from stretto.bus.messages.training import AskColumn, Column, RowRef
 from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused
-from stretto.models.files import fetch_config
+from stretto.models.files import fetch_config, positions_of
 from stretto.models.images import ImageFile, decode, images_of
 from stretto.models.tokenizer import Tokenizer, load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
+from stretto.rl.supervised import fitted
 from stretto.workers.context import WorkerContext
 
 if TYPE_CHECKING:
@@ -392,10 +393,13 @@ class BatchStore:
 
     def _encode(self, ref: RowRef) -> _Row:
         assert self._source.encode is not None
+        context = self._context
+        positions = positions_of(context.component_context.model)
         with _name_row(ref.sequence):
             row = self._dataset[ref.sequence]
             tokenizer = self._tokenizer if self._vision is None else self._vision.of(row)
-            tokens, mask = self._source.encode(row, ref.index, tokenizer)
+            encoded = self._source.encode(row, ref.index, tokenizer)
+            tokens, mask = fitted(encoded, context.composed.config.dataset, positions)
         return {"tokens": np.array(tokens), "loss_mask": np.array(mask), "group": ref.group}
 
 

@@ -1,0 +1,137 @@
+"""What a run's model makes of its rows: the chat form, and rows that it does not show as they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from stretto.assembly.assembly import Assembly
+from stretto.base.chat import Message
+from stretto.children.row_check import drawn_rows
+from stretto.component import Problem
+from stretto.dataset import Dataset
+from stretto.errors import ConfigError
+from stretto.models.chat_form import plain_text
+from stretto.models.files import known_config, text_config
+from stretto.models.prompts import as_meant, tools_of
+from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
+from stretto.models.vision import is_vision_language
+
+_MAX_S = 1.0
+"""Time for the rows of a dataset."""
+_SHOWN = 400
+"""Characters of the first prompt that are shown."""
+
+
+def chat_lines(assembly: Assembly) -> Iterator[str]:
+    """Yield the model's chat form in five lines, and the first row's prompt as the model reads it; nothing
+    for a model that is not on this machine, or that reads images."""
+    config = assembly.config
+    tokenizer = _tokenizer_of(assembly)
+    if tokenizer is None:
+        return
+    dataset: Dataset = assembly.composed.make("dataset", assembly.trial_context)
+    prompt, form = dataset[0]["prompt"], tokenizer.form
+    if not isinstance(prompt, str):
+        ends = ", ".join(map(repr, form.ends)) or "no token"
+        opened = f"opens {form.opened!r}" if form.opened else "opens nothing"
+        tools = "shown" if form.shows_tools else "not shown"
+        calls = f"with arguments as {form.arguments}" if form.shows_calls else "not shown"
+        given = ", ".join(f"{key}: {value}" for key, value in config.dataset.template.items()) or "none"
+        yield f"chat form  a turn ends with {ends}; the template writes {form.closing!r}"
+        yield f"           the prompt {opened} of the answer; content is {form.content}"
+        yield f"           system messages are {form.system}; reasoning of earlier answers is " + (
+            "dropped" if form.drops_reasoning else "kept"
+        )
+        yield f"           tools are {tools}, calls {calls}"
+        yield f"           arguments of the template (dataset.template): {given}"
+    ids = tokenizer.encode_prompt(as_meant(prompt, tokenizer), tools=tools_of(dataset[0]))
+    text = tokenizer.decode(ids, special=True)
+    yield f"prompt     {text[:_SHOWN]!r}" + (f" … {len(ids)} tokens" if len(text) > _SHOWN else "")
+
+
+def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[Problem]:
+    """Warn of rows whose prompts the model does not read as they are written."""
+    model = assembly.config.model
+    if model is not None and Path(model).is_dir() and not is_vision_language(known_config(model)):
+        try:
+            load_tokenizer(model)
+        except ConfigError as error:
+            yield Problem("model", str(error))
+            return
+    tokenizer = _tokenizer_of(assembly)
+    if tokenizer is None:
+        return
+    counts, first, read = Counter[str](), dict[str, str](), 0
+    size: int | None = text_config(model).get("vocab_size")
+    for index in drawn_rows(len(dataset), _MAX_S):
+        row = dataset[index]
+        read += 1
+        if fault_of(row.get("prompt")):
+            continue
+        for kind, detail in _oddities(row, tokenizer, size):
+            counts[kind] += 1
+            first.setdefault(kind, f"row {index + 1}{detail and f': {detail}'}")
+    for kind, count in counts.items():
+        level = "error" if kind == _OUTSIDE else "warning"
+        yield Problem(path, f"{count:,} of {read:,} prompts {kind} ({first[kind]})", level)
+
+
+_OUTSIDE = "have tokens outside of the model's vocabulary: its tokenizer is that of another model"
+
+
+def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> Iterator[tuple[str, str]]:
+    """Yield what is odd in a row's prompt: a kind, and the place."""
+    prompt = as_meant(row["prompt"], tokenizer)
+    try:
+        ids = tokenizer.encode_prompt(prompt, tools=tools_of(row))
+        text = (
+            prompt if isinstance(prompt, str) else plain_text(tokenizer.render(prompt, tools=tools_of(row)))
+        )
+    except ConfigError as error:
+        yield "are refused", str(error)
+        return
+    if not len(ids):
+        yield "have no token, and are left out", ""
+    if size is not None and len(ids) and int(ids.max()) >= size:
+        yield _OUTSIDE, f"token {int(ids.max())}, vocabulary {size}"
+    known = set(tokenizer.decode(ids, special=True))
+    if lost := "".join(dict.fromkeys(each for each in text if each not in known and not each.isspace())):
+        yield "have characters that the tokenizer drops or does not know", repr(lost[:20])
+    if isinstance(prompt, str):
+        if token := tokenizer.special_in(prompt):
+            yield (
+                "are texts with special tokens, as a chat template writes them: they are tokens",
+                repr(token),
+            )
+        return
+    yield from _odd_messages(prompt, text, tokenizer)
+
+
+def _odd_messages(messages: Sequence[Message], text: str, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+    if messages[-1].get("role") == "assistant":
+        yield "end with a turn of the assistant: the model begins another answer after it", ""
+    packed = "".join(text.split())
+    for number, message in enumerate(messages, 1):
+        content = message.get("content")
+        parts = cast("list[Any]", content) if isinstance(content, list) else [{"text": content}]
+        words = "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
+        place = f"message {number}, role {message.get('role')!r}"
+        if "".join(words.rpartition("</think>")[2].split()) not in packed:
+            yield "have a message that the chat template does not show, or not as it is written", place
+        unsaid = tokenizer.rows is not None and tokenizer.rows.special_tokens is None
+        if unsaid and (token := tokenizer.special_in(words)):
+            yield (
+                "have the text of a special token in a message: it is text there; see dataset.special_tokens",
+                f"{place}: {token!r}",
+            )
+
+
+def _tokenizer_of(assembly: Assembly) -> Tokenizer | None:
+    """Return the tokenizer of the run's model; None without one on this machine, or if it reads images."""
+    model = assembly.config.model
+    if model is None or not Path(model, "tokenizer.json").exists() or is_vision_language(known_config(model)):
+        return None
+    return load_tokenizer(model, assembly.config.dataset)

@@ -1,0 +1,82 @@
+"""What `check` says of the chat form, and of rows that the model does not read as they are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chat_forms import FORMS, write_model
+from commands import called
+from stretto.algorithm import Encoded
+from stretto.dataset import DatasetConfig
+from stretto.errors import ConfigError
+from stretto.rl.supervised import fitted
+
+ASK = {"role": "user", "content": "ok?"}
+
+
+def checked(tmp_path: Path, *prompts: Any, form: str = "plain lines", **columns: Any) -> str:
+    """What `stretto check` prints for rows with these prompts."""
+    if not (tmp_path / "model").exists():
+        write_model(FORMS[form], tmp_path / "model")
+    rows = [{"prompt": prompt, "answer": "1", **columns} for prompt in prompts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(
+        "name: test\nmodel: model\nalgorithm: {use: grpo, group_size: 2}\ntraining: mock\ninference: mock\n"
+        "reward: exact\ndataset: {use: jsonl, path: rows.jsonl}\nqueue: {batch_size: 1}\nsteps: 1\nout: out\n"
+    )
+    done = called("check", "run.yaml", cwd=tmp_path)
+    return done.stdout + done.stderr
+
+
+def test_the_chat_form_and_the_first_prompt_are_printed(tmp_path: Path) -> None:
+    shown = checked(tmp_path, [ASK], form="opened thinker")
+    assert "the prompt opens '<think>\\n' of the answer" in shown
+    assert "a turn ends with '<e>'; the template writes '<e>'" in shown
+    assert "calls with arguments as mapping" in shown
+    assert "prompt     '<r>user\\nok?<e>\\n<r>assistant\\n<think>\\n'" in shown
+    assert "warning" not in shown.replace("shuffle", "")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([ASK, {"role": "assistant", "content": "1"}], "end with a turn of the assistant"),
+        (
+            [{"role": "human", "content": "hidden"}, ASK],
+            "does not show, or not as it is written (row 2: message 1",
+        ),
+        ([{"role": "user", "content": "a <e> b"}], "have the text of a special token in a message"),
+        ("<r>user\nok?<e>\n<r>assistant\n", "are texts with special tokens"),
+        ("", "have no token, and are left out"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "has a part of the type 'image'"),
+        (json.dumps([ASK]), "expected chat messages as a list, found their JSON text"),
+    ],
+)
+def test_a_prompt_that_is_read_otherwise_is_named(prompt: Any, words: str, tmp_path: Path) -> None:
+    assert words in checked(tmp_path, [ASK], prompt)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    write_model(FORMS["plain lines"], tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 7}')
+    assert "have tokens outside of the model's vocabulary" in checked(tmp_path, [ASK])
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    assert "has no tokenizer that can be loaded" in checked(tmp_path, [ASK])
+
+
+def test_a_row_beyond_the_models_positions_is_refused_or_cut() -> None:
+    rows, row = DatasetConfig(use="jsonl"), Encoded([1, 2, 3, 4], [False, False, True, True])
+    assert fitted(row, rows, 4) == row
+    with pytest.raises(
+        ConfigError, match=r"4 tokens, and the model has 3 positions; dataset\.max_tokens cuts"
+    ):
+        fitted(row, rows, 3)
+    assert fitted(row, DatasetConfig(use="jsonl", max_tokens=3), 3) == Encoded(
+        [1, 2, 3], [False, False, True]
+    )
+    with pytest.raises(ConfigError, match="leaves nothing to train on"):
+        fitted(row, DatasetConfig(use="jsonl", max_tokens=2), 3)
