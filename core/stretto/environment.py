@@ -34,13 +34,21 @@ import msgspec
 
 from stretto.component import Importable, PositiveFloat
 from stretto.reward import is_number
+from stretto.tools import ToolsConfig
 from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:
     from stretto.agents.conversation import Conversation
     from stretto.models.tokenizer import Message
 
-__all__ = ["EnvironmentConfig", "Feedback", "columns_of_turn", "feedback_of"]
+__all__ = [
+    "ENVIRONMENTS",
+    "EnvironmentConfig",
+    "EnvironmentToolsConfig",
+    "Feedback",
+    "columns_of_turn",
+    "feedback_of",
+]
 
 
 class EnvironmentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +61,22 @@ class EnvironmentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknow
     `stretto.environment`)."""
     environment_timeout_s: PositiveFloat = 30.0
     """Time limit of one call, in seconds. A process that takes longer is killed, and the sample fails."""
+
+
+class EnvironmentToolsConfig(ToolsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the section of a workflow whose session has an environment and tools. No class can extend both
+    `EnvironmentConfig` and `ToolsConfig`: msgspec allows one base with fields."""
+
+    gives_reward: ClassVar[bool] = True
+
+    environment: Importable
+    """As in `EnvironmentConfig`."""
+    environment_timeout_s: PositiveFloat = 30.0
+    """As in `EnvironmentConfig`."""
+
+
+ENVIRONMENTS = (EnvironmentConfig, EnvironmentToolsConfig)
+"""The bases of sections that have an environment."""
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True):

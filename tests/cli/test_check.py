@@ -87,7 +87,7 @@ def plugin(file: Path, kind: str, body: str, base: str = "") -> str:
         ("def score(prompt, answer): return 1.0", "'answer' is a column of the row; name them"),
         ("def score(prompt, completion): return 'good'", "is 'good', a str; expected a number"),
         ("def score(prompt, completion): return '1'", "is '1', a str; expected a number"),
-        ("def score(prompt, completion): return float('nan')", "is nan, not a finite number"),
+        ("def score(prompt, completion): return float('nan')", "is nan, not a number"),
         ("def score(completions, **columns): return [1.0]", "returned 1 values for 4 completions"),
         ("def score(prompt, completion):\n    raise KeyError('boom')", "raised KeyError: 'boom'"),
     ],
@@ -341,6 +341,7 @@ OWN = {
     "user.py": (
         "import sys\n"
         "def gold(answer_text, gold): return 1.0\n"
+        "def slip(prompt, completion, anwser=''): return 1.0\n"
         "def verl(response, ground_truth): return 1.0\n"
         "def nested(prompt, completion): return {'reward': 1.0, 'parts': {'a': 1}}\n"
         "def generator(prompt, completion):\n    yield 1.0\n"
@@ -461,11 +462,19 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         (("workflow={use: agent, command: nosuchprogram --x}",), "there is no program 'nosuchprogram' on"),
         (("workflow={use: agent, command: [nosuchprogram]}",), "there is no program 'nosuchprogram' on"),
         (("dataset.path=no_prompt.jsonl",), "1 of 2 rows have no valid prompt, and their tickets would fail"),
-        (("dataset.path=no_answer.jsonl",), "cannot score row 2 of `dataset`, and 2 of 3 rows have these"),
+        (
+            ("reward={use: function, function: user.py:slip}",),
+            "warning reward: no column of the rows is called 'anwser', an optional parameter",
+        ),
+        (("reward={use: sum, parts: {a: exact}, weights: {a: 0}}",), "are all 0, so every reward is 0"),
+        (
+            ("dataset.path=no_answer.jsonl",),
+            "the reward cannot score 2 of 3 rows, and their tickets would",
+        ),
         (("algorithm=sft", "dataset.path=pairs.jsonl"), "warning dataset: row 2: "),
         (("reward={use: function, function: user.py:gold}",), "but it calls them 'answer_text' and 'gold'"),
         (("reward={use: function, function: user.py:verl}",), "calls them 'response' and 'ground_truth'"),
-        (("reward={use: function, function: user.py:nested}",), "the metric 'parts' of completion 0 is"),
+        (("reward={use: function, function: user.py:nested}",), "the metric 'parts' of completion 0 ("),
         (("reward={use: function, function: user.py:generator}",), "a generator; expected a number"),
         (("reward={use: function, function: user.py:leaves}",), "reward raised SystemExit: 3"),
         ((HELD, "evaluation.dataset.path=rows.jsonl"), "4 of 4 held-out rows are also rows of `dataset`"),

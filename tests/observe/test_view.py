@@ -66,8 +66,9 @@ def reason_of_reward(setup: RunSetup) -> str:
     """What a scoring process answers when the reward raises."""
     task = Task(msgspec.msgpack.encode({"prompt": "1+1="}), ("2",), msgspec.msgpack.encode({}))
     document = msgspec.to_builtins(setup.config)
-    _, [reason] = try_to_score(document, setup.assembly.context, [task], 60)
-    return reason
+    _, [scored] = try_to_score(document, setup.assembly.context, [task], 60)
+    assert scored.fault is not None
+    return scored.fault.error
 
 
 async def test_what_a_reward_raises_is_plain_text_in_a_terminal(

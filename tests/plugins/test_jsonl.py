@@ -79,7 +79,7 @@ def test_a_prompt_that_cannot_be_made_of_the_columns_is_refused(tmp_path: Path) 
     [
         (b'{"prompt": "a", "n": NaN}', "the column 'n' has NaN or an infinity"),
         (b'{"prompt": "NaN", "deep": {"n": [1, -Infinity]}}', "the column 'deep' has NaN or an infinity"),
-        (gzip.compress(b'{"prompt": "a"}'), "compressed by gzip; unpack it first: gunzip -k FILE"),
+        (gzip.compress(b'{"prompt": "a"}', mtime=0), "compressed by gzip; unpack it first: gunzip -k FILE"),
         (b"PAR1\x15\x04", "the file is Parquet; use the dataset 'hf'"),
     ],
 )

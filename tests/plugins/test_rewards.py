@@ -24,8 +24,12 @@ def test_exact_compares_texts() -> None:
     assert exact("", " 8 17\n", answer="8 17") == 1
     assert exact("", "8 18", answer="8 17") == 0
     assert make_exact(ExactConfig(use="exact", column="n"), CONTEXT)("", "7", n=7) == 1
-    with pytest.raises(KeyError, match="no column 'answer'; its columns: gold"):
+    assert [exact("", text, answer=5.0) for text in ("5", "5.0", "5.00")] == [1, 1, 0]
+    with pytest.raises(ValueError, match="no column 'answer'; its columns: gold"):
         exact("", "x", gold="x")
+    for value in (None, ["8 17"], {"text": "8 17"}):
+        with pytest.raises(ValueError, match=r"the column 'answer' is .*; `exact` compares a text"):
+            exact("", "8 17", answer=value)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -85,7 +85,8 @@ class Conversation:
         return max(0, len(self._segments) - 1)
 
     def add(self, *turns: str | Message, images: Sequence[bytes] = ()) -> None:
-        """Add turns of others before the next answer: messages to a chat, text to a plain text.
+        """Add turns of others before the next answer: messages to a chat, text to a plain text. In a chat, a
+        text is a message of the user.
 
         Args:
             images: files of the images in these turns, in the order of their places. In a message, a place is
@@ -93,7 +94,7 @@ class Conversation:
                 own placeholder.
 
         Raises:
-            TypeError: for text in a chat, or for a message in a plain text.
+            TypeError: for a message in a plain text.
             ConfigError: if messages have another number of places than images.
             RequestError: if an image is too large, or the policy reads no images.
         """
@@ -103,18 +104,17 @@ class Conversation:
 
     def place(self, turns: Sequence[str | Message], names: Sequence[str]) -> None:
         """Add turns, as `add` does, with images that the ticket has already."""
-        if isinstance(self.history, str):
-            self._text_images += names
-        elif all(not isinstance(turn, str) for turn in turns):
-            turns = place_images(cast("Sequence[Message]", turns), names)
+        if isinstance(self.history, list):
+            messages = [
+                {"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in turns
+            ]
+            self.history += place_images(messages, names)
+            return
+        self._text_images += names
         for turn in turns:
-            if isinstance(self.history, str) and isinstance(turn, str):
-                self.history += turn
-            elif isinstance(self.history, list) and not isinstance(turn, str):
-                self.history.append(turn)
-            else:
-                expected = "text" if isinstance(self.history, str) else "a chat message"
-                raise TypeError(f"expected {expected} in this conversation, found {turn!r}")
+            if not isinstance(turn, str):
+                raise TypeError(f"expected text in this conversation, found {turn!r}")
+            self.history += turn
 
     async def reply(self, sampling: Sampling | None = None) -> Answer | None:
         """Sample the policy's next answer and return it; None if the limit leaves no room for a token.

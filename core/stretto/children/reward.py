@@ -19,7 +19,7 @@ from stretto.children.protocol import serve, try_to_ask
 from stretto.component import Context
 from stretto.errors import ConfigError
 from stretto.user_code.faults import SampleFault
-from stretto.user_code.scoring import score_group, scores_groups
+from stretto.user_code.scoring import score_group, scores_groups, unknown_optional
 
 COMMAND = (sys.executable, "-m", "stretto.children.reward")
 
@@ -33,6 +33,8 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     """The answers; empty to see only whether the reward can be called with these columns."""
     columns: bytes
     """Columns with one value for each completion: a msgpack map of lists."""
+    trial: bool = False
+    """Whether `check` asks."""
 
 
 class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
@@ -43,6 +45,8 @@ class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
     over: dict[int, str] = {}
     """Completions that scored 0 because they exceeded a limit of one answer or ended the process: index ->
     reason."""
+    unused: tuple[str, ...] = ()
+    """For a trial: optional parameters of the reward that no column gives a value for."""
 
 
 def setup_frame(document: Mapping[str, Any], context: Context) -> bytes:
@@ -52,19 +56,17 @@ def setup_frame(document: Mapping[str, Any], context: Context) -> bytes:
 
 def try_to_score(
     document: Mapping[str, Any], context: Context, tasks: Sequence[Task], timeout_s: float
-) -> tuple[str, list[str]]:
+) -> tuple[str, list[ScoringResult]]:
     """Make the reward of a run and do some tasks, in a child process.
 
     Returns:
-        Why the reward cannot be made, and for each task why the reward cannot do it. A text is empty if there
-        is no fault; the list is empty if the reward cannot be made.
+        Why the reward cannot be made, empty if it can; and the result of each task, none if it cannot.
 
     Raises:
         TimeoutError: if the child does not end within `timeout_s`.
     """
     started, answers = try_to_ask(COMMAND, setup_frame(document, context), tasks, timeout_s)
-    faults = [msgspec.msgpack.decode(answer, type=ScoringResult).fault for answer in answers]
-    return started.error, [fault.error if fault else "" for fault in faults]
+    return started.error, [msgspec.msgpack.decode(answer, type=ScoringResult) for answer in answers]
 
 
 class Scorer:
@@ -89,8 +91,10 @@ class Scorer:
         task = msgspec.msgpack.decode(data, type=Task)
         row = decode_row(task.row)
         each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
+        unused = tuple(unknown_optional(self._reward, [*row, *each])) if task.trial else ()
         if not self._limits or not task.completions:
-            return ScoringResult(tuple(score_group(self._reward, row, task.completions, each)))
+            scored = tuple(score_group(self._reward, row, task.completions, each))
+            return ScoringResult(scored, unused=unused)
 
         def score(index: int) -> tuple[float, dict[str, float]]:
             columns_of_one = {name: values[index : index + 1] for name, values in each.items()}
@@ -101,7 +105,7 @@ class Scorer:
 
         scores = score_within(self._limits, score, len(task.completions))
         over = {index: each.over for index, each in enumerate(scores) if each.over}
-        return ScoringResult(tuple(each.value for each in scores if each.value), over=over)
+        return ScoringResult(tuple(each.value for each in scores if each.value), over=over, unused=unused)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from stretto.agents.conversation import Conversation, conversation_in
 from stretto.children.environment import with_files
 from stretto.component import Kind
 from stretto.engine import Sampling
-from stretto.environment import EnvironmentConfig, Feedback, columns_of_turn, feedback_of
+from stretto.environment import ENVIRONMENTS, Feedback, columns_of_turn, feedback_of
 from stretto.errors import EngineError, one_job
 from stretto.models.images import files_of
 from stretto.models.prompts import both_tools
@@ -439,11 +439,12 @@ class WorkflowConformance(ComponentConformance):
 
 def _user_code(config: Any) -> dict[str, Any]:
     """Load the environment or the tools that a workflow's section names."""
-    if isinstance(config, EnvironmentConfig):
-        return {"environment": load_importable(config.environment)}
+    code: dict[str, Any] = {}
+    if isinstance(config, ENVIRONMENTS):
+        code["environment"] = load_importable(config.environment)
     if isinstance(config, ToolsConfig):
-        return {"tools": [load_importable(tool) for tool in config.tools]}
-    return {}
+        code["tools"] = [load_importable(tool) for tool in config.tools]
+    return code
 
 
 def _plain(trajectory: Trajectory) -> tuple[Any, ...]:

@@ -6,13 +6,20 @@ import asyncio
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from stretto.errors import RewardError
 from stretto.reward import RewardValue, is_number
 
-__all__ = ["accepted", "optional_scores", "required", "score_group", "scores_groups"]
+__all__ = [
+    "accepted",
+    "optional_scores",
+    "required",
+    "score_group",
+    "scores_groups",
+    "unknown_optional",
+]
 
 _PROMPT = re.compile("prompt|question|query|problem|instruction|input|task")
 _COMPLETION = re.compile("response|output|reply|generation|generated|predict")
@@ -166,6 +173,16 @@ def _call_on_group(
             f"number for each completion; found {values!r:.80}"
         )
     return list(cast("Iterable[RewardValue]", values))
+
+
+def unknown_optional(reward: Callable[..., Any], columns: Collection[str]) -> list[str]:
+    """Return the parameters with a default that no column gives a value for: perhaps a slip of the pen."""
+    known = {"prompt", "prompts", "completion", "completions", *columns}
+    return [
+        each.name
+        for each in inspect.signature(reward).parameters.values()
+        if each.default is not each.empty and each.name not in known
+    ]
 
 
 def required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from stretto import Component, Context, RewardConfig, hookimpl
@@ -14,7 +14,8 @@ class ExactConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Section of the reward `exact`."""
 
     column: str = "answer"
-    """Column with the expected text. White space around both texts is ignored."""
+    """Column with the expected text or number. White space around both texts is ignored. A number without
+    decimals is right with and without them: 5.0 and 5."""
 
 
 def make(config: ExactConfig, context: Context) -> Callable[..., float]:
@@ -22,14 +23,31 @@ def make(config: ExactConfig, context: Context) -> Callable[..., float]:
     del context
 
     def exact(prompt: Any, completion: str, **columns: Any) -> float:
-        if config.column not in columns:
-            raise KeyError(f"the row has no column {config.column!r}; its columns: {', '.join(columns)}")
-        return float(completion.strip() == str(columns[config.column]).strip())
+        if fault := check_row(config, columns):
+            raise ValueError(fault)
+        return float(completion.strip() in _expected(columns[config.column]))
 
     return exact
+
+
+def check_row(config: ExactConfig, row: Mapping[str, Any]) -> str:
+    """Return why a row cannot be scored; empty if it can be."""
+    if config.column not in row:
+        return f"no column {config.column!r}; its columns: {', '.join(row)}"
+    value = row[config.column]
+    if value is None or isinstance(value, list | dict | tuple):
+        return f"the column {config.column!r} is {value!r:.60}; `exact` compares a text or a number"
+    return ""
+
+
+def _expected(value: Any) -> set[str]:
+    whole = isinstance(value, float) and value.is_integer()
+    return {str(value).strip(), *([str(int(value))] if whole else [])}
 
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[ExactConfig]]:
     """The component of this package."""
-    yield Component("exact", make, ExactConfig, "1 if the answer equals the row's expected text")
+    yield Component(
+        "exact", make, ExactConfig, "1 if the answer equals the row's expected text", check_row=check_row
+    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from stretto import Component, Context, RewardConfig, hookimpl
+from stretto import Component, Context, Problem, RewardConfig, hookimpl
 from stretto.component import ComponentParts
+from stretto.config import RunConfig
 from stretto.errors import RewardError
 from stretto.reward import text_of
 from stretto.user_code.scoring import optional_scores, scores_groups
@@ -108,7 +109,14 @@ def _summed(
     }
 
 
+def check(config: SumConfig, run: RunConfig) -> Iterator[Problem]:
+    """Warn of weights that leave no reward."""
+    del run
+    if not any(config.weights.get(name, 1.0) for name in config.parts.__struct_fields__):
+        yield Problem("reward.weights", "are all 0, so every reward is 0", "warning")
+
+
 @hookimpl
 def stretto_reward() -> Iterator[Component[SumConfig]]:
     """The component of this package."""
-    yield Component("sum", make, SumConfig, "the weighted sum of several rewards, each of them logged")
+    yield Component("sum", make, SumConfig, "the weighted sum of several rewards, each of them logged", check)

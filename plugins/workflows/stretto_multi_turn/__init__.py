@@ -76,12 +76,7 @@ class MultiTurn:
                 loop.rewards.append(feedback.reward)
             if not feedback.messages:
                 break
-            chat = not isinstance(conversation.history, str)
-            turns = [
-                {"role": "user", "content": turn} if chat and isinstance(turn, str) else turn
-                for turn in feedback.messages
-            ]
-            conversation.add(*turns, images=feedback.images)
+            conversation.add(*feedback.messages, images=feedback.images)
         if not conversation.answers:
             raise EngineError(f"workflow.max_tokens={config.max_tokens} leaves no room after the prompt")
         return loop

@@ -289,19 +289,32 @@ def _reward_problems(
         return
     from stretto.children.reward import try_to_score
 
-    tasks = _scoring_tasks(assembly, read)
+    tasks, document = _scoring_tasks(assembly, read), msgspec.to_builtins(config)
     try:
-        error, faults = try_to_score(
-            msgspec.to_builtins(config), assembly.trial_context, list(tasks.values()), _TRY_S
-        )
+        error, results = try_to_score(document, assembly.trial_context, [*tasks.values()], _TRY_S)
+        for _ in range(config.workflow.member_retries):  # as often as the run would
+            again = [task for task, each in zip(tasks.values(), results, strict=False) if each.fault]
+            if not again:
+                break
+            _, retried = try_to_score(document, assembly.trial_context, again, _TRY_S)
+            newer = iter(retried or [each for each in results if each.fault])
+            results = [next(newer) if each.fault else each for each in results]
     except TimeoutError:
         action = "making it and scoring the first row" if tasks else "making it"
         yield Problem("reward", f"not verified: {action} took longer than {_TRY_S:.0f} s", "warning")
         return
     if error:
         yield Problem("reward", error)
+    if unused := next((result.unused for result in results if result.unused), ()):
+        yield Problem(
+            "reward",
+            f"no column of the rows is called {unused[0]!r}, an optional parameter of the function: it "
+            "always has its default",
+            "warning",
+        )
     label, refused, first_faults = assembly.composed.origin("reward").label, set[str](), set[str]()
-    for (path, form), fault in zip(tasks, faults, strict=False):  # none if the reward cannot be made
+    for (path, form), result in zip(tasks, results, strict=False):  # none if the reward cannot be made
+        fault = result.fault.error if result.fault else ""
         if fault and form is None:
             refused.add(path)
             if fault not in first_faults:  # most faults are of the reward, not of a dataset
@@ -349,6 +362,7 @@ def _scoring_tasks(
                         **{name: [1] * count if known else [] for name in columns},
                     }
                 ),
+                trial=True,
             )
     return tasks
 

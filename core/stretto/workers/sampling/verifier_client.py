@@ -22,7 +22,7 @@ from stretto.bus.messages.scoring import (
     ToolList,
 )
 from stretto.config import RunConfig
-from stretto.environment import EnvironmentConfig, Feedback
+from stretto.environment import ENVIRONMENTS, Feedback
 from stretto.errors import ConfigError, RewardError
 from stretto.tools import ToolAnswer, ToolsConfig
 from stretto.user_code.faults import SampleFault
@@ -105,7 +105,7 @@ class VerifierClient:
             RewardError: if the environment raised, took too long, or returned a value that is not allowed.
             PolicyError: if the environment raised that.
         """
-        if not isinstance(self._config.workflow, EnvironmentConfig):
+        if not isinstance(self._config.workflow, ENVIRONMENTS):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
         message = EnvironmentTurn(encode_row(question), self._variant)
         answer = await self._ask("environment", message, EnvironmentAnswer)

@@ -25,7 +25,7 @@ from stretto.bus.messages.scoring import (
     ToolList,
 )
 from stretto.children import environment, reward, tools
-from stretto.environment import EnvironmentConfig, Feedback
+from stretto.environment import ENVIRONMENTS, EnvironmentConfig, EnvironmentToolsConfig, Feedback
 from stretto.errors import ConfigError
 from stretto.reward import RewardConfig
 from stretto.tools import ToolAnswer, ToolsConfig
@@ -62,7 +62,7 @@ class VerifierWorker:
         runs = runs_of(context.composed)
         self._rewards = _by_variant(context, runs, "reward", RewardConfig, _Rewards)
         self._tools = _by_variant(context, runs, "workflow", ToolsConfig, _Tools)
-        self._environments = _by_variant(context, runs, "workflow", EnvironmentConfig, _Environments)
+        self._environments = _by_variant(context, runs, "workflow", ENVIRONMENTS, _Environments)
         services = (self._rewards, self._tools, self._environments)
         self._services: list[_Service] = list(
             {id(service): service for of_variant in services for service in of_variant.values()}.values()
@@ -138,7 +138,7 @@ def _by_variant(
     context: WorkerContext,
     runs: Mapping[str, Composed],
     section: str,
-    kind: type[C],
+    kind: type[C] | tuple[type[C], ...],
     make: Callable[[WorkerContext, Composed, C], S],
 ) -> dict[str, S]:
     """Return the service of each variant whose section is of a kind. Variants with the same section share
@@ -268,7 +268,12 @@ class _Tools(_Service):
 class _Environments(_Service):
     """Gets the environment's feedback to answers."""
 
-    def __init__(self, context: WorkerContext, composed: Composed, config: EnvironmentConfig) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        composed: Composed,
+        config: EnvironmentConfig | EnvironmentToolsConfig,
+    ) -> None:
         self._timeout_s = config.environment_timeout_s
         setup = environment.setup_frame(config.environment)
         program = Program("the environment process", guarded(environment.COMMAND), setup)
