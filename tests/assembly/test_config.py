@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jsonschema
@@ -46,6 +47,8 @@ def run_file(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").touch()
+    quickstart = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+    shutil.copy(quickstart / "tokenizer.json", tmp_path / "model")
     (tmp_path / "empty.py").touch()
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
@@ -412,7 +415,7 @@ def test_datasets_are_opened(run_file: Path) -> None:
 
 def test_what_users_write_is_tried(run_file: Path) -> None:
     folder = run_file.parent
-    (folder / "rows.jsonl").write_text('{"prompt": 5}\n')
+    (folder / "rows.jsonl").write_text('{"prompt": 5, "answer": "5"}\n')
     [wrong] = complaints(compose(run_file, ["training=mock"]))
     assert "the first row's prompt: expected text or chat messages" in wrong
     (folder / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}\n')

@@ -30,6 +30,7 @@ from stretto.testing.simulation import Tape
 from stretto.testing.simulation.loop import SimulatedProcess, current_process
 from stretto.testing.simulation.search import enter_fork
 from stretto.testing.simulation.universe import Universe
+from stretto.user_code import importable
 
 _SLICE_S = 0.02
 """Virtual seconds between two looks at a condition."""
@@ -181,7 +182,7 @@ class _Driver:
     def _signal(self, process: SimulatedProcess, number: int) -> None:
         if number == signal.SIGKILL:
             process.end(-number)
-            for each in [name for name in sys.modules if name.endswith(".py")]:
+            for each in [name for name in sys.modules if name.partition(".")[0] in importable._FILES]:
                 del sys.modules[each]  # the process that takes its place runs the files of users again
         elif number == signal.SIGSTOP:
             process.stop(1e6)

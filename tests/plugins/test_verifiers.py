@@ -120,6 +120,7 @@ class Policy:
     """`stretto.workflow.Session` of a policy that says 1."""
 
     group_size = 2
+    row_tools = ()
     sampling = Sampling(max_tokens=8)
     tokenizer = ByteTokenizer()
     images = None

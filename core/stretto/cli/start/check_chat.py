@@ -55,7 +55,7 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
 def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[Problem]:
     """Warn of rows whose prompts the model does not read as they are written."""
     model = assembly.config.model
-    if model is not None and Path(model).is_dir() and not is_vision_language(known_config(model)):
+    if model is not None and any(Path(model).glob("*.safetensors")) and not reads_images(model):
         try:
             load_tokenizer(model)
         except ConfigError as error:
@@ -129,9 +129,14 @@ def _odd_messages(messages: Sequence[Message], text: str, tokenizer: Tokenizer) 
             )
 
 
+def reads_images(model: str) -> bool:
+    """Return whether a model on this machine reads images."""
+    return is_vision_language(known_config(model))
+
+
 def _tokenizer_of(assembly: Assembly) -> Tokenizer | None:
     """Return the tokenizer of the run's model; None without one on this machine, or if it reads images."""
     model = assembly.config.model
-    if model is None or not Path(model, "tokenizer.json").exists() or is_vision_language(known_config(model)):
+    if model is None or not Path(model, "tokenizer.json").exists() or reads_images(model):
         return None
     return load_tokenizer(model, assembly.config.dataset)
