@@ -436,7 +436,7 @@ def test_a_reward_that_fails_is_told_by_cause(start: Start, tmp_path: Path) -> N
     run = start(*reward(tmp_path, body), "steps=10", "queue.max_failures=1000")
     advice = next(each for each in run.assert_completed(10)["advice"] if each["rule"] == "failures")
     assert "reward raised LookupError: row" in advice["message"]
-    assert "not a number" in advice["message"]
+    assert "the reward of completion 0 is None" in advice["message"]
     assert sum(count for line in run.metrics() for count in line["not_trained"].values()) > 0
 
 
