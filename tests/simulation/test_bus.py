@@ -449,6 +449,7 @@ async def test_events_whose_append_fails_are_stored_by_the_next_one(
         monkeypatch.setattr(store, "append", append)
         writer.hear(VersionPublished(0, 2, "digest"))
         await writer.settle()
+        assert writer.stored_to == 3  # the lease, and both messages
         messages: list[EventBatch] = []
         async for _, message in store.follow(names.journal_stream, names.events, EventBatch, start=1):
             messages.append(message)
