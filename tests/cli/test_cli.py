@@ -10,6 +10,8 @@ import typer
 
 from commands import stretto
 from stretto.cli import main
+from stretto.cli.output import add_row, fail, figure_table, print_table
+from stretto.errors import ConfigError
 
 QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart" / "run.yaml")
 
@@ -52,3 +54,17 @@ def test_the_quickstart_can_be_checked_as_a_run_of_no_steps() -> None:
     done = stretto("check", QUICKSTART, "steps=0")
     assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
     assert "evaluation version 0" in done.stdout
+
+
+def test_tables_and_errors_show_text_of_others_as_it_is_and_escape_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = "no [/INST] [b]x :smile: \x1b]0;x\x07"
+    table = figure_table("run", said)
+    add_row(table, said, "1")
+    print_table(table)
+    with pytest.raises(SystemExit):
+        fail(ConfigError(said), 2)
+    printed = capsys.readouterr()
+    assert printed.out.count("no [/INST] [b]x :smile: \\x1b]0;x\\x07") == 2
+    assert printed.err == "error: no [/INST] [b]x :smile: \\x1b]0;x\\x07\n"
