@@ -23,6 +23,7 @@ from stretto.errors import EngineError
 from stretto.rl.batch import Batch
 from stretto.training.checkpoint import Copies, write_tensors
 from stretto.training.config import LoraConfig
+from stretto.training.device import compute_device
 from stretto.training.engine import HFTraining
 from stretto.training.packing import PaddedRows, PrefixRows
 from training_engines import NEARLY_LINEAR, loaded_engine
@@ -440,3 +441,17 @@ def test_a_checkpoint_is_written_whatever_the_generation_config_says(
         == 0.6
     )
     engine_of(tmp_path / "saved" / "model")
+
+
+def test_on_a_gpu_cudnn_does_not_plan_the_attention_of_each_new_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a GPU: `make test-gpu` measures what it is for."""
+    shares, enabled = list[float](), list[bool]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", enabled.append)
+    assert compute_device("cpu", 0.5).type == "cpu"
+    assert (shares, enabled) == ([], [])
+    assert compute_device("auto", 0.5).type == "cuda"
+    assert (shares, enabled) == ([0.5], [False])
