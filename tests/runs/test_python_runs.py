@@ -224,6 +224,28 @@ def test_ctrl_c_during_wait_drains_the_run(config: Mapping[str, Any], tmp_path: 
     assert said == "interrupted\n"
 
 
+def test_ctrl_c_while_the_handle_looks_at_its_run_is_obeyed(tmp_path: Path) -> None:
+    """The first one drains the run, the second one ends it."""
+    looks, stops = [None, None, 0], list[bool]()
+
+    class Kernel:
+        notices: tuple[str, ...] = ()
+
+        def poll(self) -> int:
+            if looks.pop(0) is None:
+                raise KeyboardInterrupt
+            return 0
+
+        def stop(self, *, now: bool = False) -> None:
+            stops.append(now)
+
+    kernel: Any = Kernel()
+    run = stretto.RunHandle(kernel, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run.wait()
+    assert (looks, stops) == ([], [False, True])
+
+
 def test_importing_stretto_is_cheap() -> None:
     heavy = "torch", "transformers", "IPython", "pyarrow", "omegaconf", "typer"
     code = f"import sys, stretto; print([name for name in {heavy} if name in sys.modules])"
