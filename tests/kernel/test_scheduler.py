@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -65,6 +66,14 @@ def issued(scheduler: Scheduler) -> list[Ticket]:
     return [command.ticket for command in commands if isinstance(command, Issue)]
 
 
+def started(keep: Callable[[Group], bool] = lambda group: True, **settings: Any) -> Scheduler:
+    """A scheduler of a run with these settings that has just started."""
+    settings = {"batch_size": 1, "max_staleness": 0, "rows": 100, **settings}
+    scheduler = Scheduler(SchedulerSettings(**settings), keep)
+    scheduler.start()
+    return scheduler
+
+
 def batches(commands: list[object]) -> list[StartBatch]:
     return [command for command in commands if isinstance(command, StartBatch)]
 
@@ -81,42 +90,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     loses and doubles. The invariants are those of the module's docstring."""
 
     @initialize(
-        batch_size=st.integers(1, 4),
-        max_staleness=st.integers(0, 3),
-        steps=st.integers(1, 6),
-        on_late=st.sampled_from(["wait", "drop"]),
-        rows=st.integers(1, 9),
-        evaluation_rows=st.integers(0, 2),
-        evaluation_every=st.integers(0, 2),
-        evaluation_pace=st.sampled_from([0.0, 0.3, 2.0]),
-        max_divergence=st.sampled_from([None, 0.01]),
-    )
-    def begin(
-        self,
-        batch_size: int,
-        max_staleness: int,
-        steps: int,
-        on_late: str,
-        rows: int,
-        evaluation_rows: int,
-        evaluation_every: int,
-        evaluation_pace: float,
-        max_divergence: float | None,
-    ) -> None:
-        self.settings = SchedulerSettings(
-            steps=steps,
-            batch_size=batch_size,
-            max_staleness=max_staleness,
-            rows=rows,
-            on_late="wait" if on_late == "wait" else "drop",
-            max_attempts=1000,
-            max_failures=1000,
-            evaluation_rows=evaluation_rows,
-            evaluation_every=evaluation_every,
-            evaluation_pace=evaluation_pace,
-            max_divergence=max_divergence,
-            variants={"a": 1.0, "b": 3.0},
+        settings=st.builds(
+            SchedulerSettings,
+            batch_size=st.integers(1, 4),
+            max_staleness=st.integers(0, 3),
+            steps=st.integers(1, 6),
+            on_late=st.sampled_from(["wait", "drop"]),
+            rows=st.integers(1, 9),
+            max_attempts=st.just(1000),
+            max_failures=st.just(1000),
+            evaluation_rows=st.integers(0, 2),
+            evaluation_every=st.integers(0, 2),
+            evaluation_pace=st.sampled_from([0.0, 0.3, 2.0]),
+            max_divergence=st.sampled_from([None, 0.01]),
+            variants=st.just({"a": 1.0, "b": 3.0}),
         )
+    )
+    def begin(self, settings: SchedulerSettings) -> None:
+        self.settings = settings
         self.scheduler = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
         self.queue: list[Ticket] = []
         self.held: dict[str, list[tuple[Ticket, int | None]]] = {"a": [], "b": []}
@@ -450,8 +441,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def ledger_balances(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
         ledger = self.scheduler.ledger
         parts = ledger.trained + ledger.filtered + ledger.expired + ledger.failed + ledger.in_flight
         assert ledger.issued == parts
@@ -460,8 +449,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def variants_add_up(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
         ledger, accounts = self.scheduler.ledger, self.scheduler.variants.accounts.values()
         for name in ("issued", "trained", "filtered", "expired", "failed"):
             assert sum(getattr(account, name) for account in accounts) == getattr(ledger, name)
@@ -471,15 +458,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def admission_is_bounded(self) -> None:
-        if hasattr(self, "scheduler"):
-            bound = (self.settings.max_staleness + 1) * self.settings.batch_size
-            assert self.scheduler.ledger.in_flight <= bound
-            assert 0 <= self.scheduler.staleness_limit <= self.settings.max_staleness
+        bound = (self.settings.max_staleness + 1) * self.settings.batch_size
+        assert self.scheduler.ledger.in_flight <= bound
+        assert 0 <= self.scheduler.staleness_limit <= self.settings.max_staleness
 
     @invariant()
     def figures_are_complete(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
         scheduler = self.scheduler
         assert scheduler.evaluation.held_back == self.held_back
         reasons = [count for reason, count in scheduler.reasons.items() if "not evaluated" not in reason]
@@ -491,7 +475,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_batch_waits_only_for_a_reason(self) -> None:
-        if not hasattr(self, "scheduler") or self.training or self.over or self.holds:
+        if self.training or self.over or self.holds:
             return
         scheduler, size, reason = self.scheduler, self.settings.batch_size, self.scheduler.waits_for
         assert reason is not None
@@ -521,8 +505,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def at_most_one_evaluation_waits(self) -> None:
-        if hasattr(self, "scheduler"):
-            assert len(self.scheduler.evaluation.needed_versions) <= 2
+        assert len(self.scheduler.evaluation.needed_versions) <= 2
 
     def teardown(self) -> None:
         """From wherever it got to, a world that behaves brings the run to its end."""
@@ -570,8 +553,7 @@ TestScheduler.settings = settings(
 
 
 def test_admission_fills_the_queue_and_follows_retirement() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=10, batch_size=2, max_staleness=1, rows=100))
-    scheduler.start()
+    scheduler = started(steps=10, batch_size=2, max_staleness=1)
     tickets = issued(scheduler)
     assert [ticket.id for ticket in tickets] == [0, 1, 2, 3]  # (η + 1) · B
     scheduler.group_done(done(tickets[0], 0))
@@ -581,8 +563,7 @@ def test_admission_fills_the_queue_and_follows_retirement() -> None:
 
 
 def test_synchronous_training_waits_for_the_whole_batch() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=2, batch_size=2, max_staleness=0, rows=100))
-    scheduler.start()
+    scheduler = started(steps=2, batch_size=2)
     first, second = issued(scheduler)
     scheduler.group_done(done(second, 0))
     assert scheduler.commands() == []
@@ -595,8 +576,7 @@ def test_synchronous_training_waits_for_the_whole_batch() -> None:
 
 
 def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=9, batch_size=1, max_staleness=1, rows=100))
-    scheduler.start()
+    scheduler = started(steps=9, max_staleness=1)
     slow, quick = issued(scheduler)  # both due by version 1
     assert scheduler.waits_for == Cause("groups")
     scheduler.group_done(done(quick, 0))
@@ -615,10 +595,7 @@ def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs()
 
 
 def test_drop_expires_a_late_group_and_issues_its_prompt_again() -> None:
-    scheduler = Scheduler(
-        SchedulerSettings(steps=9, batch_size=1, max_staleness=1, rows=100, on_late="drop", max_attempts=2)
-    )
-    scheduler.start()
+    scheduler = started(steps=9, max_staleness=1, on_late="drop", max_attempts=2)
     slow, quick = issued(scheduler)
     scheduler.group_done(done(quick, 0))
     scheduler.step_finished()
@@ -634,8 +611,7 @@ def test_drop_expires_a_late_group_and_issues_its_prompt_again() -> None:
 
 
 def test_first_token_moves_a_deadline_back() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=9, batch_size=1, max_staleness=1, rows=100))
-    scheduler.start()
+    scheduler = started(steps=9, max_staleness=1)
     late_start, quick = issued(scheduler)
     scheduler.group_done(done(quick, 0))
     scheduler.commands()
@@ -649,9 +625,7 @@ def test_first_token_moves_a_deadline_back() -> None:
 
 def test_a_ticket_that_is_taken_after_its_end_is_withdrawn() -> None:
     """The acknowledgement of its worker was lost, so the server has delivered it again."""
-    settings = SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100, evaluation_rows=1)
-    scheduler = Scheduler(settings)
-    scheduler.start()
+    scheduler = started(steps=1, evaluation_rows=1)
     training, evaluation = sorted(issued(scheduler), key=lambda ticket: ticket.purpose != "train")
     for ticket in (training, evaluation):
         scheduler.ticket_started(ticket.purpose, ticket.id, ticket.attempt, "w")
@@ -664,8 +638,7 @@ def test_a_ticket_that_is_taken_after_its_end_is_withdrawn() -> None:
 
 
 def test_the_first_complete_attempt_wins_and_doubles_change_nothing() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100))
-    scheduler.start()
+    scheduler = started(steps=1)
     [first] = issued(scheduler)
     scheduler.ticket_started("train", first.id, first.attempt, "w")
     scheduler.worker_gone("w", drained=False)
@@ -685,8 +658,7 @@ def test_the_first_complete_attempt_wins_and_doubles_change_nothing() -> None:
 
 
 def test_what_nobody_has_begun_is_issued_again_when_a_worker_is_lost() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=2, max_staleness=0, rows=100, max_attempts=1))
-    scheduler.start()
+    scheduler = started(steps=1, batch_size=2, max_attempts=1)
     begun, waiting = issued(scheduler)
     scheduler.ticket_started("train", begun.id, begun.attempt, "alive")
     for _ in range(5):  # a ticket that was never begun does not use up its attempts
@@ -698,9 +670,7 @@ def test_what_nobody_has_begun_is_issued_again_when_a_worker_is_lost() -> None:
 
 
 def test_a_worker_that_leaves_hands_back_only_what_it_has_not_finished() -> None:
-    settings = SchedulerSettings(steps=1, batch_size=3, max_staleness=0, rows=100, max_attempts=1)
-    scheduler = Scheduler(settings)
-    scheduler.start()
+    scheduler = started(steps=1, batch_size=3, max_attempts=1)
     finished, unfinished, waiting = issued(scheduler)
     for ticket in (finished, unfinished):
         scheduler.ticket_started("train", ticket.id, ticket.attempt, "w")
@@ -719,8 +689,7 @@ def test_a_worker_that_leaves_hands_back_only_what_it_has_not_finished() -> None
 
 
 def test_a_ticket_whose_workers_keep_dying_fails() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100, max_attempts=2))
-    scheduler.start()
+    scheduler = started(steps=1, max_attempts=2)
     [ticket] = issued(scheduler)
     for attempt in (1, 2):
         scheduler.ticket_started("train", ticket.id, attempt, "w")
@@ -730,11 +699,7 @@ def test_a_ticket_whose_workers_keep_dying_fails() -> None:
 
 
 def test_a_group_that_fails_is_made_again_until_its_row_is_given_up() -> None:
-    settings = SchedulerSettings(
-        steps=1, batch_size=1, max_staleness=0, rows=100, max_attempts=2, group_size=4
-    )
-    scheduler = Scheduler(settings)
-    scheduler.start()
+    scheduler = started(steps=1, max_attempts=2, group_size=4)
     [first] = issued(scheduler)
     scheduler.group_failed(failed(first))  # its start was not heard
     [second] = issued(scheduler)
@@ -748,34 +713,25 @@ def test_a_group_that_fails_is_made_again_until_its_row_is_given_up() -> None:
     assert scheduler.members == MemberLedger(sampled=8, missing=8)
 
 
-def test_a_group_that_has_failed_is_not_held_any_more() -> None:
-    """Its worker may have said that it holds the attempt before the failure was read."""
-    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100))
-    scheduler.start()
+@pytest.mark.parametrize("ended", ["failed", "withdrawn"])
+def test_an_attempt_that_has_ended_before_the_start_is_not_held(ended: str) -> None:
+    """Its worker may have said that it holds the attempt before its failure was read, or before it heard that
+    it has to stop."""
+    scheduler = started(steps=1)
     [ticket] = issued(scheduler)
     scheduler.owned(attempts_from=100)
-    scheduler.group_failed(failed(ticket))
-    scheduler.start([TicketStarted("w", "train", ticket.id, ticket.attempt)])
-    again = [command.ticket for command in scheduler.commands() if isinstance(command, Issue)]
-    assert [(each.id, each.attempt) for each in again] == [(ticket.id, 101)]
-
-
-def test_an_attempt_that_is_withdrawn_before_the_start_is_not_held() -> None:
-    """Its worker may have said that it holds the attempt before it heard that it has to stop."""
-    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100))
-    scheduler.start()
-    [ticket] = issued(scheduler)
-    scheduler.owned(attempts_from=100)
-    scheduler.ticket_started("train", ticket.id, ticket.attempt, "w")
-    assert scheduler.commands() == [Withdraw("train", ticket.id, ticket.attempt)]
+    if ended == "failed":
+        scheduler.group_failed(failed(ticket))
+    else:
+        scheduler.ticket_started("train", ticket.id, ticket.attempt, "w")
+        assert scheduler.commands() == [Withdraw("train", ticket.id, ticket.attempt)]
     scheduler.start([TicketStarted("w", "train", ticket.id, ticket.attempt)])
     again = [command.ticket for command in scheduler.commands() if isinstance(command, Issue)]
     assert [(each.id, each.attempt) for each in again] == [(ticket.id, 101)]
 
 
 def test_failures_one_after_the_other_end_the_run() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=5, batch_size=4, max_staleness=0, rows=100, max_failures=3))
-    scheduler.start()
+    scheduler = started(steps=5, batch_size=4, max_failures=3)
     for ticket in issued(scheduler)[:3]:
         scheduler.group_failed(failed(ticket, "ZeroDivisionError: division by zero"))
     [end] = [command for command in scheduler.commands() if isinstance(command, Fail)]
@@ -784,8 +740,7 @@ def test_failures_one_after_the_other_end_the_run() -> None:
 
 
 def test_a_run_that_is_closed_starts_no_batch_and_issues_nothing() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=3, batch_size=1, max_staleness=1, rows=100))
-    scheduler.start()
+    scheduler = started(steps=3, max_staleness=1)
     first, second = issued(scheduler)
     scheduler.group_done(done(first, 0))
     assert len(batches(list(scheduler.commands()))) == 1
@@ -800,8 +755,7 @@ def test_filtered_groups_are_never_trained() -> None:
     def keep(group: Group) -> bool:
         return max(group.rewards) > min(group.rewards)
 
-    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100), keep)
-    scheduler.start()
+    scheduler = started(keep, steps=1)
     [ticket] = issued(scheduler)
     scheduler.group_done(done(ticket, 0))
     assert scheduler.ledger.filtered == 1
@@ -809,9 +763,7 @@ def test_filtered_groups_are_never_trained() -> None:
 
 
 def test_groups_filtered_one_after_the_other_end_the_run() -> None:
-    settings = SchedulerSettings(steps=5, batch_size=2, max_staleness=0, rows=100, max_filtered=3)
-    scheduler = Scheduler(settings, lambda group: False)
-    scheduler.start()
+    scheduler = started(lambda group: False, steps=5, batch_size=2, max_filtered=3)
     for _ in range(2):
         for ticket in issued(scheduler):
             scheduler.group_done(done(ticket, 0))
@@ -823,11 +775,7 @@ def test_groups_filtered_one_after_the_other_end_the_run() -> None:
 
 
 def test_rows_that_are_left_out_do_not_count_as_filtered_one_after_the_other() -> None:
-    settings = SchedulerSettings(
-        steps=5, batch_size=2, max_staleness=0, rows=10, max_filtered=3, shuffle=False
-    )
-    scheduler = Scheduler(settings)
-    scheduler.start()
+    scheduler = started(steps=5, batch_size=2, rows=10, max_filtered=3, shuffle=False)
     for _ in range(30):  # rows 0 to 8 are too long: three epochs with nothing from row 9 yet
         for ticket in issued(scheduler):
             if ticket.row != 9:
@@ -838,8 +786,7 @@ def test_rows_that_are_left_out_do_not_count_as_filtered_one_after_the_other() -
 
 
 def test_a_dataset_of_which_every_row_is_left_out_ends_the_run() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=5, batch_size=2, max_staleness=0, rows=5))
-    scheduler.start()
+    scheduler = started(steps=5, batch_size=2, rows=5)
     commands = scheduler.commands()
     while tickets := [command.ticket for command in commands if isinstance(command, Issue)]:
         for ticket in tickets:
@@ -850,9 +797,7 @@ def test_a_dataset_of_which_every_row_is_left_out_ends_the_run() -> None:
 
 
 def test_what_failed_in_a_former_life_does_not_hold_up_the_next() -> None:
-    settings = SchedulerSettings(steps=5, batch_size=2, max_staleness=0, rows=100, max_failures=2)
-    scheduler = Scheduler(settings)
-    scheduler.start()
+    scheduler = started(steps=5, batch_size=2, max_failures=2)
     scheduler.owned(1000)
     for id in (0, 1):
         scheduler.group_failed(GroupFailed("train", id, 1, "w", "broken then"))
@@ -868,8 +813,7 @@ def test_what_failed_in_a_former_life_does_not_hold_up_the_next() -> None:
 
 @pytest.mark.parametrize("oldest", [-1, 1])
 def test_a_group_with_impossible_versions_fails(oldest: int) -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100, max_attempts=1))
-    scheduler.start()
+    scheduler = started(steps=1, max_attempts=1)
     [ticket] = issued(scheduler)
     scheduler.group_done(done(ticket, oldest))
     assert scheduler.ledger.failed == 1
@@ -879,16 +823,9 @@ def test_a_group_with_impossible_versions_fails(oldest: int) -> None:
 def evaluating(steps: int, every: int, max_staleness: int = 0) -> tuple[Scheduler, list[object]]:
     """A scheduler of one group a batch and one row an evaluation, that of version 0 being over, and the
     commands so far."""
-    options = SchedulerSettings(
-        steps=steps,
-        batch_size=1,
-        max_staleness=max_staleness,
-        rows=9,
-        evaluation_rows=1,
-        evaluation_every=every,
+    scheduler = started(
+        steps=steps, max_staleness=max_staleness, rows=9, evaluation_rows=1, evaluation_every=every
     )
-    scheduler = Scheduler(options)
-    scheduler.start()
     commands: list[object] = list(scheduler.commands())
     first = evaluation_ticket(commands)
     assert first.exact_version == 0
@@ -962,12 +899,10 @@ def test_an_evaluation_of_other_versions_than_its_own_is_no_result(oldest: int, 
 
 
 def test_a_finished_row_of_an_evaluation_is_not_asked_for_again() -> None:
-    settings = SchedulerSettings(steps=2, batch_size=1, max_staleness=0, rows=9, evaluation_rows=3)
-    scheduler = Scheduler(settings)
-    scheduler.start()
+    scheduler = started(steps=2, rows=9, evaluation_rows=3)
     tickets = [ticket for ticket in issued(scheduler) if ticket.purpose == "eval"]
     scheduler.group_done(done(tickets[1], 0))
-    again = Scheduler(settings)
+    again = Scheduler(scheduler.settings)
     again.restore(scheduler.snapshot())
     again.owned(1000)
     again.group_done(done(tickets[2], 0))  # what the former kernel's worker had finished
@@ -1052,11 +987,9 @@ def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
 
 
 def test_the_attempts_that_living_workers_hold_go_on_under_the_next_kernel() -> None:
-    options = SchedulerSettings(steps=4, batch_size=1, max_staleness=1, rows=50)
-    scheduler = Scheduler(options)
-    scheduler.start()
+    scheduler = started(steps=4, max_staleness=1, rows=50)
     first, second = issued(scheduler)
-    again = Scheduler(options)
+    again = Scheduler(scheduler.settings)
     again.restore(scheduler.snapshot())
     again.owned(1000)
     gone = TicketStarted("rollout-0", "train", second.id, second.attempt + 1)
@@ -1071,8 +1004,7 @@ def test_the_attempts_that_living_workers_hold_go_on_under_the_next_kernel() -> 
 
 
 def test_a_held_attempt_is_issued_again_when_its_worker_is_lost() -> None:
-    scheduler = Scheduler(SchedulerSettings(steps=4, batch_size=1, max_staleness=0, rows=50))
-    scheduler.start()
+    scheduler = started(steps=4, rows=50)
     [ticket] = issued(scheduler)
     scheduler.owned(1000)
     scheduler.start([TicketStarted("rollout-0", "train", ticket.id, ticket.attempt)])
@@ -1085,42 +1017,27 @@ def test_a_held_attempt_is_issued_again_when_its_worker_is_lost() -> None:
 
 
 def test_rows_beyond_a_dataset_that_has_become_smaller_are_not_asked_for() -> None:
-    settings = SchedulerSettings(steps=4, batch_size=2, max_staleness=1, rows=50, shuffle=False)
-    scheduler = Scheduler(settings)
-    scheduler.start()
-    again = Scheduler(replace(settings, rows=3))
+    scheduler = started(steps=4, batch_size=2, max_staleness=1, rows=50, shuffle=False)
+    again = Scheduler(replace(scheduler.settings, rows=3))
     again.restore(scheduler.snapshot())
     again.owned(1000)
     again.start()
     assert [ticket.row for ticket in issued(again)] == [0, 1, 2, 0]
 
 
-def restored(snapshot: Snapshot, settings: SchedulerSettings) -> Scheduler:
-    """A scheduler that continues from a snapshot with other settings."""
-    scheduler = Scheduler(settings)
-    scheduler.restore(snapshot)
+def test_a_smaller_bound_expires_what_cannot_be_trained_in_time_and_issues_its_prompt_again() -> None:
+    """At version 1: groups 1, 2 and 3 are finished on version 0, due by version 3, and 4 is unfinished."""
+    before = started(steps=9, max_staleness=3)
+    for ticket in issued(before):
+        before.group_done(done(ticket, 0))
+    assert len(batches(list(before.commands()))) == 1
+    before.step_finished(hold=True)
+    rows = {ticket.id: ticket.row for ticket in before.snapshot().open}
+    scheduler = Scheduler(replace(before.settings, max_staleness=1))
+    scheduler.restore(before.snapshot())
     scheduler.fit()
     scheduler.owned(1000)
     scheduler.start()
-    return scheduler
-
-
-def three_finished_groups(settings: SchedulerSettings) -> Snapshot:
-    """At version 1: groups 1, 2 and 3 are finished on version 0, due by version 3, and 4 is unfinished."""
-    scheduler = Scheduler(settings)
-    scheduler.start()
-    for ticket in issued(scheduler):
-        scheduler.group_done(done(ticket, 0))
-    assert len(batches(list(scheduler.commands()))) == 1
-    scheduler.step_finished(hold=True)
-    return scheduler.snapshot()
-
-
-def test_a_smaller_bound_expires_what_cannot_be_trained_in_time_and_issues_its_prompt_again() -> None:
-    settings = SchedulerSettings(steps=9, batch_size=1, max_staleness=3, rows=100)
-    snapshot = three_finished_groups(settings)
-    rows = {ticket.id: ticket.row for ticket in snapshot.open}
-    scheduler = restored(snapshot, replace(settings, max_staleness=1))
     # Of those due by version 1 one can be trained, and 4 a step later.
     *_, again, start = scheduler.commands()
     assert isinstance(again, Issue)
@@ -1222,10 +1139,7 @@ def trained(
 
 
 def test_narrowing_lets_the_backlog_drain_and_leaves_issued_tickets_their_deadlines() -> None:
-    scheduler = Scheduler(
-        SchedulerSettings(steps=50, batch_size=2, max_staleness=2, rows=100, max_divergence=0.01)
-    )
-    scheduler.start()
+    scheduler = started(steps=50, batch_size=2, max_staleness=2, max_divergence=0.01)
     waiting: deque[Ticket] = deque()
     steps = [trained(scheduler, waiting, 5.0) for _ in range(8)]
     staleness = [start.version - start.groups[0].members[0].oldest for start, _ in steps]
@@ -1258,9 +1172,7 @@ def take_step(
 
 
 def begun() -> tuple[Scheduler, deque[Ticket]]:
-    settings = SchedulerSettings(steps=90, batch_size=1, max_staleness=0, rows=9, stops_on_collapse=True)
-    scheduler = Scheduler(settings)
-    scheduler.start()
+    scheduler = started(steps=90, rows=9, stops_on_collapse=True)
     return scheduler, deque(issued(scheduler))
 
 
