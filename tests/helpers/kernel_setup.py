@@ -1,4 +1,4 @@
-"""A run on mock engines as its kernel sets it up: `from kernel_setup import make_setup`."""
+"""A run on mock engines: its file, and what its kernel makes of it. `from kernel_setup import make_setup`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from stretto.assembly.compose import compose
 from stretto.kernel.setup import RunSetup
 
 
-def make_setup(folder: Path, run: str = "test", **values: Any) -> RunSetup:
-    """Return the set-up of a run with this id and these values, over one row of a dataset."""
+def write_run(folder: Path, **values: Any) -> Path:
+    """Write the file of a run with these values, over one row of a dataset, and return it."""
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     document = {
         "name": "test",
@@ -22,5 +22,11 @@ def make_setup(folder: Path, run: str = "test", **values: Any) -> RunSetup:
         "reward": "exact",
         "dataset": {"use": "jsonl", "path": str(folder / "rows.jsonl")},
     }
-    (folder / "run.yaml").write_text(json.dumps({**document, **values}))
-    return RunSetup(Assembly(compose(folder / "run.yaml"), folder=folder, run=run), resumed=None)
+    file = folder / "run.yaml"
+    file.write_text(json.dumps({**document, **values}))
+    return file
+
+
+def make_setup(folder: Path, run: str = "test", **values: Any) -> RunSetup:
+    """Return the set-up of a run with this id and these values."""
+    return RunSetup(Assembly(compose(write_run(folder, **values)), folder=folder, run=run), resumed=None)

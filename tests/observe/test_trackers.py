@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from bus_testing import until
+from kernel_setup import write_run
 from patience import patience
 from processes import arguments_of
 from stretto.assembly.compose import Composed, compose
@@ -42,21 +42,9 @@ def stretto_tracker():
 def run_with(tmp_path: Path, deed: str, finish_s: float) -> Composed:
     """A run whose tracker does this with a step."""
     (tmp_path / "bad.py").write_text(PLUGIN.format(deed=deed))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "bus").mkdir()
-    document = {
-        "name": "tracked",
-        "steps": 1,
-        "algorithm": {"use": "grpo", "group_size": 2},
-        "training": "mock",
-        "inference": "mock",
-        "reward": "exact",
-        "dataset": {"use": "jsonl", "path": str(tmp_path / "rows.jsonl")},
-        "plugins": [str(tmp_path / "bad.py")],
-        "trackers": [{"use": "bad", "finish_s": finish_s}],
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
-    composed = compose(tmp_path / "run.yaml")
+    trackers = [{"use": "bad", "finish_s": finish_s}]
+    composed = compose(write_run(tmp_path, steps=1, plugins=[str(tmp_path / "bad.py")], trackers=trackers))
     write_values(tmp_path, composed)
     MetricsFile(tmp_path).append({"step": 1, "time": 1.0, "reward": 0.5})
     return composed

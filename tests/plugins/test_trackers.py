@@ -21,9 +21,9 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from kept_samples import Kept
+from kernel_setup import write_run
 from patience import SOON_S, patience
 from stretto.assembly.compose import compose
 from stretto.children.tracker import command, cursor_file
@@ -75,22 +75,8 @@ class Kernel:
         self.child: subprocess.Popen[bytes] | None = None
         folder.mkdir()
         (folder / "bus").mkdir()
-        (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-        file = folder / "run.yaml"
-        document = {
-            "name": "tracked",
-            "steps": 8,
-            "algorithm": {"use": "grpo", "group_size": 2},
-            "training": "mock",
-            "inference": "mock",
-            "reward": "exact",
-            "dataset": {"use": "jsonl", "path": str(folder / "rows.jsonl")},
-            "plugins": list(plugins),
-            "samples": {"keep": keep},
-            "trackers": [{"use": tracker, **section}],
-        }
-        file.write_text(yaml.safe_dump(document))
-        write_values(folder, compose(file))
+        values = {"plugins": list(plugins), "samples": {"keep": keep}, "steps": 8}
+        write_values(folder, compose(write_run(folder, **values, trackers=[{"use": tracker, **section}])))
         self.kept = Kept(folder)
 
     @property
@@ -374,10 +360,7 @@ def test_everything_arrives_once(tracker: str, kernel_of: Callable[..., Kernel])
     kernel.evaluation(3, 0.5)  # evaluations come after later steps
     kernel.until_noted(step=5, evaluation=3)
 
-    def write() -> None:
-        kernel.step(6, 0.75)
-
-    kernel.kill_before_note(write)
+    kernel.kill_before_note(lambda: kernel.step(6, 0.75))
 
     kernel.metrics.cut_after(4)
     kernel.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from fixture_types import Start
+from kernel_setup import write_run
 from patience import patience
 from stretto import Context
 from stretto.assembly.assembly import Assembly
@@ -377,19 +377,7 @@ def _defined(code: str, file: str) -> Any:
 
 def told(tmp_path: Path, workflow: Mapping[str, Any], *overrides: str) -> list[str]:
     """What `check` says of a workflow."""
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    run = {
-        "name": "t",
-        "steps": 1,
-        "algorithm": {"use": "grpo", "group_size": 2},
-        "training": "mock",
-        "inference": "mock",
-        "reward": "exact",
-        "dataset": {"use": "jsonl", "path": f"{tmp_path}/rows.jsonl"},
-        "workflow": dict(workflow),
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(run))
-    composed = compose(tmp_path / "run.yaml", overrides)
+    composed = compose(write_run(tmp_path, steps=1, workflow=dict(workflow)), overrides)
     return [
         f"{problem.severity} {problem.path}: {problem.message}"
         for problem in problems(Assembly(composed))

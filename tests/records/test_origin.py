@@ -7,9 +7,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import yaml
 
 import stretto.records.origin
+from kernel_setup import write_run
 from stretto.assembly.compose import compose
 from stretto.engine import Sampling
 from stretto.errors import ConfigError
@@ -19,25 +19,14 @@ from stretto.run_folder import RunFolder
 
 
 def test_the_keys_of_the_file_and_of_overrides_are_kept_also_those_of_a_resume(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    document = {
-        "name": "one",
-        "steps": 3,
-        "algorithm": {"use": "grpo"},
-        "dataset": {"use": "jsonl", "path": str(tmp_path / "rows.jsonl")},
-        "training": "mock",
-        "inference": "mock",
-        "reward": "exact",
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
-    composed = compose(tmp_path / "run.yaml", ["training.seconds_per_step=0.5", "steps=4"])
+    composed = compose(write_run(tmp_path, steps=3), ["training.seconds_per_step=0.5", "steps=4"])
     write_values(tmp_path, composed)
     write_origin(tmp_path, composed.config, composed.written)
 
     origin = RunFolder(tmp_path).origin()
     assert origin is not None
     assert set(origin.written) == {
-        *("name", "steps", "algorithm.use", "dataset.use", "dataset.path"),
+        *("name", "steps", "algorithm.use", "algorithm.group_size", "dataset.use", "dataset.path"),
         *("training.use", "training.seconds_per_step", "inference.use", "reward.use"),
     }
     assert origin.packages["stretto"] == version("stretto")

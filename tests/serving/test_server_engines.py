@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import msgspec
@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from bus_testing import until
+from kernel_setup import write_run
 from patience import patience
 from processes import arguments_of
 from stand_in_engine import STAND_IN, StandInEngine
@@ -43,9 +44,6 @@ from stretto_sglang.engine import SglangEngine
 from stretto_vllm import VllmConfig
 from stretto_vllm.engine import VllmEngine
 
-if TYPE_CHECKING:
-    pass
-
 PROMPT = [3, 4, 5]
 
 
@@ -55,13 +53,7 @@ PROMPT = [3, 4, 5]
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     """A run whose engine is to be chosen."""
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "name: server-engine\nsteps: 1\nalgorithm: grpo\ntraining: mock\nreward: exact\n"
-        "dataset: {use: jsonl, path: rows.jsonl}\n"
-    )
-    return file
+    return write_run(tmp_path, steps=1)
 
 
 @pytest.mark.parametrize(
