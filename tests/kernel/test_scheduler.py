@@ -751,17 +751,6 @@ def test_a_run_that_is_closed_starts_no_batch_and_issues_nothing() -> None:
     assert scheduler.ledger.trained == 1
 
 
-def test_filtered_groups_are_never_trained() -> None:
-    def keep(group: Group) -> bool:
-        return max(group.rewards) > min(group.rewards)
-
-    scheduler = started(keep, steps=1)
-    [ticket] = issued(scheduler)
-    scheduler.group_done(done(ticket, 0))
-    assert scheduler.ledger.filtered == 1
-    assert len(issued(scheduler)) == 1
-
-
 def test_groups_filtered_one_after_the_other_end_the_run() -> None:
     scheduler = started(lambda group: False, steps=5, batch_size=2, max_filtered=3)
     for _ in range(2):

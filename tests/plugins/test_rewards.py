@@ -13,8 +13,6 @@ from stretto.errors import RewardError
 from stretto.user_code.scoring import score_group
 from stretto_exact import ExactConfig
 from stretto_exact import make as make_exact
-from stretto_math import MathConfig
-from stretto_math import make as make_math
 
 CONTEXT = Context(run="r", name="n", seed=1)
 
@@ -30,26 +28,6 @@ def test_exact_compares_texts() -> None:
     for value in (None, ["8 17"], {"text": "8 17"}):
         with pytest.raises(ValueError, match=r"the column 'answer' is .*; `exact` compares a text"):
             exact("", "8 17", answer=value)
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("So the answer is \\boxed{72}.", "72", 1.0),
-        ("It is $\\frac{1}{2}$.", "0.5", 1.0),
-        ("$x = 2\\sqrt{2}$", "$\\sqrt{8}$", 1.0),
-        ("\\boxed{71}", "72", 0.0),
-        ("no idea", "72", 0.0),
-        ("", "72", 0.0),
-    ],
-)
-def test_math_compares_values(completion: str, answer: str, reward: float) -> None:
-    assert make_math(MathConfig(use="math"), CONTEXT)("", completion, answer=answer) == reward
-
-
-def test_math_refuses_an_expected_answer_that_is_none() -> None:
-    with pytest.raises(ValueError, match="cannot read the expected answer"):
-        make_math(MathConfig(use="math"), CONTEXT)("", "1", answer="?")
 
 
 def plain(prompt: str, completion: str, answer: str, **columns: Any) -> float:
