@@ -6,15 +6,12 @@ import json
 import os
 import pty
 import re
-import socket
 import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -23,13 +20,14 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from fixture_types import Start
+from nats_cluster import LOGIN, Server, free_ports
 from patience import patience
 from processes import arguments_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.records.timeline import StepSpan, SwapSpan, read_timeline
-from worlds import in_both_worlds, in_simulation, module_in_both_worlds
+from worlds import in_both_worlds, in_simulation
 
 # ------------------------------------------------------------------------------------- it works
 
@@ -86,16 +84,12 @@ def test_training_keeps_its_engine_while_evaluations_have_their_own(start: Start
     run.assert_audit_is_clean()
 
 
-@pytest.fixture(scope="module")
-def synchronous(module_start: Start) -> dict[str, Any]:
-    """The summary of a synchronous run without any model."""
-    run = module_start("model=null", "inference.vocab_size=200", "queue.max_staleness=0", "steps=4")
-    return run.assert_completed(4, bound=0)
-
-
-@module_in_both_worlds
-def test_synchronous_training_has_no_staleness(synchronous: dict[str, Any]) -> None:
-    assert synchronous["staleness"] == {"0": 4 * 4 * 4}
+@in_both_worlds
+def test_synchronous_training_without_any_model_has_no_staleness(start: Start) -> None:
+    run = start("model=null", "inference.vocab_size=200", "queue.max_staleness=0", "steps=4")
+    summary = run.assert_completed(4, bound=0)
+    assert summary["staleness"] == {"0": 4 * 4 * 4}
+    assert summary["reasons"] == {}
 
 
 @in_simulation
@@ -110,49 +104,22 @@ def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
     )
 
 
-@module_in_both_worlds
-def test_a_run_without_any_model_uses_bytes(synchronous: dict[str, Any]) -> None:
-    assert synchronous["ledger"]["trained"] == 4 * 4
-    assert synchronous["reasons"] == {}
-
-
 # ----------------------------------------------------------------------------- what is around a run
 
 
 @pytest.mark.slow
-def test_a_server_of_ones_own_carries_a_run(start: Start, own_server: str, tmp_path: Path) -> None:
+def test_a_server_of_ones_own_carries_a_run(start: Start, tmp_path: Path) -> None:
     """The run starts no server, and one user's credentials serve every role."""
     credentials = tmp_path / "login.json"
-    credentials.write_text(json.dumps({"user": "me", "password": "secret"}))
-    run = start(f"bus.url={own_server}", f"bus.credentials={credentials}", "steps=3")
-    run.assert_completed(3)
-    assert not (run.folder / "bus" / "nats.conf").exists()
-    second = start(f"bus.url={own_server}", f"bus.credentials={credentials}", "steps=2", out="second")
-    second.assert_completed(2)  # beside what the first has left there
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[str]:
-    """A nats-server with one user `me` and no permissions; its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    user = {"user": "me", "password": "secret"}
-    file = tmp_path / "own.conf"
-    file.write_text(
-        json.dumps(
-            {
-                "listen": f"127.0.0.1:{port}",
-                "jetstream": {"store_dir": str(tmp_path / "own")},
-                "authorization": user,
-            }
-        )
-    )
-    binary = Path(sys.executable).with_name("nats-server")
-    process = subprocess.Popen([binary, "-c", file], stderr=subprocess.DEVNULL)
-    yield f"nats://127.0.0.1:{port}"
-    process.kill()
-    process.wait()
+    credentials.write_text(json.dumps(LOGIN))
+    store = {"store_dir": str(tmp_path / "own")}
+    configuration = {"port": free_ports(1)[0], "jetstream": store, "authorization": LOGIN}
+    with Server(tmp_path, "own", configuration) as server:
+        own = f"bus.url=nats://{server.address}", f"bus.credentials={credentials}"
+        run = start(*own, "steps=3")
+        run.assert_completed(3)
+        assert not (run.folder / "bus" / "nats.conf").exists()
+        start(*own, "steps=2", out="second").assert_completed(2)  # beside what the first has left there
 
 
 @pytest.mark.slow
