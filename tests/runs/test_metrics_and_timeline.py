@@ -6,7 +6,7 @@ import json
 import stat
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -23,14 +23,11 @@ from commands import stretto
 from patience import patience
 from stretto.bus.messages.events import CAUSES
 from stretto.records.timeline import StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
-from stretto_trace.history import RunHistory
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "stretto.json"
 STEPS, BATCH, SAMPLES = 6, 4, 4
 
 pytestmark = pytest.mark.slow  # all of one run of real processes
-
-Labels = Mapping[str, str]
 
 SLOW = """
 import time
@@ -190,19 +187,6 @@ def test_the_last_figures_are_those_of_the_summary(watched: Watched) -> None:
     assert last("staleness_steps_sum") == sum(int(age) * n for age, n in summary["staleness"].items())
     given = {advice["rule"] for advice in summary["advice"] if advice["until"] is None}
     assert {rule for rule, value in last.by("advice_open", "rule").items() if value} == given
-
-
-def test_workers_are_counted_by_role_and_state(watched: Watched) -> None:
-    def count(scrape: Scrape, state: str) -> dict[str, float]:
-        found = [sample for sample in scrape.samples if sample.name == "stretto_workers"]
-        return {each.labels["role"]: each.value for each in found if each.labels["state"] == state}
-
-    roles = ("trainer", "inference", "rollout", "verifier")
-    assert any(count(scrape, "ready") == dict.fromkeys(roles, 1) for scrape in watched.scrapes)
-    for role in roles:
-        assert any(count(scrape, "starting").get(role) == 1 for scrape in watched.scrapes)
-    training = next(scrape for scrape in watched.scrapes if scrape("steps_total") >= 1)
-    assert training.by("engine_slots", "worker") == {"inference-0": 64}
 
 
 def test_the_text_is_open_metrics_for_those_who_ask(watched: Watched) -> None:
@@ -456,11 +440,3 @@ def test_a_run_without_a_timeline_has_no_trace(watched: Watched, tmp_path: Path)
     assert done.returncode == 2
     assert "no events in timeline.jsonl" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-
-
-def test_the_history_of_a_run_ends_with_its_kernel(watched: Watched) -> None:
-    history = RunHistory.of(read_timeline(watched.folder))
-    assert history is not None
-    [(started, end, status)] = history.kernels
-    assert (started.version, status, end) == (0, "completed", history.end)
-    assert {attempt.outcome for attempt in history.attempts} <= {"trained", "evaluated"}
