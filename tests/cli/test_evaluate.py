@@ -406,8 +406,7 @@ def test_evaluations_outlive_their_engine_and_their_kernel_and_hold_training_bac
     evaluation = state["snapshot"]["evaluation"]
     assert (evaluation["round"]["version"], evaluation["due"]) == (2, [4])
     assert [note[0] for note in state["needed"]] == [2, 4]
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     resumed = start(resume=run)
     resumed.assert_completed(7)
     assert_evaluated(resumed, [0, 2, 4, 6, 7])

@@ -26,6 +26,8 @@ class TestedRun(ABC):
     """A run that a test has started."""
 
     __test__ = False
+    process: Any
+    """Its kernel."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,6 +73,11 @@ class TestedRun(ABC):
     @abstractmethod
     def operate(self, verb: str, *arguments: str, status: int = 0) -> str:
         """What `stretto scale` or `stretto stop` prints, which ends with this status."""
+
+    def kill(self) -> None:
+        """Kill its kernel."""
+        self.process.kill()
+        self.process.wait()
 
     def journal(self) -> list[Event]:
         """The events of a run that no kernel owns, in order."""

@@ -471,8 +471,7 @@ def test_a_kernel_that_is_killed_before_it_can_say_why_the_run_ends_leaves_that_
     options = (*reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "checkpoint.every=4")
     run = start(*options, "training.seconds_per_step=0.02")
     run.until(lambda: "the run cannot go on" in run.text())
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     assert not (run.folder / "summary.json").exists()
     steps = len(run.metrics())
     resumed = start(resume=run)
@@ -483,8 +482,7 @@ def test_a_kernel_that_is_killed_before_it_can_say_why_the_run_ends_leaves_that_
     assert summary["checkpoints"][-1] == f"step-{summary['steps']:06d}"
     again = start(resume=run)  # now its user knows
     again.until_step(summary["steps"] + 2)
-    again.process.kill()
-    again.process.wait()
+    again.kill()
 
 
 @in_simulation

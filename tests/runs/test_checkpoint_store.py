@@ -27,8 +27,7 @@ def options(tmp_path: Path) -> list[str]:
 def test_a_run_goes_on_from_the_store(start: Start, options: list[str], tmp_path: Path) -> None:
     run = start(*options, "steps=400", "training.seconds_per_step=0.05")
     run.until_step(5)
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     [folder] = (tmp_path / "store").iterdir()
     assert len(list(folder.glob("step-*/manifest.json"))) == 2
     again = start("steps=7", resume=run)

@@ -239,8 +239,7 @@ def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(sta
     run.until_a_call()
     run.until(lambda: "kernel waits for trainer-0 (call) since" in status(run))
     assert "trainer-0: ready, heard" in status(run)
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     assert "no kernel owns the run" in status(run)
     run.assert_nothing_is_left()
 
@@ -375,8 +374,7 @@ def test_twenty_deaths_of_the_kernel_change_nothing_that_people_see(start: Start
     expected = calm.assert_completed(30, bound=0)
     for deaths in range(20):
         run.until_step(deaths + 1)
-        run.process.kill()
-        run.process.wait()
+        run.kill()
         run = start(resume=run)
     summary = run.assert_completed(30, bound=0)
     assert sorted(map(str, seen(run))) == sorted(map(str, seen(calm)))
@@ -392,8 +390,7 @@ def test_a_run_without_a_checkpoint_is_repeated_from_its_beginning(start: Start,
     evaluation = (f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}", "evaluation.rows=4")
     run = start("steps=12", "checkpoint.every=0", *evaluation, "evaluation.every=3")
     run.until_step(5)
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     resumed = start(resume=run)
     summary = resumed.assert_completed(12)
     assert "step repeated" in resumed.text()
@@ -487,8 +484,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(unread: Any) -> None:
 def test_resuming_passes_over_a_damaged_checkpoint(start: Start) -> None:
     run = start("checkpoint.every=2", "steps=12", "checkpoint.keep=3")
     run.until_step(6)
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     newest = max((run.folder / "checkpoints").glob("step-*"))
     (newest / "mock.json").write_text('{"steps": 9999}')
     name = json.loads((run.folder / "bus" / "kernel.json").read_text())["run"]
@@ -510,8 +506,7 @@ def test_a_run_that_has_lost_its_store_goes_on_from_its_checkpoint_or_is_refused
     # Kept samples would hold back the purge of the log, so the run could begin again from version 0.
     run = start("checkpoint.every=3", "steps=14", "samples.keep=none")
     run.until_step(8)
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     run.assert_nothing_is_left()
     before = files_of(run)
     store, checkpoints = run.folder / "bus" / "store", run.folder / "checkpoints"

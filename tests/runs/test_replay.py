@@ -102,8 +102,7 @@ def test_a_run_with_a_critic_changed_values_and_a_killed_kernel_is_replayed(star
     ppo = ("algorithm={use: ppo, minibatches: 2}", "models.critic.group=critics", "checkpoint.keep=9")
     run = start(*REAL, *ppo, "groups.critics={use: torch}", "checkpoint.every=2", "steps=20")
     run.until_step(5)
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     report, _ = replay(run.folder)
     assert report["identical"] == report["compared"] >= 4  # a line of metrics may come before its digest
     assert start("training.lr=1e-3", "steps=10", resume=run).end() == 0, run.text()

@@ -135,8 +135,7 @@ def test_a_resume_with_changes_loses_no_step_of_trainers_that_live_on(start: Sta
         *("training.seconds_per_step=0.01", "inference.tokens_per_s=1000"),
     )
     run.until_step(4)
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     # The first kernel finds the trainer ahead of the checkpoint, and ends for the one with the next values.
     summary = start("queue.max_staleness=1", resume=run).assert_completed(8)
     assert set(summary["lost"].values()) == {0}
@@ -148,24 +147,20 @@ def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> No
     options = ("checkpoint.every=4", "checkpoint.keep=9", "steps=60", "training.seconds_per_step=0.2")
     run = start(*options, "samples.keep=all")
     run.until_step(7)
-    run.process.kill()
-    run.process.wait()
+    run.kill()
 
     repeating = start("queue.batch_size=2", "queue.max_staleness=1", "steps=30", resume=run)
     repeating.until(lambda: "step repeated" in repeating.text())
-    repeating.process.kill()
-    repeating.process.wait()
+    repeating.kill()
     changed = run.text().count("values changed")
     changing = start(resume=run)  # what was decided holds
     changing.until(lambda: changing.text().count("values changed") > changed)
-    changing.process.kill()
-    changing.process.wait()
+    changing.kill()
     at = [line["version"] for line in run.log() if line["event"] == "values changed"][-1]
 
     training = start(resume=run)
     training.until_step(at + 5)
-    training.process.kill()
-    training.process.wait()
+    training.kill()
     for folder in (run.folder / "checkpoints").glob("step-*"):
         if folder.name >= f"step-{at:06d}":
             (folder / "mock.json").write_text('{"steps": 9999}')

@@ -117,8 +117,7 @@ def test_a_run_of_many_groups_outlives_a_trainer_and_is_resumed(start: Start, se
     run.until_step(3)
     os.kill(run.worker("trainer-critics-1").pid, signal.SIGKILL)
     run.until_step(5)
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     again = start(resume=run)
     recoveries = again.assert_completed(16)["recoveries"]
     assert [recovery["lost"] for recovery in recoveries] == ["trainer-critics-1", "kernel"]
