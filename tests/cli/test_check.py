@@ -14,6 +14,7 @@ import pytest
 
 from commands import stretto
 from fixture_types import Start
+from plugin_files import write_plugin
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.assembly.contracts import expect_contract
@@ -62,19 +63,10 @@ def found(file: Path, *overrides: str, severity: str = "error", starting: bool =
     }
 
 
-def plugin(file: Path, kind: str, body: str, base: str = "") -> str:
-    """Write a plugin that offers `mine`, a component of a kind made by `make`; the override that loads it."""
-    base = base or f"{kind.capitalize()}Config"
-    path = file.parent / f"my_{kind}.py"
-    path.write_text(
-        f"{body}\n"
-        f"from stretto import Component, hookimpl\n"
-        f"from stretto.{'engine' if kind in ('training', 'inference') else kind} import {base}\n"
-        "@hookimpl\n"
-        f"def stretto_{kind}():\n"
-        f"    yield Component('mine', make, {base}, 'mine')\n"
-    )
-    return str(path)
+def plugin(file: Path, kind: str, body: str) -> str:
+    """Write a plugin beside a run file that offers `mine`, a component of a kind made by `make`; its file."""
+    module = "engine" if kind in ("training", "inference") else kind
+    return write_plugin(file.parent, kind, body, f"stretto.{module}.{kind.capitalize()}Config")
 
 
 # ------------------------------------------------------------------------------------------ rewards
@@ -667,45 +659,37 @@ def test_a_folder_is_no_run_file(run_file: Path) -> None:
 
 @in_both_worlds
 def test_an_algorithm_that_raises_ends_the_run_with_one_message(start: Start, tmp_path: Path) -> None:
-    file = tmp_path / "median.py"
-    file.write_text(
-        "from stretto import Component, hookimpl\n"
-        "from stretto_grpo import GRPO, GRPOConfig\n"
-        "class Median(GRPO):\n"
-        "    def advantages(self, batch):\n"
-        "        raise ValueError('boom')\n"
-        "@hookimpl\n"
-        "def stretto_algorithm():\n"
-        "    yield Component('median', Median, GRPOConfig, 'raises')\n"
-    )
-    run = start(f"plugins=[{file}]", "algorithm.use=median")
+    body = """
+        from stretto_grpo import GRPO
+        class make(GRPO):
+            def advantages(self, batch):
+                raise ValueError('boom')
+    """
+    file = write_plugin(tmp_path, "algorithm", body, "stretto_grpo.GRPOConfig")
+    run = start(f"plugins=[{file}]", "algorithm.use=mine")
     assert run.end() == 1
     log = run.folder / "logs" / "trainer-0.jsonl"
-    message = f"algorithm 'median' of median.py raised ValueError: boom ({file}:5); traceback in {log}"
+    message = f"algorithm 'mine' of my_algorithm.py raised ValueError: boom ({file}:4); traceback in {log}"
     assert run.summary()["reason"] == f"trainer-0 refused: {message}"
     assert "Traceback" not in run.text()
     assert len([line for line in run.text().splitlines() if "boom" in line]) == 1
-    assert f'File \\"{file}\\", line 5, in advantages' in log.read_text()
+    assert f'File \\"{file}\\", line 4, in advantages' in log.read_text()
 
 
 @in_simulation
 def test_an_engine_that_breaks_its_contract_ends_the_run_without_advice_to_resume(
     start: Start, tmp_path: Path
 ) -> None:
-    (tmp_path / "swapless.py").write_text(
-        "from stretto import Component, hookimpl\n"
-        "from stretto_mock import MockInferenceConfig\n"
-        "from stretto_mock.inference import MockInference\n"
-        "class Swapless(MockInference):\n"
-        "    swap = None\n"
-        "@hookimpl\n"
-        "def stretto_inference():\n"
-        "    yield Component('swapless', Swapless, MockInferenceConfig, 'broken', needs_model=False)\n"
-    )
-    run = start(f"plugins=[{tmp_path}/swapless.py]", "inference.use=swapless")
+    body = """
+        from stretto_mock.inference import MockInference
+        class make(MockInference):
+            swap = None
+    """
+    file = write_plugin(tmp_path, "inference", body, "stretto_mock.MockInferenceConfig")
+    run = start(f"plugins=[{file}]", "inference.use=mine")
     assert run.end() == 1
     reason = run.summary()["reason"]
-    assert reason.startswith("inference-0: inference 'swapless' of swapless.py does not keep its contract")
+    assert reason.startswith("inference-0: inference 'mine' of my_inference.py does not keep its contract")
     assert "has no method 'swap'" in reason
     assert "resume" not in run.text()
     assert "Traceback" not in run.text()
@@ -715,21 +699,13 @@ def test_an_engine_that_breaks_its_contract_ends_the_run_without_advice_to_resum
 def test_a_trainer_that_fails_at_its_start_is_told_without_advice_to_resume(
     start: Start, tmp_path: Path
 ) -> None:
-    file = tmp_path / "absent.py"
-    file.write_text(
-        "from stretto import Component, hookimpl\n"
-        "from stretto_mock import MockTrainingConfig\n"
-        "def make(config, context):\n"
-        "    raise OSError('no such device')\n"
-        "@hookimpl\n"
-        "def stretto_training():\n"
-        "    yield Component('absent', make, MockTrainingConfig, 'broken', needs_model=False)\n"
-    )
-    run = start(f"plugins=[{file}]", "training.use=absent")
+    body = "def make(config, context):\n    raise OSError('no such device')\n"
+    file = write_plugin(tmp_path, "training", body, "stretto_mock.MockTrainingConfig")
+    run = start(f"plugins=[{file}]", "training.use=mine")
     assert run.end() == 1
     assert run.summary()["reason"] == (
         "trainer-0 was lost while the run was starting "
-        f"(training 'absent' of absent.py raised OSError: no such device ({file}:4))"
+        f"(training 'mine' of my_training.py raised OSError: no such device ({file}:2))"
     )
     assert "resume" not in run.text()
 

@@ -122,7 +122,9 @@ async def test_a_total_does_not_go_back_with_a_late_heartbeat(setup: RunSetup) -
         totals: list[float] = []
         for tokens in (90, 70, 100):
             engine.load = load(tokens)
-            totals.append((await figures(url))["generated_tokens_total"])
+            found = await figures(url)
+            totals.append(found["generated_tokens_total"])
+            assert found["engine_slots/inference-0"] == 8
     assert totals == [90, 90, 100]
 
 

@@ -25,6 +25,7 @@ import pytest
 from kept_samples import Kept
 from kernel_setup import write_run
 from patience import SOON_S, patience
+from plugin_files import write_plugin
 from stretto.assembly.compose import compose
 from stretto.children.tracker import command, cursor_file
 from stretto.errors import printable
@@ -42,10 +43,9 @@ HOSTILE = "=1+1 <script>alert(1)</script> [x](javascript:alert(1)) ![y](//host/z
 SHOWN = printable(HOSTILE)
 
 NOTES = """
-from stretto import Component, TrackerConfig, hookimpl
 from stretto.tracker import tracker_folder
 
-class Notes:
+class make:
     def __init__(self, config, context): self.file = tracker_folder(config, context) / "notes"
     def note(self, text):
         with self.file.open("a") as file:
@@ -56,10 +56,6 @@ class Notes:
     def advice(self, advice): self.note("advice")
     def samples(self, rows): self.note("samples")
     def finish(self, summary): self.note("end")
-
-@hookimpl
-def stretto_tracker():
-    yield Component("notes", Notes, TrackerConfig, "notes each call")
 """
 
 
@@ -179,8 +175,9 @@ def kernel_of(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
 @pytest.fixture
 def notes(kernel_of: Callable[..., Kernel], tmp_path: Path) -> Callable[..., Kernel]:
     """`notes()`: a run with a tracker that writes a line for each call."""
-    (tmp_path / "notes.py").write_text(NOTES)
-    return partial(kernel_of, "notes", plugins=(str(tmp_path / "notes.py"),))
+    return partial(
+        kernel_of, "mine", plugins=(write_plugin(tmp_path, "tracker", NOTES, "stretto.TrackerConfig"),)
+    )
 
 
 def notes_of(kernel: Kernel) -> list[str]:
@@ -436,24 +433,11 @@ def test_there_is_one_sender_at_a_time(notes: Callable[..., Kernel]) -> None:
 def test_errors_show_no_secrets(
     kernel_of: Callable[..., Kernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "leaky.py").write_text(
-        "import os\n"
-        "from stretto import Component, TrackerConfig, hookimpl\n"
-        "class Leaky:\n"
-        "    def __init__(self, config, context): pass\n"
-        "    def start(self, config, resumed_at):\n"
-        "        raise OSError('http://me:pass@host refuses ' + os.environ['ACME_API_KEY'])\n"
-        "    def step(self, metrics): pass\n"
-        "    def evaluation(self, metrics): pass\n"
-        "    def advice(self, advice): pass\n"
-        "    def samples(self, rows): pass\n"
-        "    def finish(self, summary): pass\n"
-        "@hookimpl\n"
-        "def stretto_tracker():\n"
-        "    yield Component('leaky', Leaky, TrackerConfig, 'leaks')\n"
-    )
+    raises = "raise OSError('http://me:pass@host refuses ' + __import__('os').environ['ACME_API_KEY'])"
+    body = NOTES.replace('self.note("start")', raises)
+    leaky = write_plugin(tmp_path, "tracker", body, "stretto.TrackerConfig")
     monkeypatch.setenv("ACME_API_KEY", "very-secret-7")
-    kernel = kernel_of("leaky", plugins=(str(tmp_path / "leaky.py"),))
+    kernel = kernel_of("mine", plugins=(leaky,))
     kernel.start()
     assert kernel.wait() == 1
     assert kernel.output().splitlines()[-1] == "OSError: http://…@host refuses $ACME_API_KEY"

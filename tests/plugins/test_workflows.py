@@ -14,6 +14,7 @@ import pytest
 from fixture_types import Start
 from kernel_setup import write_run
 from patience import patience
+from plugin_files import write_plugin
 from stretto import Context
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -299,29 +300,23 @@ def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start
 
 
 UNEVEN = """
-from stretto import Component, WorkflowConfig, hookimpl
 from stretto.workflow import Trajectory
 
-class Uneven:
+class make:
     def __init__(self, config, context): ...
 
     async def run(self, prompt, session):
         answers = await session.generate(prompt.ids, n=1 + prompt.row["n"] % 5)
         scores = await session.score(prompt, answers)
         return [Trajectory.of(prompt.ids, *pair) for pair in zip(answers, scores, strict=True)]
-
-@hookimpl
-def stretto_workflow():
-    yield Component("uneven", Uneven, WorkflowConfig, "groups of one to five")
 """
 
 
 @pytest.mark.slow
 def test_groups_of_any_size_are_trained(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "uneven.py").write_text(UNEVEN)
+    uneven = write_plugin(tmp_path, "workflow", UNEVEN, "stretto.WorkflowConfig")
     run = start(
-        f"plugins=[{tmp_path}/uneven.py]",
-        "workflow=uneven",
+        *(f"plugins=[{uneven}]", "workflow=mine"),
         "training.calls_loss=true",
         "algorithm={use: grpo, group_size: 4, minibatches: 2, loss_mean: sequence}",
         "steps=4",

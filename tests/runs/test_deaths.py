@@ -18,6 +18,7 @@ import pytest
 from commands import stretto
 from fixture_types import Start
 from patience import patience
+from plugin_files import write_plugin
 from run_files import TestedRun
 from stretto.bus.messages.events import StepTrained, VersionPublished, WeightsServed
 from stretto.kernel.fleet.fleet import _SILENT_S as SILENT_S  # pyright: ignore[reportPrivateUsage]
@@ -136,37 +137,25 @@ def test_engines_do_not_notice_that_a_trainer_is_replaced(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_batch_that_ends_its_trainers_is_named_and_can_be_left_out(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "deadly.py").write_text(
-        textwrap.dedent(
-            f"""
-            import os
-            import signal
-            from pathlib import Path
-            from stretto import Component, hookimpl
-            from stretto_mock import MockTrainingConfig
-            from stretto_mock.training import MockTraining
+    body = f"""
+        import os
+        import signal
+        from pathlib import Path
+        from stretto_mock.training import MockTraining
 
-            DEADLY = Path({str(tmp_path / "deadly")!r})
+        DEADLY = Path({str(tmp_path / "deadly")!r})
 
-            class Deadly(MockTraining):
-                def train(self, batch, loss, *, temperature):
-                    tokens = str(batch["tokens"].tolist())
-                    if self._steps == 3 and not DEADLY.exists():
-                        DEADLY.write_text(tokens)
-                    if self._steps == 3 and DEADLY.read_text() == tokens:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return super().train(batch, loss, temperature=temperature)
-
-            class DeadlyConfig(MockTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-                pass
-
-            @hookimpl
-            def stretto_training():
-                yield Component("deadly", Deadly, DeadlyConfig, "dies of a batch", needs_model=False)
-            """
-        )
-    )
-    engine = (f"plugins=[{tmp_path}/deadly.py]", "training.use=deadly")
+        class make(MockTraining):
+            def train(self, batch, loss, *, temperature):
+                tokens = str(batch["tokens"].tolist())
+                if self._steps == 3 and not DEADLY.exists():
+                    DEADLY.write_text(tokens)
+                if self._steps == 3 and DEADLY.read_text() == tokens:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return super().train(batch, loss, temperature=temperature)
+    """
+    deadly = write_plugin(tmp_path, "training", body, "stretto_mock.MockTrainingConfig")
+    engine = (f"plugins=[{deadly}]", "training=mine")
     run = start(*engine, "steps=6", "launcher.max_restarts=2", "checkpoint.every=2")
     assert run.end() == 1
     reason = run.summary()["reason"]
@@ -417,29 +406,17 @@ def test_an_interrupt_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
 def test_an_interrupt_while_a_checkpoint_is_written_beside_the_steps_leaves_it_whole(
     start: Start, tmp_path: Path
 ) -> None:
-    (tmp_path / "slow.py").write_text(
-        textwrap.dedent(
-            """
-            import time
-            from stretto import Component, TrainingConfig, hookimpl
-            from stretto_mock.training import MockTraining
-            from stretto_mock import MockTrainingConfig
+    body = """
+        import time
+        from stretto_mock.training import MockTraining
 
-            class Slow(MockTraining):
-                def save(self, folder, copy_bytes=0):
-                    write = super().save(folder, copy_bytes)
-                    return lambda: (time.sleep(1.5), write())
-
-            class SlowConfig(MockTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-                pass
-
-            @hookimpl
-            def stretto_training():
-                yield Component("slow", Slow, SlowConfig, "saves slowly", needs_model=False)
-            """
-        )
-    )
-    run = start(f"plugins=[{tmp_path}/slow.py]", "training.use=slow", "steps=40", "checkpoint.every=5")
+        class make(MockTraining):
+            def save(self, folder, copy_bytes=0):
+                write = super().save(folder, copy_bytes)
+                return lambda: (time.sleep(1.5), write())
+    """
+    slow = write_plugin(tmp_path, "training", body, "stretto_mock.MockTrainingConfig")
+    run = start(f"plugins=[{slow}]", "training=mine", "steps=40", "checkpoint.every=5")
     run.until(lambda: list((run.folder / "checkpoints").glob(".step-000005*")))
     run.until_step(7)
     assert not list((run.folder / "checkpoints").glob("step-*")), "the steps waited for the checkpoint"

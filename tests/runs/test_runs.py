@@ -9,7 +9,6 @@ import re
 import stat
 import subprocess
 import sys
-import textwrap
 from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
@@ -22,6 +21,7 @@ from nats.js.errors import NotFoundError
 from fixture_types import Start
 from nats_cluster import LOGIN, Server, free_ports
 from patience import patience
+from plugin_files import write_plugin
 from processes import arguments_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
@@ -124,31 +124,22 @@ def test_a_server_of_ones_own_carries_a_run(start: Start, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "follower.py").write_text(
-        textwrap.dedent(
-            f"""
-            from stretto import Component, TrackerConfig, hookimpl
+    body = f"""
+        def track(what):
+            with open({str(tmp_path / "tracked")!r}, "a") as file:
+                print(what, file=file)
 
-            def track(what):
-                with open({str(tmp_path / "tracked")!r}, "a") as file:
-                    print(what, file=file)
-
-            class Notes:
-                def __init__(self, config, context): pass
-                def start(self, config, resumed_at): track(f"start {{config['name']}}")
-                def step(self, metrics): track(f"step {{metrics['step']}}")
-                def evaluation(self, metrics): pass
-                def advice(self, advice): pass
-                def samples(self, rows): pass
-                def finish(self, summary): track(f"end {{summary['status']}}")
-
-            @hookimpl
-            def stretto_tracker():
-                yield Component("notes", Notes, TrackerConfig, "writes notes")
-            """
-        )
-    )
-    run = start(f"plugins=[{tmp_path}/follower.py]", "trackers=[notes]", "steps=2")
+        class make:
+            def __init__(self, config, context): pass
+            def start(self, config, resumed_at): track(f"start {{config['name']}}")
+            def step(self, metrics): track(f"step {{metrics['step']}}")
+            def evaluation(self, metrics): pass
+            def advice(self, advice): pass
+            def samples(self, rows): pass
+            def finish(self, summary): track(f"end {{summary['status']}}")
+    """
+    follower = write_plugin(tmp_path, "tracker", body, "stretto.TrackerConfig")
+    run = start(f"plugins=[{follower}]", "trackers=[mine]", "steps=2")
     assert run.assert_completed(2)["problems"] == []
     tracked = (tmp_path / "tracked").read_text().splitlines()
     assert tracked == ["start test", "step 1", "step 2", "end completed"]
@@ -156,41 +147,33 @@ def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "drift.py").write_text(
-        textwrap.dedent(
-            """
-            import json, os
-            from stretto import Component, TrainingConfig, hookimpl
+    body = """
+        import os
 
-            def make(config, context):
-                import torch
-                from stretto_mock import MockTrainingConfig
-                from stretto_mock.training import MockTraining
+        def make(config, context):
+            import torch
+            from stretto_mock.training import MockTraining
 
-                class Drifting(MockTraining):
-                    noise = 0
-                    def load(self, folder):
-                        super().load(folder)
-                        self.noise = int((folder / "noise").read_text()) if folder else 0
-                    def save(self, folder, copy_bytes=0):
-                        super().save(folder)
-                        (folder / "noise").write_text(str(self.noise))
-                    def train(self, batch, loss, *, temperature):
-                        self.noise += os.getpid()  # no two processes train alike
-                        return super().train(batch, loss, temperature=temperature)
-                    def weights(self):
-                        yield "noise", torch.tensor([self.noise])
+            class Drifting(MockTraining):
+                noise = 0
+                def load(self, folder):
+                    super().load(folder)
+                    self.noise = int((folder / "noise").read_text()) if folder else 0
+                def save(self, folder, copy_bytes=0):
+                    super().save(folder)
+                    (folder / "noise").write_text(str(self.noise))
+                def train(self, batch, loss, *, temperature):
+                    self.noise += os.getpid()  # no two processes train alike
+                    return super().train(batch, loss, temperature=temperature)
+                def weights(self):
+                    yield "noise", torch.tensor([self.noise])
 
-                return Drifting(MockTrainingConfig(seconds_per_step=0.4), context)
-
-            @hookimpl
-            def stretto_training():
-                yield Component("drift", make, TrainingConfig, "never the same", needs_model=False)
-            """
-        )
-    )
+            return Drifting(config, context)
+    """
+    drifting = write_plugin(tmp_path, "training", body, "stretto_mock.MockTrainingConfig")
     # Steps take much longer than answers, so that a checkpoint has finished groups beyond its batch.
-    run = start(f"plugins=[{tmp_path}/drift.py]", "training=drift", "checkpoint.every=3", "steps=14")
+    training = "training={use: mine, seconds_per_step: 0.4}"
+    run = start(f"plugins=[{drifting}]", training, "checkpoint.every=3", "steps=14")
     run.until_step(8)
     trainer = run.worker("trainer-0")
     run.process.kill()

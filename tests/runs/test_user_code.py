@@ -16,6 +16,7 @@ import pytest
 
 from fixture_types import Start
 from patience import patience
+from plugin_files import write_plugin
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone
@@ -42,10 +43,9 @@ FAULTY_REWARD = """
 """
 FAULTY_WORKFLOW = """
     import anyio
-    from stretto import Component, WorkflowConfig, hookimpl
     from stretto.workflow import Trajectory
 
-    class Flow:
+    class make:
         def __init__(self, config, context): pass
         async def run(self, prompt, session):
             if prompt.row["n"] % 9 == 0: raise RuntimeError("no luck")
@@ -55,10 +55,6 @@ FAULTY_WORKFLOW = """
             answers = await session.generate(prompt.ids, n=session.group_size)
             scores = await session.score(prompt, answers)
             return [Trajectory.of(prompt.ids, a, s) for a, s in zip(answers, scores)]
-
-    @hookimpl
-    def stretto_workflow():
-        yield Component("flow", Flow, WorkflowConfig, "fails")
 """
 
 
@@ -70,7 +66,7 @@ def faulty(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any
     run has.
     """
     folder = tmp_path_factory.mktemp("faulty")
-    (folder / "flow.py").write_text(textwrap.dedent(FAULTY_WORKFLOW))
+    flow = write_plugin(folder, "workflow", FAULTY_WORKFLOW, "stretto.WorkflowConfig")
     run = module_start(
         *reward(folder, FAULTY_REWARD),
         *(
@@ -79,10 +75,10 @@ def faulty(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any
             "queue.max_failures=1000",
             "queue.max_attempts=1",
             "queue.max_staleness=0",
-            f"plugins=[{folder}/flow.py]",
+            f"plugins=[{flow}]",
         ),
         # Five ends of a scoring process belong to one row, each with the start of another one.
-        *("workflow=flow", f"workflow.timeout_s={patience(30)}"),
+        *("workflow=mine", f"workflow.timeout_s={patience(30)}"),
         out="faulty",
     )
     run.assert_completed(6)
@@ -205,8 +201,6 @@ def test_rewards_of_every_form_run(forms: Any, form: str) -> None:
 
 FULL_DISK = """
     from pathlib import Path
-    from stretto import Component, hookimpl
-    from stretto_mock import MockTrainingConfig
 
     def make(config, context):
         from stretto_mock.training import MockTraining
@@ -221,21 +215,17 @@ FULL_DISK = """
                     Path("/dev/full").write_text("x" * 100000)
 
         return Full(config, context)
-
-    @hookimpl
-    def stretto_training():
-        yield Component("full", make, MockTrainingConfig, "has no room", needs_model=False)
 """
 
 
 @pytest.fixture(scope="module")
 def cramped(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A completed run with prompts that are too long, and no room for checkpoints before the last one."""
-    plugin = tmp_path_factory.mktemp("cramped") / "full.py"
-    plugin.write_text(textwrap.dedent(FULL_DISK))
+    folder = tmp_path_factory.mktemp("cramped")
+    plugin = write_plugin(folder, "training", FULL_DISK, "stretto_mock.MockTrainingConfig")
     run = module_start(
         *("dataset.max_prompt_tokens=4", "queue.max_filtered=1", "steps=5", "checkpoint.every=2"),
-        *(f"plugins=[{plugin}]", "training={use: full, seconds_per_step: 0.05}"),
+        *(f"plugins=[{plugin}]", "training={use: mine, seconds_per_step: 0.05}"),
         out="cramped",
     )
     run.assert_completed(5)
