@@ -7,7 +7,6 @@ import io
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import msgspec
@@ -16,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from commands import STRETTO, output_of
-from patience import SOON_S, patience
+from patience import patience
 from statuses import make_status
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -30,6 +29,7 @@ from stretto.run_folder import RunFolder
 from stretto_views.compare import comparison_tables
 from stretto_views.report import report_html
 from stretto_views.runs import runs_below, runs_table
+from waiting import until
 
 RUN = """\
 name: test
@@ -127,16 +127,13 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
             [*STRETTO, *command(run_file, values, "steps=100", "--jobs", "1")], stdout=output, stderr=output
         )
     metrics = folder / "max_staleness-0" / "metrics.jsonl"
-    deadline = time.monotonic() + patience(120)
-    while not metrics.exists() or metrics.read_text().count('"ledger"') < 2:
-        assert first.poll() is None, (run_file.parent / "first.txt").read_text()
-        assert time.monotonic() < deadline, (run_file.parent / "first.txt").read_text()
-        time.sleep(SOON_S)
+    said = (run_file.parent / "first.txt").read_text
+    until(lambda: metrics.exists() and metrics.read_text().count('"ledger"') >= 2, otherwise=said)
     first.send_signal(signal.SIGINT)
     assert first.wait(patience()) == 130
     assert json.loads((folder / "max_staleness-0" / "summary.json").read_text())["status"] == "interrupted"
     assert not (folder / "max_staleness-1").exists()
-    assert "the same command again continues it" in (run_file.parent / "first.txt").read_text()
+    assert "the same command again continues it" in said()
 
     text = swept(run_file, values, "steps=100", "--jobs", "2")
     assert "max_staleness-0: completed, step 100/100, reward 0.500, held-out accuracy 0.500" in text

@@ -409,12 +409,7 @@ def test_a_run_says_its_advice_everywhere(start: Start) -> None:
     run = start("steps=8")  # random answers are never right
     summary = run.assert_completed(8)
     [advice] = summary["advice"]
-    assert (advice["rule"], advice["since"], advice["said"], advice["until"]) == (
-        "constant_reward",
-        1,
-        5,
-        None,
-    )
+    assert advice.items() >= {"rule": "constant_reward", "since": 1, "said": 5, "until": None}.items()
     assert [line["advice"] for line in run.metrics()] == [[]] * 4 + [["constant_reward"]] * 4
     assert f"advice: since step 1: {advice['message']}" in run.text()
     assert [line["rule"] for line in run.log() if line["event"] == "advice"] == ["constant_reward"]
@@ -505,43 +500,31 @@ def test_a_run_that_ends_with_a_worse_policy_says_so_in_its_first_line(start: St
     assert f"verdict {verdict['text']}" in run.text().splitlines()
 
 
+QUICK = "training.seconds_per_step=0.02"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "words", "overrides", "body"),
     [
-        (
-            "slot_bound",
-            "generation is bound by its slots",
-            ["inference.slots=2", "inference.tokens_per_s=500", "training.seconds_per_step=0.02"],
-            "",
-        ),
-        (
-            "verifier_bound",
-            "bound by verifiers",
-            ["training.seconds_per_step=0.02"],
-            "import time; time.sleep(0.03); ",
-        ),
-        ("slow_swaps", "swaps of weights stop the engines", ["inference.swap_s=0.1"], ""),
-        (
-            "training_waits",
-            "bound by generation",
-            ["inference.tokens_per_s=3000", "training.seconds_per_step=0.02"],
-            "",
-        ),
+        ("slot_bound", "bound by its slots", f"{QUICK} inference.slots=2 inference.tokens_per_s=500", ""),
+        ("verifier_bound", "bound by verifiers", QUICK, "import time; time.sleep(0.03); "),
+        ("slow_swaps", "swaps of weights stop the engines", "inference.swap_s=0.1", ""),
+        ("training_waits", "bound by generation", f"{QUICK} inference.tokens_per_s=3000", ""),
         (
             "generation_waits",
             "bound by training",
-            ["inference.tokens_per_s=200000", "training.seconds_per_step=2.0"],
+            "training.seconds_per_step=2 inference.tokens_per_s=2e5",
             "",
         ),
-        ("truncation", "end at the limit of tokens", ["sampling.max_tokens=16"], ""),
+        ("truncation", "end at the limit of tokens", "sampling.max_tokens=16", ""),
     ],
 )
 def test_a_fault_in_a_real_run_is_said(
-    start: Start, tmp_path: Path, rule: str, words: str, overrides: list[str], body: str
+    start: Start, tmp_path: Path, rule: str, words: str, overrides: str, body: str
 ) -> None:
     score = f"def score(prompt, completion):\n    {body}return float(len(completion) % 2)\n"
-    run = start(*reward(tmp_path, score), *overrides, "steps=34")
+    run = start(*reward(tmp_path, score), *overrides.split(), "steps=34")
     run.assert_completed(34)
     adviser = Adviser(yaml.safe_load((run.folder / "config.yaml").read_text()))
     for line in run.metrics():

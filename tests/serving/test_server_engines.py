@@ -300,17 +300,21 @@ async def test_a_server_lost_too_often_ends_the_engine_with_its_log(tmp_path: Pa
     assert "its log ends:\nchild" in str(error)
 
 
+async def error_of_start(folder: Path, **options: Any) -> str:
+    with pytest.raises(ExceptionGroup) as raised:
+        async with started(folder, **options):
+            pass
+    return str(leaves(raised.value)[0])
+
+
 async def test_a_command_that_exits_is_told_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = ("-c", "import sys; sys.exit('[Errno 98] address already in use')")
     monkeypatch.setattr(Engine, "program", failing)
-    with pytest.raises(ExceptionGroup) as raised:
-        async with started(tmp_path):
-            pass
-    (error,) = leaves(raised.value)
-    assert "ended at its start with status 1; its log" in str(error)
-    assert "address already in use" in str(error)
+    error = await error_of_start(tmp_path)
+    assert "ended at its start with status 1; its log" in error
+    assert "address already in use" in error
 
 
 async def test_a_server_that_never_answers_is_given_up_at_the_deadline(
@@ -318,11 +322,9 @@ async def test_a_server_that_never_answers_is_given_up_at_the_deadline(
 ) -> None:
     monkeypatch.setattr(Engine, "program", ("-c", "import time; print('loading'); time.sleep(600)"))
     limit_s = patience(0.5)
-    with pytest.raises(ExceptionGroup) as raised:
-        async with started(tmp_path, start_timeout_s=limit_s):
-            pass
-    assert f"was not ready after {limit_s:g} s" in str(leaves(raised.value)[0])
-    assert "inference.start_timeout_s" in str(leaves(raised.value)[0])
+    error = await error_of_start(tmp_path, start_timeout_s=limit_s)
+    assert f"was not ready after {limit_s:g} s" in error
+    assert "inference.start_timeout_s" in error
 
 
 async def test_an_abort_reaches_the_server(tmp_path: Path) -> None:
