@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 
-from commands import output_of
+from fixture_types import Start
 from stretto import Context
 from stretto.errors import ConfigError
 from stretto_hf import HFConfig, HFDataset
@@ -82,18 +81,6 @@ def test_it_imports_no_torch(saved: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_reads_it(saved: Path, tmp_path: Path) -> None:
-    run = {
-        "name": "hf",
-        "algorithm": {"use": "grpo", "group_size": 2},
-        "training": {"use": "mock", "seconds_per_step": 0.01},
-        "inference": {"use": "mock", "tokens_per_s": 20000},
-        "reward": "exact",
-        "dataset": {"use": "hf", "path": str(saved / "files"), "prompt_column": "question"},
-        "queue": {"batch_size": 2},
-        "steps": 2,
-        "out": str(tmp_path / "out"),
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(run))
-    output_of("run", tmp_path / "run.yaml")
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["ledger"]["trained"] == 4
+def test_a_run_reads_it(start: Start, saved: Path) -> None:
+    dataset = f"dataset={{use: hf, path: {saved}/files, prompt_column: question}}"
+    start(dataset, "queue.batch_size=2", "steps=2").assert_completed(2, batch_size=2)

@@ -28,10 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_without_a_window_all_events_are_read(folder: Path) -> None:
-    assert list(read_timeline(folder)) == EVENTS
-
-
 @pytest.mark.parametrize("since", [None, 0.0, 1000.0, 1000.5, 1001.0, 1500.5, 1500.6, 1999.5, 1999.6])
 @pytest.mark.parametrize("until", [None, 999.0, 1000.0, 1300.5, 1500.5, 1500.7, 5000.0])
 def test_a_window_has_the_events_of_its_time(folder: Path, since: float | None, until: float | None) -> None:
