@@ -20,18 +20,18 @@ class Clock:
         return self.now
 
 
-def waits_of(clock: Clock, *engines: str, sampled: bool = True) -> Waits:
-    """Waits of a run whose engines serve training, at the end of a step."""
+def waits_of(*engines: str, sampled: bool = True) -> tuple[Clock, Waits]:
+    """Waits of a run whose engines serve training, at the end of a step, and their clock."""
+    clock = Clock()
     waits = Waits(sampled=sampled, clock=clock)
     for engine in engines:
         waits.serves(engine, 1, 0.0)
     waits.begin()
-    return waits
+    return clock, waits
 
 
 def test_what_the_scheduler_lacks_is_waited_for() -> None:
-    clock = Clock()
-    waits = waits_of(clock, "inference-0")
+    clock, waits = waits_of("inference-0")
     waits.lacks(GROUPS)
     clock.now = 2.0
     waits.lacks(Cause("late_ticket", 7))
@@ -41,8 +41,7 @@ def test_what_the_scheduler_lacks_is_waited_for() -> None:
 
 
 def test_an_evaluation_that_takes_the_only_engine_is_waited_for() -> None:
-    clock = Clock()
-    waits = waits_of(clock, "inference-0")
+    clock, waits = waits_of("inference-0")
     waits.lacks(Cause("late_ticket", 540))
     clock.now = 1.0
     waits.away("inference-0", EVALUATION)
@@ -55,8 +54,7 @@ def test_an_evaluation_that_takes_the_only_engine_is_waited_for() -> None:
 
 
 def test_an_engine_that_stays_with_training_leaves_the_cause_to_the_scheduler() -> None:
-    clock = Clock()
-    waits = waits_of(clock, "inference-0", "inference-1")
+    clock, waits = waits_of("inference-0", "inference-1")
     waits.lacks(GROUPS)
     waits.away("inference-0", EVALUATION)
     clock.now = 4.0
@@ -66,8 +64,7 @@ def test_an_engine_that_stays_with_training_leaves_the_cause_to_the_scheduler() 
 
 
 def test_the_pause_of_all_engines_for_a_swap_is_waited_for() -> None:
-    clock = Clock()
-    waits = waits_of(clock, "inference-0", "inference-1")
+    clock, waits = waits_of("inference-0", "inference-1")
     waits.lacks(GROUPS)
     clock.now = 5.0
     waits.serves("inference-0", 2, 3.0)  # paused from 2 to 5
@@ -78,8 +75,7 @@ def test_the_pause_of_all_engines_for_a_swap_is_waited_for() -> None:
 
 
 def test_engines_that_are_lost_are_waited_for() -> None:
-    clock = Clock()
-    waits = waits_of(clock, "inference-0")
+    clock, waits = waits_of("inference-0")
     waits.lacks(GROUPS)
     waits.gone("inference-0")
     clock.now = 3.0
@@ -90,8 +86,7 @@ def test_engines_that_are_lost_are_waited_for() -> None:
 
 @pytest.mark.parametrize("cause", [Cause("checkpoint"), Cause("evaluation", 3)])
 def test_a_batch_that_is_ready_needs_no_engine(cause: Cause) -> None:
-    clock = Clock()
-    waits = waits_of(clock, "inference-0")
+    clock, waits = waits_of("inference-0")
     waits.away("inference-0", EVALUATION)
     waits.lacks(cause)
     clock.now = 3.0
@@ -99,8 +94,7 @@ def test_a_batch_that_is_ready_needs_no_engine(cause: Cause) -> None:
 
 
 def test_a_run_that_samples_nothing_does_not_wait_for_its_engines() -> None:
-    clock = Clock()
-    waits = waits_of(clock, sampled=False)
+    clock, waits = waits_of(sampled=False)
     waits.lacks(GROUPS)
     waits.away("inference-0", EVALUATION)
     clock.now = 3.0
@@ -108,8 +102,7 @@ def test_a_run_that_samples_nothing_does_not_wait_for_its_engines() -> None:
 
 
 def test_what_happens_while_a_step_trains_is_no_wait() -> None:
-    clock = Clock()
-    waits = waits_of(clock, "inference-0")
+    clock, waits = waits_of("inference-0")
     clock.now = 0.5
     assert waits.take() == ((Cause("overhead"), 0.5),)
     waits.away("inference-0", EVALUATION)

@@ -195,24 +195,23 @@ def test_the_run_file_is_checked_against_what_ray_can_give(refusals: Refusals) -
     assert "training.share: is 0.5, with 2 GPUs: Ray gives a process whole GPUs, or a part of one" in found
 
 
+def started_by_warden(code: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", warden.__file__, sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+
+
 def test_a_worker_ends_with_its_actor() -> None:
     """The process that starts a worker for an actor kills the worker's session when the actor is gone."""
     code = (
         "import os, sys, time\nprint(sys.stdin.read(), flush=True)\n"
         "if os.fork(): print(os.getpid(), flush=True)\ntime.sleep(600)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-I", warden.__file__, sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with process:
+    with started_by_warden(code) as process:
         assert process.stdin
         assert process.stdout
         assert process.stderr
         process.stdin.write(len(b"secret").to_bytes(8, "big") + b"secret")
-        process.stdin.flush()
         pid = json.loads(process.stdout.readline())["pid"]
         assert process.stderr.readline() == b"secret\n"
         assert process.stderr.readline() == f"{pid}\n".encode()
@@ -230,14 +229,7 @@ def test_a_worker_gets_the_signals_of_its_actor() -> None:
         "print('ready', flush=True)\n"
         "while True: time.sleep(0.1)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-I", warden.__file__, sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-    )
-    with process:
+    with started_by_warden(code) as process:
         assert process.stdin
         assert process.stdout
         assert process.stderr
