@@ -11,6 +11,7 @@ import pytest
 from bus_testing import until
 from kernel_setup import write_run
 from patience import patience
+from plugin_files import write_plugin
 from processes import arguments_of
 from stretto.assembly.compose import Composed, compose
 from stretto.kernel.durable.changes import write_values
@@ -20,9 +21,8 @@ from stretto.records.metrics_file import MetricsFile
 PLUGIN = """
 import time
 from pathlib import Path
-from stretto import Component, TrackerConfig, hookimpl
 
-class Bad:
+class make:
     def __init__(self, config, context): self.folder = Path(context.folder)
     def start(self, config, resumed_at): pass
     def step(self, metrics):
@@ -32,19 +32,15 @@ class Bad:
     def advice(self, advice): pass
     def samples(self, rows): pass
     def finish(self, summary): pass
-
-@hookimpl
-def stretto_tracker():
-    yield Component("bad", Bad, TrackerConfig, "bad")
 """
 
 
 def run_with(tmp_path: Path, deed: str, finish_s: float) -> Composed:
     """A run whose tracker does this with a step."""
-    (tmp_path / "bad.py").write_text(PLUGIN.format(deed=deed))
+    plugin = write_plugin(tmp_path, "tracker", PLUGIN.format(deed=deed), "stretto.TrackerConfig")
     (tmp_path / "bus").mkdir()
-    trackers = [{"use": "bad", "finish_s": finish_s}]
-    composed = compose(write_run(tmp_path, steps=1, plugins=[str(tmp_path / "bad.py")], trackers=trackers))
+    trackers = [{"use": "mine", "finish_s": finish_s}]
+    composed = compose(write_run(tmp_path, steps=1, plugins=[plugin], trackers=trackers))
     write_values(tmp_path, composed)
     MetricsFile(tmp_path).append({"step": 1, "time": 1.0, "reward": 0.5})
     return composed
@@ -64,7 +60,7 @@ async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, forced:
     await trackers.finish(lambda: forced)
     assert time.monotonic() - start < patience(10)
     child.wait(patience())
-    assert problems == ["tracker 'bad': it has not sent everything in time; metrics.jsonl has all figures"]
+    assert problems == ["tracker 'mine': it has not sent everything in time; metrics.jsonl has all figures"]
 
 
 async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_the_end(tmp_path: Path) -> None:
@@ -75,7 +71,7 @@ async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_the_end(tmp_p
     await until(lambda: bool(problems))
     (tmp_path / "summary.json").write_text("{}")
     await trackers.finish(lambda: False)
-    fault = "tracker 'bad': it ended with status 1: OSError: no network"
+    fault = "tracker 'mine': it ended with status 1: OSError: no network"
     assert problems == [
         f"{fault}; it was started again",
         f"{fault}; metrics.jsonl has all figures",

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from tests.conftest import write_run_file
 
 import stretto
 from commands import output_of
@@ -27,22 +28,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
     """A run of the mock engines, as a mapping."""
-    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {
-        "name": "test",
-        "algorithm": {"use": "grpo", "group_size": 4},
-        "training": {"use": "mock", "seconds_per_step": 0.05},
-        "inference": {"use": "mock", "tokens_per_s": 20000, "slots": 64, "mean_tokens": 24},
-        "reward": "exact",
-        "dataset": {"use": "jsonl", "path": file},
-        "queue": {"batch_size": 4},
-        "bus": {"grace_s": patience(3)},
-        "samples": {"keep": "none"},
-        "out": tmp_path / "out",
-        "steps": 8,
-    }
+    document = yaml.safe_load(write_run_file(tmp_path).read_text())
+    return {**document, "training": {"use": "mock", "seconds_per_step": 0.05}, "out": tmp_path / "out"}
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

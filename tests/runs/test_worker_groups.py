@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,16 +12,16 @@ import pytest
 
 from fixture_types import Start
 from patience import patience
+from plugin_files import write_plugin
 from processes import arguments_of
 from worlds import in_simulation
 
 # --------------------------------------------------------------------------- many models, many groups
 
 SEVERAL = '''
-    from stretto import AlgorithmConfig, Component, hookimpl
     from stretto.algorithm import Loss, Model, forward, function, generate, score, train
 
-    class Several:
+    class make:
         """Three models; `check` fails the run if rows of any rank are not where they belong."""
 
         models = {"actor": Model(), "critic": Model(head="value"), "reference": Model(trainable=False)}
@@ -63,20 +62,16 @@ SEVERAL = '''
             if "scores" in batch:
                 assert torch.equal(batch["scores"], batch["group"] * 2)
             return logprobs, {}
-
-    @hookimpl
-    def stretto_algorithm():
-        yield Component("several", Several, AlgorithmConfig, "three models")
 '''
 
 
 @pytest.fixture
 def several(tmp_path: Path) -> list[str]:
     """Overrides for a run of three models, on three worker groups of two ranks each or fewer."""
-    (tmp_path / "several.py").write_text(textwrap.dedent(SEVERAL))
+    plugin = write_plugin(tmp_path, "algorithm", SEVERAL, "stretto.AlgorithmConfig")
     slow = "{use: mock, seconds_per_forward: 0.4, seconds_per_step: 0.1, calls_loss: true}"
     return [
-        *(f"plugins=[{tmp_path}/several.py]", "algorithm=several", "steps=3"),
+        *(f"plugins=[{plugin}]", "algorithm=mine", "steps=3"),
         *(f"groups={{critics: {slow}, references: {slow}}}", "training.calls_loss=true"),
         *("models.critic.group=critics", "models.reference.group=references"),
         *("training.processes=2", "groups.critics.processes=2"),
