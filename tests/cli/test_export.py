@@ -27,6 +27,7 @@ from stretto.cli.main import app
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, StrettoError
 from stretto.models.tokenizer import Tokenizer
+from stretto.records.kept.samples import SampleStore
 from stretto.workers.sampling.ticket_record import record_of
 from stretto.workers.sampling.trajectory_log import wire_trajectories
 from stretto.workflow import Answer, Score, Trajectory
@@ -37,6 +38,13 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 
 def export(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+def exported(*arguments: object) -> str:
+    """What a command prints that has exported something."""
+    done = export(*arguments)
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +78,15 @@ def test_the_exported_model_is_that_of_the_checkpoint(lora_run: Path, tmp_path: 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     to = tmp_path / "model"
-    done = export(lora_run, "--to", to)
-    assert done.exit_code == 0, done.output
+    exported(lora_run, "--to", to)
     source = lora_run / "checkpoints" / "step-000002" / "model"
-    exported, trained, base = (
+    copied, trained, base = (
         logprobs(AutoModelForCausalLM.from_pretrained(folder))
         for folder in (to, source, QUICKSTART / "model")
     )
-    assert torch.equal(exported, trained)
-    assert not torch.allclose(exported, base, atol=1e-3)
-    assert AutoTokenizer.from_pretrained(to).decode([30]) == AutoTokenizer.from_pretrained(source).decode(
-        [30]
-    )
+    assert torch.equal(copied, trained)
+    assert not torch.allclose(copied, base, atol=1e-3)
+    assert len({AutoTokenizer.from_pretrained(folder).decode([30]) for folder in (to, source)}) == 1
     assert json.loads((to / "generation_config.json").read_text())["eos_token_id"] == 3
 
 
@@ -93,7 +98,7 @@ def test_the_exported_adapter_gives_the_same_model_on_its_base(lora_run: Path, t
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     to = tmp_path / "adapter"
-    assert export(lora_run, "--adapter", "--to", to).exit_code == 0
+    exported(lora_run, "--adapter", "--to", to)
     base = AutoModelForCausalLM.from_pretrained(QUICKSTART / "model")
     adapted: Any = PeftModel.from_pretrained(base, to)
     merged = AutoModelForCausalLM.from_pretrained(lora_run / "checkpoints" / "step-000002" / "model")
@@ -113,7 +118,7 @@ def test_no_file_names_a_place_of_this_machine_or_a_secret(
     document |= {"model": "${oc.env:MY_MODEL}", "seed": "${oc.env:MY_MODEL}"}
     for folder, source in ((tmp_path / "a", lora_run), (tmp_path / "b", run)):
         (run / "config.yaml").write_text(yaml.safe_dump(document))
-        assert export(source, form, "--to", folder).exit_code == 0
+        exported(source, form, "--to", folder)
         for file in folder.iterdir():
             text = file.read_bytes()
             assert not any(
@@ -180,9 +185,8 @@ def test_a_push_uploads_the_folder_to_a_private_repository(
     lora_run: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    pushed = export(lora_run, "--push-to-hub", "me/arithmetic")
-    assert pushed.exit_code == 0, pushed.output
-    assert pushed.output == "see https://huggingface.co/me/arithmetic\n"
+    pushed = exported(lora_run, "--push-to-hub", "me/arithmetic")
+    assert pushed == "see https://huggingface.co/me/arithmetic\n"
     assert hub.private
     checkpoint = lora_run / "checkpoints" / "step-000002" / "model"
     assert hub.files["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
@@ -210,10 +214,9 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_exported_samples_are_trained_on_by_sft(lora_run: Path, tmp_path: Path) -> None:
     file = tmp_path / "sft.jsonl"
-    exported = export(lora_run, "--samples", file)
-    assert exported.exit_code == 0, exported.output
+    said = exported(lora_run, "--samples", file)
     rows = rows_in(file)
-    assert f"{len(rows)} rows in" in exported.output
+    assert f"{len(rows)} rows in" in said
     config = {
         "name": "sft",
         "model": QUICKSTART / "model",
@@ -231,10 +234,10 @@ def test_exported_samples_are_trained_on_by_sft(lora_run: Path, tmp_path: Path) 
 
 def test_only_good_samples_and_the_best_of_each_group(lora_run: Path, tmp_path: Path) -> None:
     every, good, best = (tmp_path / f"{name}.jsonl" for name in ("every", "good", "best"))
-    assert export(lora_run, "--samples", every).exit_code == 0
-    assert export(lora_run, "--samples", good, "--min-reward", "1").exit_code == 0
-    assert export(lora_run, "--samples", best, "--best-of-group").exit_code == 0
-    store = stretto_samples(lora_run)
+    exported(lora_run, "--samples", every)
+    exported(lora_run, "--samples", good, "--min-reward", "1")
+    exported(lora_run, "--samples", best, "--best-of-group")
+    store = SampleStore(lora_run).find(limit=None)
     assert {row["id"] for row in rows_in(every)} == {row["id"] for row in store if row["finish"] == "stop"}
     assert {row["reward"] for row in rows_in(good)} == {1.0}
     assert {row["reward"] for row in rows_in(every)} == {0.0, 1.0}
@@ -250,12 +253,6 @@ def test_only_good_samples_and_the_best_of_each_group(lora_run: Path, tmp_path: 
     assert rows_in(every)[0]["completion"] == first["text"]
 
 
-def stretto_samples(folder: Path) -> list[dict[str, Any]]:
-    from stretto.records.kept.samples import SampleStore
-
-    return SampleStore(folder).find(limit=None)
-
-
 def test_samples_with_images_name_their_files(tmp_path: Path) -> None:
     rows = [
         {"prompt": "<image>?", "images": ["/a.png", "/b.png"]},
@@ -264,10 +261,9 @@ def test_samples_with_images_name_their_files(tmp_path: Path) -> None:
     files, itself = (
         make_run(tmp_path / f"made-{n}", steps=1, row=json.dumps(row)) for n, row in enumerate(rows)
     )
-    assert export(files, "--samples", tmp_path / "files.jsonl").exit_code == 0
-    exported = rows_in(tmp_path / "files.jsonl")
-    assert exported
-    assert all(row["images"] == ["/a.png", "/b.png"] for row in exported)
+    exported(files, "--samples", tmp_path / "files.jsonl")
+    images = [row["images"] for row in rows_in(tmp_path / "files.jsonl")]
+    assert images == [["/a.png", "/b.png"]] * len(images) != []
     refused = export(itself, "--samples", tmp_path / "itself.jsonl")
     assert "images must be files" in str(refused.exception)
 
@@ -314,10 +310,9 @@ async def test_rows_of_a_tool_run_train_the_tokens_of_the_run(tmp_path: Path) ->
         for wire, each in zip(wires, sampled, strict=True):
             expected[wire.id] = each.tokens.tolist(), each.loss_mask.tolist()
     kept.flush()
-    exported = export(folder, "--samples", tmp_path / "sft.jsonl")
-    assert exported.exit_code == 0, exported.output
-    assert "5 rows in" in exported.output
-    assert "1 of them with tokens" in exported.output
+    said = exported(folder, "--samples", tmp_path / "sft.jsonl")
+    assert "5 rows in" in said
+    assert "1 of them with tokens" in said
     rows = rows_in(tmp_path / "sft.jsonl")
     assert [("tokens" in row, len(row["completion"])) for row in rows[:2]] == [(False, 3), (False, 7)]
     component = Plugins().get("algorithm", "sft")
