@@ -182,7 +182,7 @@ class _Driver:
     def _signal(self, process: SimulatedProcess, number: int) -> None:
         if number == signal.SIGKILL:
             process.end(-number)
-            for each in [name for name in sys.modules if name.partition(".")[0] in importable._FILES]:
+            for each in [name for name in sys.modules if name.partition(".")[0] in importable.FILES]:
                 del sys.modules[each]  # the process that takes its place runs the files of users again
         elif number == signal.SIGSTOP:
             process.stop(1e6)

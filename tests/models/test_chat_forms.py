@@ -74,7 +74,7 @@ def said(form: Form, text: str) -> str:
     return f"because</think>{text}" if form.think else text
 
 
-def tokens_are_shown_and_sampled(session: Scripted, trajectories: Sequence[Trajectory]) -> None:
+def tokens_are_shown_and_sampled(session: FakeSession, trajectories: Sequence[Trajectory]) -> None:
     """Each answer is trained once, behind the very tokens from which it was sampled."""
     trained = [
         (trajectory.tokens[:start].tolist(), trajectory.tokens[start:end].tolist())

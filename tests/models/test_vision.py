@@ -451,12 +451,13 @@ def test_a_run_of_sft_reads_images(start: Start, vision_models: Models, rows: Pa
 def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
+        "from stretto.dataset import DatasetConfig\n"
         "from stretto.workers import images as worker_images\n"
         "from stretto.workers.sampling import rollout\n"
         "from stretto.children import row_check\n"
-        f"vision = rollout._vision_of({str(vision_models('qwen2_5_vl'))!r})\n"
+        f"vision = rollout._vision_of({str(vision_models('qwen2_5_vl'))!r}, DatasetConfig(use='jsonl'))\n"
         f"row = {{'prompt': 'a <|image_pad|>', 'image': {str(rows.parent / 'pictures' / '0-0.png')!r}}}\n"
-        "ids, images = worker_images._encode_row(vision, row)\n"
+        "ids, images = worker_images._encode_row(vision, row, ())\n"
         "assert (ids == vision.image_token).sum() > len(images) == 1\n"
         "assert 'torch' not in sys.modules\n"
     )

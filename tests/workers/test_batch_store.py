@@ -57,7 +57,7 @@ async def test_rows_are_joined_in_the_order_asked_for_with_the_dtypes_of_trainin
     assert batch["rewards"].tolist() == [0.75, 0.5]
     dtypes = {name: column.dtype for name, column in (batch.tokens | batch.sequences).items()}
     integers = dict.fromkeys(("tokens", "versions", "group", "sample"), torch.int64)
-    floats = dict.fromkeys(("behaviour_logprobs", "rewards"), torch.float32)
+    floats = {"behaviour_logprobs": torch.float32, "rewards": torch.float64}
     assert dtypes == integers | floats | dict.fromkeys(("loss_mask", "truncated"), torch.bool)
 
 

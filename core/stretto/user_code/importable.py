@@ -21,7 +21,7 @@ from typing import Any
 
 from stretto.errors import nearest
 
-__all__ = ["fault_of_importable", "load_importable", "load_module", "unknown_parameter"]
+__all__ = ["FILES", "fault_of_importable", "load_importable", "load_module", "unknown_parameter"]
 
 _loading = RLock()
 """Held while a file is loaded: another thread gets a module only when it is whole."""
@@ -58,13 +58,13 @@ def load_module(path: str) -> ModuleType:
     name = _name_of(top)
     inside = [folder.name for folder in reversed(folders[:-1])] + [file.stem] if folders else []
     with _loading:
-        _FILES[name] = top
+        FILES[name] = top
         if str(top.parent) not in sys.path:
             sys.path.append(str(top.parent))
         return importlib.import_module(".".join([name, *inside]))
 
 
-_FILES: dict[str, Path] = {}
+FILES: dict[str, Path] = {}
 """Name of a module -> the file or the package that `load_module` was asked for."""
 
 
@@ -80,7 +80,7 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the module's spec; None for other modules."""
-        place = _FILES.get(fullname)
+        place = FILES.get(fullname)
         if place is None and re.fullmatch(r"\w+_[0-9a-f]{8}", fullname):
             folders = [folder for folder in map(Path, sys.path) if folder.is_dir()]
             inside = (each.resolve() for folder in folders for each in folder.iterdir())

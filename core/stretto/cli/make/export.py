@@ -274,8 +274,8 @@ def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
     that `sft` would refuse."""
     document = read(RunFile(folder / "config.yaml", ()))[0]
     model, section = document.get("model"), document.get("dataset", {})
-    known = {key: section[key] for key in ("use", "template", "special_tokens") if key in section}
-    rows = msgspec.convert(known, DatasetConfig)
+    known = {key: section[key] for key in ("template", "special_tokens") if key in section}
+    rows = msgspec.convert({"use": "jsonl", **known}, DatasetConfig)
     vision = Vision(model, rows) if model is not None and is_vision_language(fetch_config(model)) else None
     tokenizer = load_tokenizer(model, rows)
 
