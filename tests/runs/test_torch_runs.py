@@ -224,7 +224,7 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
                     "behaviour_logprobs": torch.from_numpy(np.concatenate(columns["logprobs"])),
                 },
                 {
-                    "rewards": torch.tensor(columns["rewards"]),
+                    "rewards": torch.tensor(columns["rewards"], dtype=torch.float64),
                     "group": torch.tensor(columns["group"]),
                     "sample": torch.arange(len(sequences)),
                 },
