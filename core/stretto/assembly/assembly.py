@@ -29,7 +29,7 @@ from stretto.config import RunConfig
 from stretto.errors import ConfigError, offer
 from stretto.launcher import Job, Resources, Role, thread_variables
 from stretto.models.files import folder_of_model, parameters_in, writes_date
-from stretto.models.tokenizer import CLOCK
+from stretto.models.tokenizer import CLOCK, Tokenizer, load_tokenizer
 
 _KERNEL = "kernel"
 _ROWS_PER_GROUP = 0.4
@@ -203,6 +203,15 @@ class Assembly:
             hint = offer(group, known, "groups")
             raise ConfigError(f"no worker group of this run has the worker {worker!r}{hint}")
         return known[group]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the run's model, for the run's rows.
+
+        Raises:
+            ConfigError: if the model has none that can be loaded.
+        """
+        return load_tokenizer(self.config.model, self.config.dataset)
 
     def imports_of(self, worker: Worker) -> tuple[str, ...]:
         """Return the modules that take long to import and that a worker's process imports."""

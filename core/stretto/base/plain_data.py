@@ -14,6 +14,7 @@ __all__ = ["decode_row", "encode_row"]
 _INTEGER = 1
 _TYPES: dict[int, type[Any]] = {2: datetime, 3: date, 4: time, 5: timedelta, 6: Decimal}
 """Codes of values that are JSON text in an extension of msgpack."""
+_CODES = {kind: code for code, kind in _TYPES.items()}
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
@@ -36,9 +37,8 @@ def decode_row(data: bytes) -> dict[str, Any]:
 def _wrapped(value: Any) -> Any:
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         return msgspec.msgpack.Ext(_INTEGER, f"{value:x}".encode())
-    for code, kind in _TYPES.items():
-        if type(value) is kind:
-            return msgspec.msgpack.Ext(code, msgspec.json.encode(value))
+    if (code := _CODES.get(type(value))) is not None:
+        return msgspec.msgpack.Ext(code, msgspec.json.encode(value))
     if isinstance(value, Mapping):
         return {key: _wrapped(each) for key, each in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):

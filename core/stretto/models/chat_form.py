@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal, cast
 
@@ -72,7 +73,7 @@ class ChatForm:
         found = self._pattern.match(text, place) if self.ends else None
         return found[0] if found else ""
 
-    @property
+    @cached_property
     def _pattern(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, sorted(self.ends, key=len, reverse=True))))
 
@@ -129,8 +130,7 @@ def opened_in(prompt: str | Sequence[Message], form: ChatForm) -> str:
 def form_of(
     render: Render,
     *,
-    token_of: Callable[[str], int | None],
-    first_token: Callable[[str], str],
+    added: Mapping[str, int],
     own_ends: frozenset[int],
     model_ends: frozenset[int],
     text_of: Callable[[int], str],
@@ -139,8 +139,7 @@ def form_of(
 
     Args:
         render: writes messages as the template does; raises ConfigError for those that it refuses.
-        token_of: the id of a token by its text.
-        first_token: the added token at the start of a text; empty if there is none.
+        added: the ids of the tokenizer's added tokens by their texts.
         own_ends: the tokenizer's end-of-sequence token.
         model_ends: the tokens at which engines stop by themselves.
     """
@@ -158,9 +157,10 @@ def form_of(
         prompt = probe([ask], opens=True) or ""
     in_parts = _ASK not in (probe([_user(_ASK)]) or "") and _ASK in prompt
     last, inner = probe([ask, reply]) or "", probe([ask, reply, more]) or ""
-    last_end, inner_end = (first_token(_after(text, _REPLY).lstrip()) for text in (last, inner))
-    closing = last_end or inner_end
-    found = {token for token in (token_of(last_end), token_of(inner_end)) if token is not None}
+    after = [text.partition(_REPLY)[2].lstrip() for text in (last, inner)]
+    written = [max(filter(text.startswith, added), key=len, default="") for text in after]
+    closing = written[0] or written[1]
+    found = {added[token] for token in written if token}
     end_ids = frozenset(found | own_ends | model_ends)
     forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
     calls = [  # a template may show calls only beside no content at all
@@ -223,10 +223,6 @@ def _opened(prompt: str, answered: Sequence[str]) -> str:
 def _same(a: str, b: str) -> int:
     """Return the number of characters with which both texts begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-def _after(text: str, word: str) -> str:
-    return text.rpartition(word)[2] if word in text else ""
 
 
 def _with_arguments(call: Any, form: Literal["mapping", "text"]) -> Any:

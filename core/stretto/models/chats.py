@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from stretto.base.chat import Message
 from stretto.errors import ConfigError
 from stretto.models.chat_form import plain_text
+from stretto.models.prompts import name_of_tool
 from stretto.models.tokenizer import Tokenizer
 
 __all__ = ["ChatPiece", "encode_chat"]
@@ -145,7 +146,7 @@ class _Chat:
         packed = _pack(text)
         if first == 0:
             for tool in self._tools:
-                name = str(cast("Mapping[str, Any]", tool.get("function", tool)).get("name", ""))
+                name = name_of_tool(tool)
                 if _pack(name) not in packed:
                     raise ConfigError(f"the chat template does not show the tool {name!r}")
         for number in range(first, last):

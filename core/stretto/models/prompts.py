@@ -15,9 +15,12 @@ from stretto.dataset import DatasetConfig, Row
 from stretto.errors import ConfigError, column_error
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from stretto.models.tokenizer import Tokenizer
 
-__all__ = ["ColumnsConfig", "as_meant", "both_tools", "name_of_tool", "tools_of"]
+__all__ = ["ColumnsConfig", "as_meant", "both_tools", "name_of_tool", "prompt_ids", "tools_of"]
 
 
 class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,3 +151,12 @@ def as_meant(messages: Any, tokenizer: Tokenizer) -> Any:
     if not isinstance(messages, list) or tokenizer.rows is None or tokenizer.rows.special_tokens != "tokens":
         return messages
     return [OwnTurn(turn) for turn in cast("list[Message]", messages)]
+
+
+def prompt_ids(row: Row, tokenizer: Tokenizer) -> NDArray[np.int32]:
+    """Return (P,) ids of a row's prompt, with its tools.
+
+    Raises:
+        ConfigError: if the chat template refuses it, or the column `tools` holds something else.
+    """
+    return tokenizer.encode_prompt(as_meant(row["prompt"], tokenizer), tools=tools_of(row))

@@ -398,8 +398,7 @@ class ModelTokenizer:
             elif whole and not ids:
                 ids += self._ids(piece)
             else:
-                anchor = self._anchor
-                ids += self._ids(anchor[0] + piece)[1:] if anchor else self._ids(piece)
+                ids += self._ids(self._anchor + piece)[bool(self._anchor) :]
         return np.asarray(ids, np.int32)
 
     def _ids(self, text: str) -> list[int]:
@@ -425,14 +424,14 @@ class ModelTokenizer:
         return next((whole[:at] for at in starts if whole[at : at + len(bare)] == bare), [])
 
     @cached_property
-    def _anchor(self) -> list[str]:
+    def _anchor(self) -> str:
         """A token that comes before a part of a text when it is tokenised, if the tokenizer puts a space
         before a text that begins: SentencePiece does. Empty for other tokenizers."""
         for token in (text for text, each in self._special.items() if not each.rstrip):
             ids, bare = self._ids(f"{token}a"), self._ids("a")
             if ids[:1] == [self._added[token]] and ids[1:] != bare:
-                return [token]
-        return []
+                return token
+        return ""
 
     @cached_property
     def _plain_backend(self) -> Any:
@@ -466,8 +465,7 @@ class ModelTokenizer:
             return ChatForm(end_ids=own | model, ends=tuple(map(self._text_of, own | model)), closing=closing)
         return form_of(
             render,
-            token_of=self._added.get,
-            first_token=lambda text: max(filter(text.startswith, self._added), key=len, default=""),
+            added=self._added,
             own_ends=own,
             model_ends=model,
             text_of=self._text_of,

@@ -15,8 +15,8 @@ from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.models.chat_form import plain_text
 from stretto.models.files import known_config, text_config
-from stretto.models.prompts import as_meant, tools_of
-from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
+from stretto.models.prompts import as_meant, prompt_ids, tools_of
+from stretto.models.tokenizer import Tokenizer, fault_of
 from stretto.models.vision import is_vision_language
 
 _MAX_S = 1.0
@@ -47,25 +47,22 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
         )
         yield f"           tools are {tools}, calls {calls}"
         yield f"           arguments of the template (dataset.template): {given}"
-    ids = tokenizer.encode_prompt(as_meant(prompt, tokenizer), tools=tools_of(dataset[0]))
+    ids = prompt_ids(dataset[0], tokenizer)
     text = tokenizer.decode(ids, special=True)
     yield f"prompt     {text[:_SHOWN]!r}" + (f" … {len(ids)} tokens" if len(text) > _SHOWN else "")
 
 
 def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[Problem]:
     """Warn of rows whose prompts the model does not read as they are written."""
-    model = assembly.config.model
-    if model is not None and any(Path(model).glob("*.safetensors")) and not reads_images(model):
-        try:
-            load_tokenizer(model)
-        except ConfigError as error:
-            yield Problem("model", str(error))
-            return
-    tokenizer = _tokenizer_of(assembly)
+    try:
+        tokenizer = _tokenizer_of(assembly)
+    except ConfigError as error:
+        yield Problem("model", str(error))
+        return
     if tokenizer is None:
         return
     counts, first, read = Counter[str](), dict[str, str](), 0
-    size: int | None = text_config(model).get("vocab_size")
+    size: int | None = text_config(assembly.config.model).get("vocab_size")
     for index in drawn_rows(len(dataset), _MAX_S):
         row = dataset[index]
         read += 1
@@ -86,7 +83,7 @@ def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> It
     """Yield what is odd in a row's prompt: a kind, and the place."""
     prompt = as_meant(row["prompt"], tokenizer)
     try:
-        ids = tokenizer.encode_prompt(prompt, tools=tools_of(row))
+        ids = prompt_ids(row, tokenizer)
         text = (
             prompt if isinstance(prompt, str) else plain_text(tokenizer.render(prompt, tools=tools_of(row)))
         )
@@ -129,14 +126,16 @@ def _odd_messages(messages: Sequence[Message], text: str, tokenizer: Tokenizer) 
             )
 
 
-def reads_images(model: str) -> bool:
-    """Return whether a model on this machine reads images."""
-    return is_vision_language(known_config(model))
-
-
 def _tokenizer_of(assembly: Assembly) -> Tokenizer | None:
-    """Return the tokenizer of the run's model; None without one on this machine, or if it reads images."""
+    """Return the tokenizer of the run's model; None without a whole model on this machine, or if it reads
+    images.
+
+    Raises:
+        ConfigError: if the model has no tokenizer that can be loaded.
+    """
     model = assembly.config.model
-    if model is None or not Path(model, "tokenizer.json").exists() or reads_images(model):
+    if model is None or is_vision_language(known_config(model)):
         return None
-    return load_tokenizer(model, assembly.config.dataset)
+    folder = Path(model)
+    is_here = (folder / "tokenizer.json").exists() or any(folder.glob("*.safetensors"))
+    return assembly.tokenizer if is_here else None

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from stretto.algorithm import Call
 from stretto.assembly.assembly import Assembly
@@ -25,8 +23,8 @@ from stretto.errors import ConfigError
 from stretto.kernel.setup import curriculum_of
 from stretto.models.files import known_config, positions_of
 from stretto.models.images import has_images
-from stretto.models.prompts import as_meant, tools_of
-from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
+from stretto.models.prompts import prompt_ids
+from stretto.models.tokenizer import Tokenizer, fault_of
 from stretto.models.vision import is_vision_language
 from stretto.rl.supervised import fitted
 from stretto.training.config import ModelTrainingConfig
@@ -120,7 +118,7 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
             "vision-language model, or rows without the columns 'images' and 'image'",
         )
     elif path == "dataset" and source.encode is not None:
-        yield from _encoding_problems(config, source, rows)
+        yield from _encoding_problems(assembly, source, rows)
     elif config.model is None or Path(config.model, "tokenizer.json").exists():
         yield from _length_problems(assembly, path, dataset)
     if path != "dataset" and config.evaluation is not None and (config.evaluation.rows or 0) > len(dataset):
@@ -153,8 +151,8 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
     """Find prompts that are all longer than the limit, or so long that a sequence exceeds a micro-batch."""
     config = assembly.config
     limit = assembly.composed.section(path).max_prompt_tokens
-    tokenizer = load_tokenizer(config.model, config.dataset)
-    tokens = len(_prompt_of(dataset[0], tokenizer))
+    tokenizer = assembly.tokenizer
+    tokens = len(prompt_ids(dataset[0], tokenizer))
     whole: int | None = getattr(config.workflow, "max_tokens", None)
     if whole is not None and tokens >= whole:
         yield Problem(
@@ -195,7 +193,7 @@ def _limit_problems(path: str, limit: int, tokenizer: Tokenizer, dataset: Datase
     """Look for a prompt that is short enough, for `_LOOK_S` seconds at most."""
     start, shortest, count = time.monotonic(), math.inf, 0
     while count < len(dataset) and time.monotonic() - start < _LOOK_S:
-        shortest = min(shortest, len(_prompt_of(dataset[count], tokenizer)))
+        shortest = min(shortest, len(prompt_ids(dataset[count], tokenizer)))
         count += 1
         if shortest <= limit:
             return
@@ -225,18 +223,14 @@ def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
         yield from (Problem(path, f"the first row: {fault}") for _, fault in faults.first)
 
 
-def _prompt_of(row: Row, tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """Return the ids of a row's prompt."""
-    return tokenizer.encode_prompt(as_meant(row["prompt"], tokenizer), tools=tools_of(row))
-
-
-def _encoding_problems(config: RunConfig, source: Call, rows: ReadRows) -> Iterator[Problem]:
+def _encoding_problems(assembly: Assembly, source: Call, rows: ReadRows) -> Iterator[Problem]:
     """Have the algorithm make the sequences of the first row, and of rows of other forms, if the tokenizer is
     on this machine."""
+    config = assembly.config
     model = config.model
     if source.encode is None or (model is not None and not Path(model).is_dir()):
         return
-    tokenizer = load_tokenizer(model, config.dataset)
+    tokenizer = assembly.tokenizer
     positions = positions_of(model)
 
     def fault_in(row: Row) -> str:

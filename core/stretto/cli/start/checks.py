@@ -291,21 +291,21 @@ def _reward_problems(
 
     tasks, document = _scoring_tasks(assembly, read), msgspec.to_builtins(config)
     try:
-        error, results = try_to_score(document, assembly.trial_context, [*tasks.values()], _TRY_S)
+        error, scored = try_to_score(document, assembly.trial_context, [*tasks.values()], _TRY_S)
+        results = dict(zip(tasks, scored, strict=False))  # empty if the reward cannot be made
         for _ in range(config.workflow.member_retries):  # as often as the run would
-            again = [task for task, each in zip(tasks.values(), results, strict=False) if each.fault]
+            again = {key: tasks[key] for key, each in results.items() if each.fault}
             if not again:
                 break
-            _, retried = try_to_score(document, assembly.trial_context, again, _TRY_S)
-            newer = iter(retried or [each for each in results if each.fault])
-            results = [next(newer) if each.fault else each for each in results]
+            _, scored = try_to_score(document, assembly.trial_context, [*again.values()], _TRY_S)
+            results |= zip(again, scored, strict=False)
     except TimeoutError:
         action = "making it and scoring the first row" if tasks else "making it"
         yield Problem("reward", f"not verified: {action} took longer than {_TRY_S:.0f} s", "warning")
         return
     if error:
         yield Problem("reward", error)
-    if unused := next((result.unused for result in results if result.unused), ()):
+    if unused := next((each.unused for each in results.values() if each.unused), ()):
         yield Problem(
             "reward",
             f"no column of the rows is called {unused[0]!r}, an optional parameter of the function: it "
@@ -313,7 +313,7 @@ def _reward_problems(
             "warning",
         )
     label, refused, first_faults = assembly.composed.origin("reward").label, set[str](), set[str]()
-    for (path, form), result in zip(tasks, results, strict=False):  # none if the reward cannot be made
+    for (path, form), result in results.items():
         fault = result.fault.error if result.fault else ""
         if fault and form is None:
             refused.add(path)

@@ -105,6 +105,7 @@ class BatchStore:
             self._tokenizer: Tokenizer = (
                 self._vision.tokenizer if self._vision else load_tokenizer(model, rows)
             )
+            self._positions = await anyio.to_thread.run_sync(positions_of, model)
             self._dataset: Dataset = await anyio.to_thread.run_sync(context.make, "dataset")
             if self._dataset.fingerprint != context.fingerprints["dataset"]:
                 raise ConfigError(
@@ -393,13 +394,11 @@ class BatchStore:
 
     def _encode(self, ref: RowRef) -> _Row:
         assert self._source.encode is not None
-        context = self._context
-        positions = positions_of(context.component_context.model)
         with _name_row(ref.sequence):
             row = self._dataset[ref.sequence]
             tokenizer = self._tokenizer if self._vision is None else self._vision.of(row)
             encoded = self._source.encode(row, ref.index, tokenizer)
-            tokens, mask = fitted(encoded, context.composed.config.dataset, positions)
+            tokens, mask = fitted(encoded, self._context.composed.config.dataset, self._positions)
         return {"tokens": np.array(tokens), "loss_mask": np.array(mask), "group": ref.group}
 
 
