@@ -31,7 +31,7 @@ from stretto.records.figures import (
     figure,
     recent,
 )
-from stretto.records.metrics import ACCURACY, MAIN_FIGURES, is_figure
+from stretto.records.metrics import HELD_OUT, MAIN_FIGURES, is_figure
 
 if TYPE_CHECKING:
     from stretto.run_folder import RunFolder
@@ -138,7 +138,9 @@ class RunCurve:
     """Number of the run."""
     line: Points
     points: Points
-    """Held-out accuracies."""
+    """Held-out scores."""
+    measure: str
+    """What these are."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Panel:
 
 
 def panels_of(runs: Sequence[RunFolder], keys: Sequence[str] = MAIN_FIGURES, window: int = 1) -> list[Panel]:
-    """Return a panel for each key of which some run has figures. Held-out accuracies are points in the panel
+    """Return a panel for each key of which some run has figures. Held-out scores are points in the panel
     of the reward; where no run has a reward, they have a panel of their own in its place.
 
     Args:
@@ -162,7 +164,10 @@ def panels_of(runs: Sequence[RunFolder], keys: Sequence[str] = MAIN_FIGURES, win
     """
     known = {key for run in runs for key in run.figures()}
     if "reward" in keys and "reward" not in known:
-        keys = [ACCURACY if key == "reward" else key for key in keys if key != ACCURACY]
+        held_out = list(dict.fromkeys(run.held_out for run in runs if run.evaluations))
+        keys = [
+            each for key in keys if key not in held_out for each in (held_out if key == "reward" else [key])
+        ]
     labels = labels_of(runs)
     return [
         Panel(
@@ -179,9 +184,10 @@ def panels_of(runs: Sequence[RunFolder], keys: Sequence[str] = MAIN_FIGURES, win
 
 
 def _curve(run: RunFolder, number: int, label: str, key: str, window: int) -> RunCurve | None:
-    line = [] if key == ACCURACY else smooth(run.series(key), window)
-    points = run.series(ACCURACY) if key in ("reward", ACCURACY) else []
-    return RunCurve(label, number, line, points) if line or points else None
+    line = [] if key in HELD_OUT else smooth(run.series(key), window)
+    of_points = key if key in HELD_OUT else run.held_out
+    points = run.series(of_points) if key in ("reward", of_points) else []
+    return RunCurve(label, number, line, points, FIGURES[of_points].label) if line or points else None
 
 
 def smooth(points: Points, count: int) -> list[tuple[float, float]]:
@@ -363,7 +369,7 @@ def _line_parts(curves: Sequence[RunCurve]) -> list[str]:
             parts.append(f'<polyline class="{kind}" points="{pairs}"><title>{label}</title></polyline>')
         parts += [
             f'<circle class="{kind}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="4">'
-            f"<title>{label}: {FIGURES[ACCURACY].text(y)} at version {x:g}</title></circle>"
+            f"<title>{label}: {curve.measure} {y:.3f} at version {x:g}</title></circle>"
             for x, y in curve.points
         ]
     return parts

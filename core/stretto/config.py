@@ -122,7 +122,7 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     keep: PositiveInt = 2
     """Number of checkpoints to keep, the newest ones."""
     keep_best: bool = False
-    """Also keep the checkpoint of the version with the best held-out accuracy; of equal versions, the first.
+    """Also keep the checkpoint of the version with the best held-out score; of equal versions, the first.
     Every evaluated version then gets a checkpoint. `summary.json` names the best one under `best`."""
     copy_gb: NonNegativeFloat = 2.0
     """Largest copy of a checkpoint that each trainer may hold in memory, in GB. The copy is written while the

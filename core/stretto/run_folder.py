@@ -26,7 +26,7 @@ import msgspec
 from stretto.bus.guard import is_locked
 from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
-from stretto.records.accuracy import estimate_share
+from stretto.records.accuracy import estimate_score
 from stretto.records.comparison import (
     Comparison,
     RunFigures,
@@ -45,7 +45,7 @@ from stretto.records.kept.sample_images import SampleImages
 from stretto.records.kept.samples import Bounds, SampleFilter, SampleOutcome, SampleStore, open_samples
 from stretto.records.living import living
 from stretto.records.logs import log_files, log_text, open_log, whole_lines
-from stretto.records.metrics import ACCURACY, MAIN_FIGURES, METRICS, MetricsReader, is_figure
+from stretto.records.metrics import HELD_OUT, MAIN_FIGURES, METRICS, MetricsReader, held_out_key, is_figure
 from stretto.records.origin import RunOrigin, read_origin
 from stretto.records.status import STATUS, Status, Verdict, read_status, standstill
 from stretto.records.timeline import (
@@ -67,7 +67,7 @@ from stretto.records.timeline import (
 from stretto.records.values import dotted_values
 
 __all__ = [
-    "ACCURACY",
+    "HELD_OUT",
     "MAIN_FIGURES",
     "Bounds",
     "CallSpan",
@@ -98,7 +98,7 @@ __all__ = [
     "caution",
     "compare_runs",
     "differences",
-    "estimate_share",
+    "estimate_score",
     "find_runs",
     "is_figure",
     "is_run",
@@ -237,6 +237,12 @@ class RunFolder:
         `evaluation/` are those of evaluations."""
         lines = self.evaluations if key.startswith("evaluation/") else self.steps
         return [(line["step"], float(value)) for line in lines if is_figure(value := line.get(key))]
+
+    @property
+    def held_out(self) -> str:
+        """The key of `metrics.jsonl` by which the run's evaluations are judged: `evaluation/accuracy`, or
+        `evaluation/reward` if some answers have no accuracy. The two are different measures."""
+        return held_out_key(self.evaluations)
 
     def figures(self) -> list[str]:
         """Return the keys of figures, in the order of their first line. Lines of one run differ in their

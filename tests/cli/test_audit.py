@@ -516,7 +516,7 @@ VIOLATIONS: list[Violation] = [
     (mix_an_evaluation, "evaluations of one version: evaluation ticket 0/1 has tokens of versions 3-4"),
     (
         falsify_an_evaluation,
-        "the evaluation of version 4: 2 samples, accuracy 0.9; the log has 2 samples, accuracy 0.5",
+        "the evaluation of version 4: 2 samples, score 0.9; the log has 2 samples, score 0.5",
     ),
     (
         lambda books: books.journal.append(books.journal[-1]),

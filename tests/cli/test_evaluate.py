@@ -368,11 +368,11 @@ def test_the_checkpoint_of_the_best_evaluation_survives(start: Any, tmp_path: Pa
         *("reward.use=function", f"reward.function={tmp_path}/reward.py:score", "verifier.children=1"),
     )
     summary = run.assert_completed(6)
-    assert [each["accuracy"] for each in summary["evaluation"]] == [0, 1, 0, 0]
-    assert summary["best"] == {"version": 2, "accuracy": 1.0, "checkpoint": "step-000002"}
+    assert [each["reward"] for each in summary["evaluation"]] == [0, 1, 0, 0]
+    assert summary["best"] == {"version": 2, "accuracy": None, "reward": 1.0, "checkpoint": "step-000002"}
     kept = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert kept == ["step-000002", "step-000006"]
-    assert "best checkpoint step-000002, held-out accuracy 1.000" in run.text()
+    assert "best checkpoint step-000002, held-out reward 1.000" in run.text()
 
 
 @in_both_worlds

@@ -149,7 +149,7 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
         summary = json.loads((folder / run["name"] / "summary.json").read_text())
         figures = run["figures"]
         assert (figures["state"], figures["steps"], figures["reward"]) == ("completed", 100, 0.5)
-        assert figures["last"]["accuracy"]["mean"] == summary["evaluation"][-1]["accuracy"] == 0.5
+        assert figures["last"]["score"]["mean"] == summary["evaluation"][-1]["accuracy"] == 0.5
 
 
 @pytest.mark.slow
@@ -185,9 +185,9 @@ def test_the_report_has_mean_and_spread_over_seeds_and_the_best_first(run_file: 
     report = report_of(sweep.folder, sweep.planned())
     first, second = report.combinations
     assert (first.combination, first.completed, first.runs) == ("max_staleness-1", 1, 3)
-    assert first.figures["accuracy"].sd is None
+    assert first.figures["score"].sd is None
     assert second.values == {"queue.max_staleness": "0"}
-    assert figure(second, "accuracy") == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5, 0.1), rel=1e-3)
+    assert figure(second, "score") == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5, 0.1), rel=1e-3)
     assert figure(second, "reward") == (0.25, 0.0, 0.0)  # of the last 10 steps
     assert figure(second, "best")[0] == pytest.approx(0.9)
     assert [run.figures is None for run in report.runs] == [False] * 4 + [True] * 2

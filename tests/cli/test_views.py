@@ -21,7 +21,7 @@ from kept_runs import HOSTILE, keep_run
 from made_run import make_run
 from statuses import make_status
 from stretto.bus.server import lock_run
-from stretto.charts import RunCurve, line_chart, smooth, thin_points
+from stretto.charts import RunCurve, line_chart, panels_of, smooth, thin_points
 from stretto.cli.main import app
 from stretto.errors import ConfigError
 from stretto.records.comparison import caution, compare_runs
@@ -58,7 +58,7 @@ def test_runs_lists_every_run_and_names_the_broken_one(tmp_path: Path) -> None:
         shown = CliRunner().invoke(app, ["runs", str(tmp_path)]).output
     first = rows[str(tmp_path / "a")]
     assert (first.state, first.step, first.steps, first.reward) == ("running", 60, 200, 0.5)
-    assert (first.accuracy, first.best, first.duration_s) == (0.5, 0.5, 3725.0)
+    assert (first.score, first.best, first.duration_s) == (0.5, 0.5, 3725.0)
     assert "not the status of a run" in rows[str(tmp_path / "deep" / "b")].fault
     assert rows[str(tmp_path / "deep" / "c")].state == "completed"
     assert "60/200" in shown
@@ -122,14 +122,14 @@ def test_a_comparison_has_the_figures_of_the_files(runs: list[RunFolder]) -> Non
     }
     assert comparison.caution == ""
     one_values = {"training.lr": "1", "reward.use": '"exact"', "reward.timeout_s": "1"}
-    assert caution([one_values, one_values | {"training.lr": "2", "reward.timeout_s": "2"}]) == ""
-    assert caution([one_values, one_values | {"reward.use": '"math"', "evaluation.rows": "64"}]) == (
-        "the runs differ in reward.use, evaluation.rows: their accuracies are not the same measure"
-    )
+    assert caution([one_values, one_values | {"training.lr": "2", "reward.timeout_s": "2"}], alike=True) == ""
+    assert caution(
+        [one_values, one_values | {"reward.use": '"math"', "evaluation.rows": "64"}], alike=True
+    ) == ("the runs differ in reward.use, evaluation.rows: their held-out scores are not the same measure")
     # At version 10, rows 0 to 2 of 8 pass; in the better run also rows 4 and 6.
-    assert dict(comparison.accuracies)[10] == [3 / 8, 3 / 8, 5 / 8]
+    assert dict(comparison.scores)[10] == [3 / 8, 3 / 8, 5 / 8]
     assert one.last is not None
-    assert (one.last.version, one.last.accuracy.mean, one.last.by_row) == (40, 1.0, True)
+    assert (one.last.version, one.last.score.mean, one.last.by_row) == (40, 1.0, True)
     assert two.best == one.best
     assert three.best is not None
     assert [step for step, _ in comparison.curves["reward"]] == list(range(4, 41, 4))
@@ -171,7 +171,7 @@ def test_runs_of_the_same_seed_count_each(tmp_path: Path) -> None:
         dict(run.series("evaluation/accuracy"))[steps] for steps, run in zip((10, 20), runs, strict=True)
     ]
     assert accuracies[0] != accuracies[1]
-    assert group.accuracy == pytest.approx(fmean(accuracies))
+    assert group.score == pytest.approx(fmean(accuracies))
 
 
 def test_a_difference_is_paired_by_row_where_the_rows_are_the_same(tmp_path: Path) -> None:
@@ -186,6 +186,28 @@ def test_a_difference_is_paired_by_row_where_the_rows_are_the_same(tmp_path: Pat
     assert compare_runs([first, second]).paired == []
 
 
+def test_an_accuracy_and_a_reward_are_never_subtracted(tmp_path: Path) -> None:
+    for number in (1, 2):
+        keep_run(tmp_path / f"accuracy-{number}", steps=10, seed=number)
+        keep_run(tmp_path / f"reward-{number}", steps=10, seed=number, lr=1.0, shift=0.5, rewards=True)
+    ours, theirs = ([RunFolder(tmp_path / f"{of}-{n}") for n in (1, 2)] for of in ("accuracy", "reward"))
+    mixed = compare_runs([*ours, *theirs])
+    assert (mixed.measure, mixed.paired) == ("held-out score", [])
+    assert [(group.score, group.difference) for group in mixed.groups] == [(None, None)] * 2
+    assert "others only a held-out reward: no difference is taken" in mixed.caution
+    assert [run.last and run.last.measure for run in mixed.runs] == [
+        *["held-out accuracy"] * 2, *["held-out reward"] * 2
+    ]  # fmt: skip
+    for runs, measure in ((ours, "held-out accuracy"), (theirs, "held-out reward")):
+        alike = compare_runs(runs)
+        assert (alike.measure, alike.caution, len(alike.paired)) == (measure, "", 1)
+        shown = CliRunner().invoke(app, ["compare", *(str(run.folder) for run in runs)]).output
+        assert f"best {measure}" in shown
+        assert {panel.curves[0].measure for panel in panels_of(runs, ["reward"])} == {measure}
+    shown = CliRunner().invoke(app, ["compare", *(str(run.folder) for run in (*ours, *theirs))]).output
+    assert "caution: some runs have a held-out accuracy" in " ".join(shown.split())
+
+
 @pytest.mark.parametrize("kept", [0, 3])
 def test_unless_all_answers_are_kept_the_interval_is_binomial(tmp_path: Path, kept: int) -> None:
     run = RunFolder(keep_run(tmp_path / "one", steps=10))
@@ -194,7 +216,7 @@ def test_unless_all_answers_are_kept_the_interval_is_binomial(tmp_path: Path, ke
     [figures] = compare_runs([run]).runs
     assert figures.last is not None
     assert not figures.last.by_row
-    assert figures.last.accuracy.ci95 == pytest.approx(1.959964 * (3 / 8 * 5 / 8 / 16) ** 0.5)
+    assert figures.last.score.ci95 == pytest.approx(1.959964 * (3 / 8 * 5 / 8 / 16) ** 0.5)
 
 
 def test_compare_shows_the_comparison(runs: list[RunFolder]) -> None:
@@ -236,7 +258,7 @@ def test_a_report_escapes_everything_and_asks_for_nothing(runs: list[RunFolder])
 
 def test_the_axis_of_a_curve_over_zeros_begins_at_zero() -> None:
     labels = re.findall(
-        r'text-anchor="end">([^<]+)<', line_chart([RunCurve("one", 0, [(1, 0.0), (2, 0.0)], [])])
+        r'text-anchor="end">([^<]+)<', line_chart([RunCurve("one", 0, [(1, 0.0), (2, 0.0)], [], "")])
     )
     assert labels[0] == "0"
     assert labels[-1] == "1"

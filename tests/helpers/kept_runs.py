@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import msgspec
@@ -18,12 +19,20 @@ HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.
 
 
 def keep_run(
-    folder: Path, *, seed: int = 1, lr: float = 1e-4, steps: int = 40, name: str = "kept", shift: float = 0.0
+    folder: Path,
+    *,
+    seed: int = 1,
+    lr: float = 1e-4,
+    steps: int = 40,
+    name: str = "kept",
+    shift: float = 0.0,
+    rewards: bool = False,
 ) -> Path:
     """Write a finished run of `steps` steps with an evaluation every 10 steps of 8 rows with 2 answers each.
 
     Args:
         shift: added to the rewards; `shift` = 0.5 makes half of the rows better.
+        rewards: its evaluations have no accuracy, only a reward.
     """
     (folder / "bus").mkdir(parents=True)
     document = {"name": name, "seed": seed, "steps": steps, "out": str(folder)}
@@ -32,6 +41,8 @@ def keep_run(
     (folder / "fingerprints.json").write_text('{"dataset": "a", "evaluation.dataset": "b"}')
     kept = Kept(folder)
     evaluations = [_evaluate(kept, version, shift) for version in range(0, steps + 1, 10)]
+    if rewards:
+        evaluations = [{**each, "evaluation/accuracy": None} for each in evaluations]
     kept.flush()
     with (folder / "metrics.jsonl").open("w") as file:
         for line in [evaluations[0], *_lines(steps, seed, shift, evaluations)]:
@@ -82,6 +93,8 @@ def _evaluate(kept: Kept, version: int, shift: float) -> dict[str, Any]:
         "step": version,
         "time_s": version * 2.0,
         "evaluation/accuracy": accuracy,
+        "evaluation/reward": accuracy,
+        "evaluation/reward_std": pstdev(passed),
         "evaluation/samples": 16,
         "evaluation/failed": 0,
     }

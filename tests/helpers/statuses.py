@@ -19,7 +19,9 @@ from stretto.records.status import (
 
 
 def make_status(**changes: Any) -> Status:
-    evaluations = [EvaluationStatus(0, 0.25, 40, 0), EvaluationStatus(50, 0.5, 40, 0)]
+    evaluations = [
+        EvaluationStatus(version, score, "accuracy", 40, 0) for version, score in ((0, 0.25), (50, 0.5))
+    ]
     status = Status(
         written=time.time(),
         pid=7,

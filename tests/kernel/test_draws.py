@@ -20,6 +20,8 @@ from stretto.dataset import Curriculum, TicketEnd
 from stretto.errors import ContractError
 from stretto.kernel.schedule.commands import Fail, Finish, Issue, RecordDraws, SchedulerSettings, StartBatch
 from stretto.kernel.schedule.draws import Draws, RecordedDraw
+from stretto.kernel.schedule.evaluation import Round
+from stretto.kernel.schedule.health import held_out
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto_mix.curriculum import MixCurriculum, Pool
 
@@ -289,7 +291,28 @@ def test_an_evaluation_has_the_accuracy_of_each_source() -> None:
         member = Member(f"{ticket.name}/0", 1, 0, 9, 5, 0, 0, reward, {}, "stop")
         scheduler.group_done(GroupDone("eval", ticket.id, ticket.attempt, "w", (member,), 0.1))
     [evaluation] = scheduler.evaluation.results
-    assert (evaluation.accuracy, evaluation.sources) == (0.5, {"easy": 1.0, "hard": 0.25})
+    assert (evaluation.reward, evaluation.sources) == (0.5, {"easy": 1.0, "hard": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "accuracy", "some", "measure"),
+    [
+        ((1.0, 0.0, 0.0, 0.0), 0.25, (None, 0), "accuracy"),
+        ((1.0, 1.0, None, None), None, (1.0, 2), "reward"),  # a reward that returns early for bad answers
+        ((None,) * 4, None, (None, 0), "reward"),
+    ],
+)
+def test_an_accuracy_is_of_all_answers_and_never_a_reward(
+    accuracies: tuple[float | None, ...], accuracy: float | None, some: tuple[float | None, int], measure: str
+) -> None:
+    rewards = (1.0, 0.5, -50.0, 0.5)
+    result = Round(3, [("", *each) for each in zip(rewards, accuracies, strict=True)]).result()
+    assert (result.accuracy, result.reward) == (accuracy, -12.0)
+    assert (result.some_accuracy, result.some_accuracy_answers) == some
+    [judged] = held_out([result])
+    assert (judged.measure, judged.score) == (measure, -12.0 if accuracy is None else accuracy)
+    # One evaluation without makes the whole run one of rewards: no list has both measures.
+    assert {each.measure for each in held_out([result, Round(4, [("", 1.0, None)]).result()])} == {"reward"}
 
 
 def test_rows_that_no_policy_sampled_have_no_reward() -> None:

@@ -842,7 +842,7 @@ def test_the_last_evaluation_is_alone_and_others_run_beside_training() -> None:
     assert [each.ticket.purpose for each in commands if isinstance(each, Issue)] == ["train", "eval"]
     result = commands[-1]
     assert isinstance(result, EvaluationDone)
-    assert result.evaluation.accuracy == 0.25
+    assert result.evaluation.reward == 0.25
     middle = step(scheduler, commands)
     ticket = evaluation_ticket(middle)
     assert (ticket.exact_version, scheduler.evaluation.under_way) == (1, 1)
@@ -883,7 +883,7 @@ def test_an_evaluation_of_other_versions_than_its_own_is_no_result(oldest: int, 
     for attempt in range(1, scheduler.settings.max_attempts + 1):
         scheduler.group_done(done(msgspec.structs.replace(ticket, attempt=attempt), oldest, newest))
     evaluation = scheduler.evaluation.results[-1]
-    assert (evaluation.version, evaluation.accuracy, evaluation.failed) == (1, None, 1)
+    assert (evaluation.version, evaluation.reward, evaluation.failed) == (1, None, 1)
     assert "allowed 1 to 1" in next(iter(scheduler.reasons))
 
 
@@ -968,11 +968,13 @@ def test_the_evaluation_of_the_untrained_model_outlives_a_kernel_without_a_check
 
 def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
     scheduler, _ = evaluating(steps=9, every=1)
-    assert scheduler.evaluation.best == Evaluation(0, 0.25, 1, 0)
-    scheduler.evaluation.results += [
-        Evaluation(version, score, 1, 0) for version, score in enumerate((0.7, None, 0.7), start=1)
+    assert scheduler.evaluation.best == Evaluation(0, None, 1, 0, reward=0.25)
+    scheduler.evaluation.results[:] = [
+        Evaluation(version, score, 1, 0) for version, score in enumerate((0.3, 0.7, None, 0.7))
     ]
     assert scheduler.evaluation.best == Evaluation(1, 0.7, 1, 0)
+    scheduler.evaluation.results.append(Evaluation(4, None, 1, 0, reward=0.1))
+    assert scheduler.evaluation.best == Evaluation(4, None, 1, 0, reward=0.1)  # the only reward
 
 
 def test_the_attempts_that_living_workers_hold_go_on_under_the_next_kernel() -> None:

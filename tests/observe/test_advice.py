@@ -13,6 +13,7 @@ import yaml
 
 from fixture_types import Start
 from step_lines import RUN, Line, Steps, advised
+from stretto.bus.messages.events import Evaluation
 from stretto.kernel.step_meter import causes
 from stretto.observe.advice import RULES, Advice, Adviser
 from stretto.observe.bottleneck import bottleneck
@@ -86,10 +87,10 @@ def test_noise_between_batches_is_no_collapse(seed: int) -> None:
 
 def test_held_out_accuracy_that_falls_is_a_collapse() -> None:
     adviser = Adviser(RUN)
-    adviser.evaluated(0, 0.25, 400)
+    adviser.evaluated(Evaluation(0, 0.25, 400, 0))
     for line in Steps()(20, 0.3):
         adviser.step(line)
-    adviser.evaluated(20, 0.05, 400)
+    adviser.evaluated(Evaluation(20, 0.05, 400, 0))
     for line in Steps()(3, 0.3):
         adviser.step(line | {"step": line["step"] + 20})
     advice = only(adviser.given, "reward_collapse")
@@ -107,10 +108,10 @@ def test_steps_that_target_kl_shortens_are_said_unless_the_run_learns() -> None:
 
 def test_no_plateau_is_said_where_the_policy_has_learnt_what_the_reward_shows() -> None:
     adviser, steps = Adviser(RUN), Steps()
-    adviser.evaluated(0, 0.04, 512)
+    adviser.evaluated(Evaluation(0, 0.04, 512, 0))
     for line in [*steps(60, (0.2, 0.77)), *steps(150, 0.77)]:
         if line["step"] == 60:
-            adviser.evaluated(60, 0.93, 512)
+            adviser.evaluated(Evaluation(60, 0.93, 512, 0))
         adviser.step(line)
     assert adviser.given == []
 
@@ -130,7 +131,7 @@ def test_no_plateau_is_said_where_the_rate_has_decayed_or_an_evaluation_rises() 
     for line in steps(200, 0.5):
         adviser.step(line)
         if line["step"] % 20 == 0:
-            adviser.evaluated(line["step"], line["step"] / 400, 512)
+            adviser.evaluated(Evaluation(line["step"], line["step"] / 400, 512, 0))
     assert adviser.given == []
 
 

@@ -74,7 +74,8 @@ def test_the_view_shows_what_the_status_says() -> None:
 texts = st.text() | st.sampled_from(["\x1b]0;x\x07", "\x1b[2J", "[link=file:///etc]x", "\x9b2J", "x" * 5000])
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 counts = st.integers(0, 2**53)
-evaluations = st.builds(EvaluationStatus, counts, st.none() | numbers, counts, counts)
+measures = st.sampled_from(["accuracy", "reward"])
+evaluations = st.builds(EvaluationStatus, counts, st.none() | numbers, measures, counts, counts)
 hostile = st.builds(
     make_status,
     written=numbers,

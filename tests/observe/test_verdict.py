@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from step_lines import RUN, Line, Steps
+from stretto.bus.messages.events import Evaluation
+from stretto.kernel.schedule.health import held_out
 from stretto.observe.advice import Adviser
 from stretto.observe.verdict import RunState, trend, verdict
 from stretto.records.status import Verdict
@@ -23,7 +25,7 @@ def judged(
     """The verdict after lines and evaluations."""
     adviser = Adviser(RUN)
     for each in evaluations:
-        adviser.evaluated(*each)
+        adviser.evaluated(Evaluation(*each, 0))
     for line in lines:
         adviser.step(line)
     return verdict(adviser, state)
@@ -47,6 +49,22 @@ def test_of_a_few_steps_it_claims_nothing() -> None:
     said = judged(Steps()(7, (0.1, 0.9)))
     assert said.state == "unknown"
     assert "after 7 steps, too few to tell" in said.text
+
+
+def test_a_held_out_reward_has_the_error_of_its_own_spread() -> None:
+    """Rewards of -50 to 100 are no shares: as such, each of them would be a certain rise."""
+    scores = zip((0, 60), (-27.5, -20.0), (45.0, 45.0), strict=True)
+    noisy = [Evaluation(n, None, 100, 0, reward=score, reward_std=std) for n, score, std in scores]
+    adviser = Adviser(RUN)
+    for each in noisy:
+        adviser.evaluated(each)
+    said = verdict(adviser, RunState("running", 60)).text
+    assert "held out -20.000 ± 8.820, the best so far" in said
+    assert adviser.history.rewards.fall(held_out(noisy[::-1])) is None
+    better = Evaluation(90, None, 100, 0, reward=-60.0, reward_std=45.0)
+    fall = adviser.history.rewards.fall(held_out([noisy[1], better]))
+    assert fall is not None
+    assert fall.message.startswith("held-out reward fell from -20 (version 60) to -60")
 
 
 def test_a_run_that_learns() -> None:

@@ -86,7 +86,7 @@ SUM: dict[str, Any] = {
 def test_a_sum_adds_up_and_shows_each_part(tmp_path: Path) -> None:
     found = scores(tmp_path, SUM, "42", "it is 42", completion_tokens=[1, 2])
     assert [reward for reward, _ in found] == pytest.approx([1 + 0.25 - 0.25, 1 + 0 - 0.5])
-    assert found[1][1] == {"accuracy": 1.0, "right": 1.0, "form": 0.0, "short": -0.5}
+    assert found[1][1] == {"accuracy": 1.0, "right": 1.0, "form": 0.0, "short": -0.5, "right/accuracy": 1.0}
 
 
 def test_a_part_may_score_groups_or_wait(tmp_path: Path) -> None:

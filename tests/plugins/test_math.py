@@ -46,7 +46,12 @@ def pairs() -> Iterator[tuple[str, str, float]]:
 
 @pytest.fixture(scope="module")
 def math() -> Callable[..., float]:
-    return make_math(MathConfig(use="math"), CONTEXT)
+    score = make_math(MathConfig(use="math"), CONTEXT)
+
+    def accuracy(*texts: str, **columns: str) -> float:
+        return score(*texts, **columns)["accuracy"]
+
+    return accuracy
 
 
 def test_right_and_wrong_answers_are_told_apart(math: Callable[..., float]) -> None:

@@ -19,10 +19,10 @@ CONTEXT = Context(run="r", name="n", seed=1)
 
 def test_exact_compares_texts() -> None:
     exact = make_exact(ExactConfig(use="exact"), CONTEXT)
-    assert exact("", " 8 17\n", answer="8 17") == 1
-    assert exact("", "8 18", answer="8 17") == 0
-    assert make_exact(ExactConfig(use="exact", column="n"), CONTEXT)("", "7", n=7) == 1
-    assert [exact("", text, answer=5.0) for text in ("5", "5.0", "5.00")] == [1, 1, 0]
+    assert exact("", " 8 17\n", answer="8 17") == {"reward": 1, "accuracy": 1}
+    assert exact("", "8 18", answer="8 17") == {"reward": 0, "accuracy": 0}
+    assert make_exact(ExactConfig(use="exact", column="n"), CONTEXT)("", "7", n=7)["reward"] == 1
+    assert [exact("", text, answer=5.0)["reward"] for text in ("5", "5.0", "5.00")] == [1, 1, 0]
     with pytest.raises(ValueError, match="no column 'answer'; its columns: gold"):
         exact("", "x", gold="x")
     for value in (None, ["8 17"], {"text": "8 17"}):

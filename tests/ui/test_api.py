@@ -86,7 +86,7 @@ async def test_the_list_has_all_runs_below_the_folder(ask: Ask, folder: Path) ->
         40,
         pytest.approx(fmean(line["reward"] for line in steps[-10:])),
     )
-    assert (one["accuracy"], one["best"], one["failed"]) == (0.9, 0.9, 0.0)
+    assert (one["score"], one["best"], one["failed"]) == (0.9, 0.9, 0.0)
     assert one["curve"][-1] == [40, steps[-1]["reward"]]
     assert index["differing"] == {
         "steps": ["20", "40"],

@@ -288,7 +288,7 @@ def test_runs_are_sorted_selected_and_compared(page: Page) -> None:
         duration, reward, last = figures[run.label][3:6]
         assert (duration, reward) == (duration_text(run.wall_s), f"{run.reward:.3f}")
         assert run.last is not None
-        assert last == f"{run.last.accuracy} v{run.last.version}"
+        assert last == f"{run.last.score} v{run.last.version}"
     assert page.cells("#differing") == [["one", "40", "1", "0.0003"], ["two", "30", "2", "0.0006"]]
     assert page.until(lambda: page.text(".chart[data-key=reward] .values")).count("\n") <= 1
     points = curve_of(page, "reward")

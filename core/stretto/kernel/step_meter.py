@@ -17,8 +17,7 @@ from stretto.bus.messages.events import Cause, StepMeasured
 from stretto.bus.messages.tickets import GroupDone, Member
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.schedule.commands import StartBatch
-from stretto.kernel.schedule.evaluation import accuracies
-from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of
+from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of, metric_figures
 from stretto.kernel.setup import RunSetup
 from stretto.user_code.faults import FaultKind
 
@@ -117,12 +116,7 @@ class StepMeter:
             "reward_std": _figure(pstdev(rewards)),
             "reward_max": max(rewards),
             **({"zero_variance_groups": _mean(equal)} if equal else {}),
-            **{
-                f"reward/{name}": _mean(
-                    [member.metrics[name] for member in samples if name in member.metrics]
-                )
-                for name in names
-            },
+            **{name: _figure(value) for name, value in metric_figures(samples, "reward", names).items()},
             "length": _mean([member.sampled for member in members]),
             "length_max": max(member.sampled for member in members),
             **_of_kept(members),
@@ -161,9 +155,10 @@ class StepMeter:
             if name:
                 figures[f"dataset/{name}/groups"] = len(groups)
                 if self._sampled:
-                    rewards = [each.reward for group in groups for each in group.members if not each.part]
-                    figures[f"dataset/{name}/reward"] = _mean(rewards)
-                    figures[f"dataset/{name}/accuracy"] = _mean(accuracies(groups))
+                    samples = [each for group in groups for each in group.members if not each.part]
+                    figures[f"dataset/{name}/reward"] = _mean([each.reward for each in samples])
+                    accuracy = metric_figures(samples, f"dataset/{name}", ["accuracy"])
+                    figures |= {key: _figure(value) for key, value in accuracy.items()}
         return figures
 
     def _of_gate(self, divergence: float | None) -> dict[str, float]:

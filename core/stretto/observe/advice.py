@@ -19,8 +19,9 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from stretto.bus.messages.events import Evaluation
 from stretto.engine import MOST_SLOTS
-from stretto.kernel.schedule.health import CLEARS, HOLDS, Window
+from stretto.kernel.schedule.health import CLEARS, HOLDS, Window, held_out
 from stretto.kernel.schedule.members import OF_SAMPLES
 from stretto.kernel.step_meter import causes
 from stretto.observe.bottleneck import bottleneck, number, total, verifiers_used, works
@@ -55,6 +56,7 @@ class Adviser:
         self.history = History()
         """What the rules see of the run."""
         self._knobs = _Knobs(document)
+        self._evaluations: list[Evaluation] = []
         self._true: Counter[str] = Counter()
         """Rule -> number of steps in a row at which its condition has held."""
         self._false: Counter[str] = Counter()
@@ -67,10 +69,10 @@ class Adviser:
         """The advice that is not withdrawn."""
         return [advice for advice in self.given if advice.until is None]
 
-    def evaluated(self, version: int, accuracy: float | None, samples: int) -> None:
-        """Take in a complete evaluation. An evaluation without an accuracy does not count."""
-        if accuracy is not None:
-            self.history.evaluations.append((version, accuracy, samples))
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Take in a complete evaluation."""
+        self._evaluations.append(evaluation)
+        self.history.evaluations = held_out(self._evaluations)
 
     def step(self, line: Mapping[str, Any]) -> list[Advice]:
         """Take in a step's line. Return the advice that was given or withdrawn after this step."""
@@ -274,11 +276,11 @@ def _plateau(history: History, knobs: _Knobs) -> _Finding | None:
 def _evaluations_rise(history: History, since: int) -> bool:
     """Whether the newest evaluation since a step is above the first evaluation since that step by more than
     two standard errors."""
-    recent = [each for each in history.evaluations if each[0] >= since]
+    recent = [each for each in history.evaluations if each.version >= since]
     if len(recent) < 2:
         return False
-    (_, before, samples), (_, now, _) = recent[0], recent[-1]
-    return now - before > 2 * math.sqrt(2 * 0.25 / samples)  # 0.25: the largest variance of a share
+    before, now = recent[0], recent[-1]
+    return now.score - before.score > 2 * math.hypot(before.largest_error, now.largest_error)
 
 
 def _near_limit(history: History, now: Window) -> bool:
@@ -286,7 +288,7 @@ def _near_limit(history: History, now: Window) -> bool:
     0.8 of the way from its first value to the largest reward of an answer."""
     pairs = [(history.start.mean, now.mean)] if history.start else []
     if history.evaluations:
-        pairs.append((history.evaluations[0][1], history.evaluations[-1][1]))
+        pairs.append((history.evaluations[0].score, history.evaluations[-1].score))
     known = math.isfinite(history.limit)
     return known and any(newest - first >= 0.8 * (history.limit - first) for first, newest in pairs)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from stretto.kernel.schedule.health import Evaluated, RewardHistory, Window
+from stretto.kernel.schedule.health import HeldOutScore, RewardHistory, Window
 from stretto.observe.bottleneck import number
 from stretto.records.figures import RECENT_STEPS, recent
 
@@ -23,8 +23,8 @@ class History:
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=KEPT)
         self._figures: dict[str, deque[tuple[int, float]]] = {}
         """Name -> the newest (step, figure) pairs of the lines in which the figure is finite."""
-        self.evaluations: list[Evaluated] = []
-        """Those with an accuracy, in order."""
+        self.evaluations: list[HeldOutScore] = []
+        """Those with a result, in order; see `held_out`."""
         self.first: dict[str, Window] = {}
         """Name -> the first 10 steps with that figure, for `reward`, `loss` and `entropy`."""
         self.rewards = RewardHistory()

@@ -273,9 +273,10 @@ class RunCollector(Collector):
             ("", "the newest evaluation", newest),
             ("best_", "the best evaluation", best),
         ):
-            version, accuracy = (each.version, each.accuracy) if each else (None, None)
+            version, *scores = (each.version, each.accuracy, each.reward) if each else (None, None, None)
             yield self._gauge(f"evaluation_{name}version", f"Version of {text}", version)
-            yield self._gauge(f"evaluation_{name}accuracy", f"Held-out accuracy of {text}", accuracy)
+            for measure, score in zip(("accuracy", "reward"), scores, strict=True):
+                yield self._gauge(f"evaluation_{name}{measure}", f"Held-out {measure} of {text}", score)
         under_way = scheduler.evaluation.under_way is not None
         yield self._gauge("evaluation_running", "Whether an evaluation is under way", under_way)
 

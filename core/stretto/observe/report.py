@@ -37,7 +37,7 @@ from stretto.observe.canary import CanaryRecord
 from stretto.observe.history import Curve
 from stretto.observe.verdict import RunState, verdict
 from stretto.records.figures import describe_waits
-from stretto.records.metrics import MAIN_FIGURES, is_evaluation
+from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD, MAIN_FIGURES, is_evaluation
 from stretto.records.metrics_file import MetricsFile
 from stretto.records.status import State, Verdict
 
@@ -165,7 +165,7 @@ class Report:
     def _continue(self, version: int, evaluations: Sequence[Evaluation]) -> None:
         """Take in what is known of a run that continues from a version."""
         for evaluation in evaluations:
-            self.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
+            self.adviser.evaluated(evaluation)
         self._continue_to(version)
 
     def _continue_to(self, version: int) -> None:
@@ -283,14 +283,20 @@ class Report:
             "step": evaluation.version,
             "time": round(time, 3),
             "time_s": round(time - self._began, 3),
-            "evaluation/accuracy": evaluation.accuracy,
+            ACCURACY: evaluation.accuracy,
+            HELD_OUT_REWARD: evaluation.reward,
+            "evaluation/reward_std": evaluation.reward_std,
             "evaluation/samples": evaluation.samples,
             "evaluation/failed": evaluation.failed,
-            **{f"evaluation/accuracy/{name}": value for name, value in evaluation.sources.items()},
         }
+        if evaluation.some_accuracy is not None:
+            line["evaluation/some_accuracy"] = evaluation.some_accuracy
+            line["evaluation/some_accuracy_answers"] = evaluation.some_accuracy_answers
+        measure = HELD_OUT_REWARD if evaluation.accuracy is None else ACCURACY
+        line |= {f"{measure}/{name}": value for name, value in evaluation.sources.items()}
         self._metrics.append(_finite(line))
         log.info("evaluation", **msgspec.to_builtins(evaluation))
-        self.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
+        self.adviser.evaluated(evaluation)
 
     def _recall(self, time: float) -> None:
         """Write the missing lines of evaluations, after the journal was repeated, which may end the run."""
@@ -446,7 +452,8 @@ class Report:
             return None
         name = checkpoint_name(best.version)
         there = (self._folder / "checkpoints" / name).is_dir()
-        return {"version": best.version, "accuracy": best.accuracy, "checkpoint": name if there else None}
+        scores = {"accuracy": best.accuracy, "reward": best.reward}
+        return {"version": best.version, **scores, "checkpoint": name if there else None}
 
     def _all_problems(self) -> list[str]:
         return list(dict.fromkeys([*self._facts.problems, *self._held_back(), *self._not_evaluated()]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Sequence
 
 import anyio
 import msgspec
@@ -14,6 +15,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.events import CAUSES, Evaluation
 from stretto.bus.messages.membership import RunStatus, Wait
 from stretto.bus.messages.subjects import Subjects
+from stretto.kernel.schedule.health import held_out
 from stretto.kernel.setup import RunSetup
 from stretto.observe.report import Report
 from stretto.records.status import (
@@ -65,6 +67,7 @@ class StatusWriter:
         """Return the state of the run at this moment."""
         facts, report, scheduler, fleet = self._facts, self._report, self._scheduler, self._fleet
         now, ending = clock.now(), facts.ending
+        evaluations, best = _evaluations(scheduler.evaluation.results), scheduler.evaluation.best
         return Status(
             written=clock.wall(),
             pid=os.getpid(),
@@ -89,8 +92,8 @@ class StatusWriter:
             curves={
                 name: [_short(point) for point in curve.points()] for name, curve in report.curves.items()
             },
-            evaluations=[_evaluation(each) for each in scheduler.evaluation.results[-_EVALUATIONS:]],
-            best=_evaluation(scheduler.evaluation.best) if scheduler.evaluation.best else None,
+            evaluations=evaluations[-_EVALUATIONS:],
+            best=next((each for each in evaluations if best and each.version == best.version), None),
             evaluating=self._evaluating(),
             ledger=msgspec.to_builtins(scheduler.ledger),
             finished=len(scheduler.tickets.finished),
@@ -208,8 +211,19 @@ def _stall(asker: str, wait: Wait) -> Stall:
     return Stall(asker, wait.who, wait.verb, round(wait.seconds, 2))
 
 
-def _evaluation(evaluation: Evaluation) -> EvaluationStatus:
-    return EvaluationStatus(evaluation.version, evaluation.accuracy, evaluation.samples, evaluation.failed)
+def _evaluations(results: Sequence[Evaluation]) -> list[EvaluationStatus]:
+    scores = {each.version: each for each in held_out(results)}
+    measure = next(iter(scores.values())).measure if scores else "accuracy"
+    return [
+        EvaluationStatus(
+            each.version,
+            scores[each.version].score if each.version in scores else None,
+            measure,
+            each.samples,
+            each.failed,
+        )
+        for each in results
+    ]
 
 
 def _number(value: float) -> float | None:

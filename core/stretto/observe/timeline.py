@@ -112,7 +112,7 @@ class Timeline:
                 yield StepSpan(now, began, version, event.waits, event.tickets)
             case EvaluationEnded(result):
                 start = self._evaluation_began.pop(result.version, now)
-                figures = result.version, result.accuracy, result.samples, result.failed
+                figures = result.version, result.accuracy, result.samples, result.failed, result.reward
                 yield EvaluationSpan(now, start, *figures)
             case _:
                 pass

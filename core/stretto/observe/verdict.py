@@ -14,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from stretto.bus.messages.events import CAUSES, CauseKind
-from stretto.kernel.schedule.health import Evaluated
+from stretto.kernel.schedule.health import HeldOutScore
 from stretto.observe.advice import Adviser
 from stretto.observe.bottleneck import bottleneck, total, verifiers_used
 from stretto.observe.history import History
-from stretto.records.accuracy import estimate_share
+from stretto.records.accuracy import estimate_score
 from stretto.records.figures import FIGURES, VERDICT_STEPS, duration_text, recent
 from stretto.records.metrics import ACCURACY
 from stretto.records.status import State, Verdict
@@ -182,7 +182,7 @@ def _left_out(history: History) -> bool:
     return filtered > 0 and filtered > 0.1 * (filtered + groups - before)
 
 
-def _by_evaluations(evaluations: Sequence[Evaluated], why: str) -> tuple[Trend, str]:
+def _by_evaluations(evaluations: Sequence[HeldOutScore], why: str) -> tuple[Trend, str]:
     """Return the trend that the newest evaluation shows against an earlier one, 60 steps before or the first.
 
     Args:
@@ -190,19 +190,19 @@ def _by_evaluations(evaluations: Sequence[Evaluated], why: str) -> tuple[Trend, 
     """
     if len(evaluations) < 2:
         return "unknown", f"{why}, and there are no two held-out evaluations"
-    version, now, samples = evaluations[-1]
-    since, before, count = next(
-        (each for each in reversed(evaluations[:-1]) if each[0] <= version - VERDICT_STEPS), evaluations[0]
-    )
-    rise, error = now - before, math.hypot(_error(now, samples), _error(before, count))
+    now, earlier = evaluations[-1], reversed(evaluations[:-1])
+    before = next((each for each in earlier if each.version <= now.version - VERDICT_STEPS), evaluations[0])
+    rise, error = now.score - before.score, math.hypot(_error(now), _error(before))
     better: Trend = "flat" if abs(rise) <= _ERRORS * error else "learning" if rise > 0 else "falling"
-    return better, f"held out {_signed(ACCURACY, rise)} since version {since}"
+    return better, f"held out {_signed(ACCURACY, rise)} since version {before.version}"
 
 
-def _error(share: float, count: int) -> float:
-    """Return the standard error of a share of answers. Two successes and two failures are added, so that it
-    is not 0 at 0 and 1 (Agresti and Coull 1998)."""
-    share = min(1.0, max(0.0, share))
+def _error(evaluated: HeldOutScore) -> float:
+    """Return the standard error of a score. To a share of answers, two successes and two failures are added,
+    so that it is not 0 at 0 and 1 (Agresti and Coull 1998)."""
+    if evaluated.deviation is not None:
+        return evaluated.largest_error
+    share, count = min(1.0, max(0.0, evaluated.score)), evaluated.samples
     middle = (share * count + 2) / (count + 4)
     return math.sqrt(middle * (1 - middle) / (count + 4))
 
@@ -211,7 +211,7 @@ def _error(share: float, count: int) -> float:
 
 
 def _clauses(adviser: Adviser) -> Iterator[str]:
-    """Yield what else matters: held-out accuracy, groups without a signal, waits, and what advice says."""
+    """Yield what else matters: the held-out score, groups without a signal, waits, and what advice says."""
     history = adviser.history
     yield from _held_out(history.evaluations)
     problems = {advice.rule: advice.message.partition("; ")[0] for advice in adviser.open}
@@ -246,17 +246,18 @@ def _clauses(adviser: Adviser) -> Iterator[str]:
         yield f"bound by generation: {waits}"
 
 
-def _held_out(evaluations: Sequence[Evaluated]) -> Iterator[str]:
+def _held_out(evaluations: Sequence[HeldOutScore]) -> Iterator[str]:
     if evaluations:
-        version, accuracy, samples = evaluations[-1]
-        best = max(evaluations, key=lambda each: each[1])
-        interval = estimate_share(accuracy, samples).ci95
-        text = f"held out {FIGURES[ACCURACY].text(accuracy)}"
+        newest, best = evaluations[-1], max(evaluations, key=lambda each: each.score)
+        interval = estimate_score(newest.score, newest.samples, newest.deviation).ci95
+        text = f"held out {FIGURES[ACCURACY].text(newest.score)}"
         text += "" if interval is None else f" ± {FIGURES[ACCURACY].text(interval)}"
         if len(evaluations) == 1:
-            yield f"{text} at version {version}"
+            yield f"{text} at version {newest.version}"
+        elif best.score == newest.score:
+            yield f"{text}, the best so far"
         else:
-            yield f"{text}, the best so far" if best[1] == accuracy else f"{text}, best at version {best[0]}"
+            yield f"{text}, best at version {best.version}"
 
 
 def _failed(lines: Sequence[Mapping[str, Any]]) -> float:

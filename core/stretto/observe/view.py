@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -17,9 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.base import clock
+from stretto.bus.messages.events import Evaluation
 from stretto.errors import StrettoError, printable
+from stretto.kernel.schedule.health import held_out
 from stretto.records.figures import FIGURES, describe_waits, duration_text
-from stretto.records.metrics import ACCURACY
 from stretto.records.status import Status, WorkerStatus
 
 _MOST_ROWS = 8
@@ -127,8 +129,8 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "evaluating", text
     for evaluation in status.evaluations[-3:]:
         best = "   best so far" if evaluation == status.best and len(status.evaluations) > 1 else ""
-        text = f"{_accuracy(evaluation.accuracy)} (version {evaluation.version}){best}"
-        yield FIGURES[ACCURACY].label, text
+        text = f"{_score(evaluation.score)} (version {evaluation.version}){best}"
+        yield f"held-out {evaluation.measure}", text
     training = FIGURES["train_tokens_per_s"].text(newest.get("train_tokens_per_s"))
     yield "tokens/s", f"generating {status.generate_tokens_per_s:,.0f}   training {training}"
     if ledger := status.ledger:
@@ -193,15 +195,18 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
     if summary["reason"]:
         lines[0] += f": {summary['reason']}"
     lines.append(f"verdict {summary['verdict']['text']}")
-    evaluation, label = summary["evaluation"], FIGURES[ACCURACY].label
-    if evaluation:
-        points = " -> ".join(
-            f"{_accuracy(point['accuracy'])} (version {point['version']})" for point in evaluation
+    if evaluations := msgspec.convert(summary["evaluation"], list[Evaluation]):
+        scores = {each.version: each for each in held_out(evaluations)}
+        label = f"held-out {next((each.measure for each in scores.values()), 'accuracy')}"
+        versions = [each.version for each in evaluations]
+        points = (
+            f"{_score(scores[each].score if each in scores else None)} (version {each})" for each in versions
         )
-        lines.append(f"{label} {points}")
+        lines.append(f"{label} {' -> '.join(points)}")
         best = summary["best"]
         if best and best["checkpoint"]:
-            lines.append(f"best checkpoint {best['checkpoint']}, {label} {_accuracy(best['accuracy'])}")
+            score = _score(scores[best["version"]].score)
+            lines.append(f"best checkpoint {best['checkpoint']}, {label} {score}")
     ledger = summary["ledger"]
     lines.append(f"tickets {', '.join(f'{name} {count}' for name, count in ledger.items())}")
     if missing := summary["members"]["missing"]:
@@ -267,8 +272,8 @@ def _clock(moment: float) -> str:
     )
 
 
-def _accuracy(value: float | None) -> str:
-    return "none (no result)" if value is None else FIGURES[ACCURACY].text(value)
+def _score(value: float | None) -> str:
+    return "none (no result)" if value is None else f"{value:.3f}"
 
 
 def terminal() -> bool:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
+from stretto.bus.messages.events import Measure
 from stretto.records.intervals import Estimate, Z
 from stretto.records.kept.answers import KeptAnswer, by_sample
 
@@ -21,19 +22,26 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(fmean(values), ci95)
 
 
-def estimate_share(share: float, count: int) -> Estimate:
-    """Return a share of `count` answers with its interval, as if the answers were independent: the normal
-    approximation of the binomial distribution. A mean outside 0 to 1 is no share and has no interval."""
-    if count < 2 or not 0 <= share <= 1:
-        return Estimate(share, None)
-    return Estimate(share, Z * math.sqrt(share * (1 - share) / count))
+def estimate_score(score: float, count: int, deviation: float | None = None) -> Estimate:
+    """Return the mean score of `count` answers with its interval, as if the answers were independent.
+
+    Args:
+        deviation: standard deviation of the answers' scores; None for a share of the answers, whose interval
+            is the normal approximation of the binomial distribution. A mean outside 0 to 1 is no share and
+            has no interval.
+    """
+    if deviation is None and 0 <= score <= 1:
+        deviation = math.sqrt(score * (1 - score))
+    if deviation is None or count < 2:
+        return Estimate(score, None)
+    return Estimate(score, Z * deviation / math.sqrt(count))
 
 
-def row_scores(answers: Iterable[KeptAnswer]) -> dict[int, float]:
+def row_scores(answers: Iterable[KeptAnswer], measure: Measure) -> dict[int, float]:
     """Return row -> mean score of its samples."""
     rows: defaultdict[int, list[float]] = defaultdict(list)
     for answer in by_sample(answers).values():
-        rows[answer.row].append(answer.score)
+        rows[answer.row].append(answer.score(measure))
     return {row: fmean(scores) for row, scores in rows.items()}
 
 

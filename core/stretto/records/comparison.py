@@ -1,7 +1,7 @@
 """Several runs compared: their figures side by side, differences of their values, and intervals.
 
 Runs that differ only in their seed are a group, with mean and spread over the seeds. The interval of an
-accuracy is over rows if the run has kept all answers of the evaluation as samples, and otherwise that of
+score is over rows if the run has kept all answers of the evaluation as samples, and otherwise that of
 independent answers. Where two runs have kept the answers to the same rows, the difference of their last
 common evaluation is paired by row.
 """
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stretto.bus.messages.events import Measure
 from stretto.errors import ConfigError
-from stretto.records.accuracy import estimate, estimate_difference, estimate_share, row_scores
-from stretto.records.figures import RECENT_STEPS, recent
+from stretto.records.accuracy import estimate, estimate_difference, estimate_score, row_scores
+from stretto.records.figures import FIGURES, RECENT_STEPS, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate, Moments, difference_of, mean_of
 from stretto.records.kept.answers import by_sample, read_answers
-from stretto.records.metrics import ACCURACY, MAIN_FIGURES
+from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD, MAIN_FIGURES, is_figure
 
 if TYPE_CHECKING:
     from stretto.run_folder import RunFolder
@@ -38,9 +39,11 @@ _MEASURES = (
     "evaluation.rows",
     "evaluation.sampling",
 )
-"""Beginnings of keys that say what an accuracy measures."""
+"""Beginnings of keys that say what a score measures."""
 _LIMITS = frozenset({"reward.timeout_s", "reward.answer_cpu_s", "reward.answer_memory_mb"})
-"""Of these, keys that change no accuracy by themselves."""
+"""Of these, keys that change no score by themselves."""
+MIXED = "held-out score"
+"""What scores are called that are different measures."""
 _APART = _NO_DIFFERENCE | {"seed"}
 
 
@@ -48,12 +51,14 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation of a run."""
 
     version: int
-    accuracy: Estimate
+    score: Estimate
+    measure: str
+    """`held-out accuracy` or `held-out reward`; see `RunFolder.held_out`."""
     by_row: bool
     """Whether the interval is over rows. Otherwise the answers count as independent."""
 
     def __str__(self) -> str:
-        return f"{self.accuracy} (version {self.version})"
+        return f"{self.score} (version {self.version})"
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +83,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     last: Evaluated | None
     """The last evaluation."""
     best: Evaluated | None
-    """The evaluation with the highest accuracy."""
+    """The evaluation with the highest score."""
     trained: int
     not_trained: int
     """Tickets that were filtered, expired or failed."""
@@ -98,14 +103,15 @@ class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Runs that differ only in their seed."""
 
     runs: list[str]
-    accuracy: float | None
-    """Mean of the last accuracies over the runs."""
-    accuracy_sd: float | None
+    score: float | None
+    """Mean of the last scores over the runs; None if the measures of runs differ."""
+    score_sd: float | None
     """Standard deviation between the runs; None for a single run."""
     reward: float | None
     reward_sd: float | None
     difference: Estimate | None = None
-    """Accuracy less that of the first group; None for the first group, and without accuracies."""
+    """Score less that of the first group; None for the first group, without scores, and if the measures of
+    runs differ."""
     paired: int = 0
     """Number of seeds by which the difference is paired; 0 if the groups have fewer than two seeds in common,
     and their runs count as independent."""
@@ -119,10 +125,13 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Dotted key -> the value in each run, as JSON; None where a run does not have the key."""
     curves: dict[str, list[tuple[int, list[float]]]]
     """Key of `metrics.jsonl` -> equal steps, each with the mean of the last 10 steps in each run."""
-    accuracies: list[tuple[int, list[float | None]]]
-    """Versions that some run has evaluated, with the accuracy in each run."""
+    measure: str
+    """What the scores are: `held-out accuracy`, `held-out reward`, or `held-out score` if runs differ in it.
+    Scores that are not the same measure are not subtracted."""
+    scores: list[tuple[int, list[float | None]]]
+    """Versions that some run has evaluated, with the score in each run."""
     caution: str
-    """Why the accuracies of the runs are not the same measure; empty if they are."""
+    """Why the scores of the runs are not the same measure; empty if they are."""
     paired: list[Paired]
     groups: list[SeedGroup]
     """Groups of several runs; empty if no two runs differ only in their seed."""
@@ -150,15 +159,25 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
         ConfigError: if the files of a run are damaged.
     """
     figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
+    evaluated = [run for run, each in zip(runs, figures, strict=True) if each.last]
+    measure = measure_of_all(figures)
+    alike = measure != MIXED
     return Comparison(
         runs=figures,
         differences=differences([run.values() for run in runs]),
-        caution=caution([run.values() for run, each in zip(runs, figures, strict=True) if each.last]),
+        measure=measure,
+        caution=caution([run.values() for run in evaluated], alike=alike),
         curves={key: curve for key in MAIN_FIGURES if (curve := _curve(runs, key))},
-        accuracies=_accuracies(runs),
-        paired=list(_paired(runs, figures)),
-        groups=_groups(runs, figures),
+        scores=_scores(runs),
+        paired=list(_paired(runs, figures)) if alike else [],
+        groups=_groups(runs, figures, alike=alike),
     )
+
+
+def measure_of_all(runs: Iterable[RunFigures | None]) -> str:
+    """Return what the held-out scores of runs are; `MIXED` if these are different measures."""
+    measures = {run.last.measure for run in runs if run is not None and run.last is not None}
+    return MIXED if len(measures) > 1 else next(iter(measures), FIGURES[ACCURACY].label)
 
 
 def run_figures(run: RunFolder, label: str) -> RunFigures:
@@ -172,8 +191,8 @@ def run_figures(run: RunFolder, label: str) -> RunFigures:
     """
     last = run.steps[-1] if run.steps else {}
     ledger: Mapping[str, int] = last.get("ledger", {})
-    evaluated = [line for line in run.evaluations if line[ACCURACY] is not None]
-    best = max(evaluated, key=lambda line: line[ACCURACY], default=None)
+    evaluated = [line for line in run.evaluations if is_figure(line.get(run.held_out))]
+    best = max(evaluated, key=lambda line: line[run.held_out], default=None)
     return RunFigures(
         label=label,
         folder=str(run.folder),
@@ -202,10 +221,16 @@ def _evaluated(run: RunFolder, line: Mapping[str, Any]) -> Evaluated:
     answers = read_answers(run.samples, line["step"])
     all_kept = len(by_sample(answers)) == line["evaluation/samples"] > 0
     if all_kept:
-        accuracy = estimate(list(row_scores(answers).values()))
+        score = estimate(list(row_scores(answers, _measure(run)).values()))
     else:
-        accuracy = estimate_share(line[ACCURACY], line["evaluation/samples"])
-    return Evaluated(version=line["step"], accuracy=accuracy, by_row=all_kept)
+        deviation = line["evaluation/reward_std"] if run.held_out == HELD_OUT_REWARD else None
+        score = estimate_score(line[run.held_out], line["evaluation/samples"], deviation)
+    measure = FIGURES[run.held_out].label
+    return Evaluated(version=line["step"], score=score, measure=measure, by_row=all_kept)
+
+
+def _measure(run: RunFolder) -> Measure:
+    return "accuracy" if run.held_out == ACCURACY else "reward"
 
 
 def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
@@ -223,17 +248,19 @@ def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | Non
     }
 
 
-def caution(values: Sequence[Mapping[str, str]]) -> str:
-    """Return why the accuracies of runs are not the same measure; empty if they are.
+def caution(values: Sequence[Mapping[str, str]], *, alike: bool) -> str:
+    """Return why the scores of runs are not the same measure; empty if they are.
 
     Args:
-        values: the values of each run that has an accuracy (see `RunFolder.values`).
+        values: the values of each run that has an evaluation (see `RunFolder.values`).
+        alike: whether all are accuracies, or all are rewards.
     """
-    keys = differences(values)
-    measures = [key for key in keys if key.startswith(_MEASURES) and key not in _LIMITS]
-    if not measures:
+    if not alike:
+        return "some runs have a held-out accuracy, others only a held-out reward: no difference is taken"
+    keys = [key for key in differences(values) if key.startswith(_MEASURES) and key not in _LIMITS]
+    if not keys:
         return ""
-    return f"the runs differ in {', '.join(measures)}: their accuracies are not the same measure"
+    return f"the runs differ in {', '.join(keys)}: their held-out scores are not the same measure"
 
 
 def setting(values: Mapping[str, str]) -> str:
@@ -256,8 +283,8 @@ def _mean_until(series: Mapping[int, float], step: int) -> float:
     return fmean(series[each] for each in range(step - RECENT_STEPS + 1, step + 1) if each in series)
 
 
-def _accuracies(runs: Sequence[RunFolder]) -> list[tuple[int, list[float | None]]]:
-    series = [dict(run.series(ACCURACY)) for run in runs]
+def _scores(runs: Sequence[RunFolder]) -> list[tuple[int, list[float | None]]]:
+    series = [dict(run.series(run.held_out)) for run in runs]
     versions = sorted({version for each in series for version in each})
     return [(version, [each.get(version) for each in series]) for version in versions]
 
@@ -266,11 +293,13 @@ def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterabl
     """Yield the paired difference of each run to the first one, in their last common evaluation."""
     first, *others = runs
     for number, run in enumerate(others, 1):
-        versions = {version for version, _ in first.series(ACCURACY)}
-        common = [version for version, _ in run.series(ACCURACY) if version in versions]
+        versions = {version for version, _ in first.series(first.held_out)}
+        common = [version for version, _ in run.series(run.held_out) if version in versions]
         if not common or not _same_rows(first, run):
             continue
-        one, other = (row_scores(read_answers(each.samples, common[-1])) for each in (first, run))
+        one, other = (
+            row_scores(read_answers(each.samples, common[-1]), _measure(each)) for each in (first, run)
+        )
         difference = estimate_difference(one, other)
         if difference is not None:
             yield Paired(
@@ -298,22 +327,27 @@ def _fingerprint(run: RunFolder) -> str | None:
         raise ConfigError(f"{file} does not hold the fingerprints of datasets: {error}") from error
 
 
-def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> list[SeedGroup]:
+def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures], *, alike: bool) -> list[SeedGroup]:
+    """Return the groups of several runs.
+
+    Args:
+        alike: whether the scores of all runs are the same measure.
+    """
     settings: dict[str, list[RunFigures]] = {}
     for run, each in zip(runs, figures, strict=True):
         settings.setdefault(setting(run.values()), []).append(each)
     groups = [members for members in settings.values() if len(members) > 1]
-    return [_group(members, groups[0]) for members in groups]
+    return [_group(members, groups[0], alike=alike) for members in groups]
 
 
-def _group(members: Sequence[RunFigures], first: Sequence[RunFigures]) -> SeedGroup:
-    accuracies = [accuracy for _, accuracy in _last_accuracies(members)]
+def _group(members: Sequence[RunFigures], first: Sequence[RunFigures], *, alike: bool) -> SeedGroup:
+    scores = [score for _, score in _last_scores(members)] if alike else []
     rewards = [each.reward for each in members if each.reward is not None]
-    difference, paired = (None, 0) if members is first else _difference(members, first)
+    difference, paired = (None, 0) if members is first or not alike else _difference(members, first)
     return SeedGroup(
         runs=[each.label for each in members],
-        accuracy=fmean(accuracies) if accuracies else None,
-        accuracy_sd=stdev(accuracies) if len(accuracies) > 1 else None,
+        score=fmean(scores) if scores else None,
+        score_sd=stdev(scores) if len(scores) > 1 else None,
         reward=fmean(rewards) if rewards else None,
         reward_sd=stdev(rewards) if len(rewards) > 1 else None,
         difference=difference,
@@ -321,18 +355,18 @@ def _group(members: Sequence[RunFigures], first: Sequence[RunFigures]) -> SeedGr
     )
 
 
-def _last_accuracies(members: Iterable[RunFigures]) -> list[tuple[int | None, float]]:
-    """Return (seed, last accuracy) of the runs that have one. Several runs may have the same seed."""
-    return [(each.seed, each.last.accuracy.mean) for each in members if each.last is not None]
+def _last_scores(members: Iterable[RunFigures]) -> list[tuple[int | None, float]]:
+    """Return (seed, last score) of the runs that have one. Several runs may have the same seed."""
+    return [(each.seed, each.last.score.mean) for each in members if each.last is not None]
 
 
 def _difference(members: Sequence[RunFigures], first: Sequence[RunFigures]) -> tuple[Estimate | None, int]:
-    """Return the difference of the last accuracies of two groups, and the number of seeds that pair it."""
-    ours, theirs = _last_accuracies(members), _last_accuracies(first)
+    """Return the difference of the last scores of two groups, and the number of seeds that pair it."""
+    ours, theirs = _last_scores(members), _last_scores(first)
     if not ours or not theirs:
         return None, 0
     one, other = dict(ours), dict(theirs)
     common = sorted(one.keys() & other.keys(), key=str)
     if len(common) > 1:
         return mean_of(Moments.of(one[seed] - other[seed] for seed in common)), len(common)
-    return difference_of(*(Moments.of(accuracy for _, accuracy in each) for each in (ours, theirs))), 0
+    return difference_of(*(Moments.of(score for _, score in each) for each in (ours, theirs))), 0

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from stretto.bus.messages.events import CAUSES
-from stretto.records.metrics import ACCURACY, is_figure
+from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD, is_figure
 
 RECENT_STEPS = 10
 """A figure of a run, such as its reward, is the mean over this many newest steps: one step is noise."""
@@ -121,6 +121,18 @@ _AFTER_SWAP = "where this step's version continued an older version's answer"
 FIGURES: Mapping[str, Figure] = {
     "reward": Figure("reward", "Mean reward of the batch", form=".3f"),
     ACCURACY: Figure("held-out accuracy", "Mean accuracy of the answers to held-out rows", form=".3f"),
+    HELD_OUT_REWARD: Figure("held-out reward", "Mean reward of the answers to held-out rows", form=".3f"),
+    "evaluation/reward_std": Figure(
+        "spread, held out", "Standard deviation of the rewards of these answers", form=".3f"
+    ),
+    "evaluation/some_accuracy": Figure(
+        "accuracy of some",
+        "Mean accuracy of the held-out answers that have one; others have none",
+        form=".3f",
+    ),
+    "evaluation/some_accuracy_answers": Figure(
+        "answers with accuracy", "Held-out answers that have an accuracy, where others have none", form=".0f"
+    ),
     "evaluation/samples": Figure("held-out answers", "Answers of the evaluation", form=".0f"),
     "evaluation/failed": Figure("failed rows", "Rows of the evaluation without a result", form=".0f"),
     "reward_std": Figure("reward spread", "Standard deviation of the rewards of single answers", form=".3f"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard, cast
 
@@ -15,7 +15,11 @@ from stretto.records.files import open_record
 
 METRICS = "metrics.jsonl"
 ACCURACY = "evaluation/accuracy"
-"""Key of the accuracy in the line of an evaluation; null if no row had a result."""
+"""Key of the accuracy in the line of an evaluation; null if some answer had none, or no row had a result."""
+HELD_OUT_REWARD = "evaluation/reward"
+"""Key of the mean reward in the line of an evaluation."""
+HELD_OUT = (ACCURACY, HELD_OUT_REWARD)
+"""Keys of which a run is judged by one; see `held_out_key`."""
 MAIN_FIGURES = ("reward", "loss", "entropy", "grad_norm")
 """Keys of the figures that plots, comparisons and the live view show of every run that has them."""
 
@@ -54,6 +58,18 @@ def parse_line(text: bytes) -> dict[str, Any] | str:
 def is_evaluation(line: Mapping[str, Any]) -> bool:
     """Return whether a line belongs to an evaluation, and not to a step."""
     return "evaluation/samples" in line
+
+
+def held_out_key(evaluations: Iterable[Mapping[str, Any]]) -> str:
+    """Return the key by which the evaluations of a run are judged: that of the accuracy, if all that have a
+    result have an accuracy; otherwise that of the reward. The kernel's rule is
+    `stretto.kernel.schedule.health.held_out`.
+
+    Args:
+        evaluations: their lines.
+    """
+    known = [line for line in evaluations if any(is_figure(line.get(key)) for key in HELD_OUT)]
+    return ACCURACY if all(is_figure(line.get(ACCURACY)) for line in known) else HELD_OUT_REWARD
 
 
 def is_figure(value: Any) -> TypeGuard[float]:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from stretto.bus.messages.events import Measure
 from stretto.errors import ConfigError
 from stretto.records.files import read_record
 
@@ -54,8 +55,10 @@ class EvaluationStatus(msgspec.Struct, frozen=True):
     """A complete evaluation."""
 
     version: Count
-    accuracy: float | None
-    """None if no row had a result."""
+    score: float | None
+    """Mean accuracy or reward of the answers, as `measure` says; None if no row had a result."""
+    measure: Measure
+    """`accuracy` if all answers of all evaluations have one, otherwise `reward`."""
     samples: Count
     failed: Count
 

@@ -140,8 +140,18 @@ class EvaluationSpan(_Event, frozen=True, tag="evaluation"):
     """When its first ticket was issued."""
     version: int
     accuracy: float | None
+    """None if some answer had none."""
     samples: int
     failed: int
+    reward: float | None = None
+    """Mean reward; None if no row had a result."""
+
+    @property
+    def score(self) -> str:
+        """The accuracy as text; the reward if there is none."""
+        if self.accuracy is not None:
+            return f"accuracy {self.accuracy:.4f}"
+        return "no result" if self.reward is None else f"reward {self.reward:.4f}"
 
 
 class StepSpan(_Event, frozen=True, tag="step"):

@@ -111,6 +111,7 @@ class _Drawing:
             facts = {
                 "version": each.version,
                 "accuracy": each.accuracy,
+                "reward": each.reward,
                 "samples": each.samples,
                 "failed": each.failed,
             }

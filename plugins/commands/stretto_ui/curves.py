@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from stretto.charts import Numbers, thin
-from stretto.run_folder import ACCURACY, estimate_share, is_figure
+from stretto.run_folder import HELD_OUT, estimate_score, is_figure
 
 
 class ShownCurve(msgspec.Struct):
@@ -27,8 +27,8 @@ class ShownCurve(msgspec.Struct):
     total: int
     """Number of points in the window before any was left out."""
     ci95: list[float | None]
-    """For accuracies of one run, half the width of each 95 % interval, as if answers were independent; else
-    empty."""
+    """For held-out scores of one run, half the width of each 95 % interval, as if answers were independent;
+    else empty."""
     sd: list[float]
     """Of several runs: the standard deviation between them at each point of `smooth_y`, or without smoothing
     of `y`."""
@@ -66,7 +66,7 @@ def curve(
     if len(sd):
         at = np.searchsorted(xs, smooth_shown[0] if smoothing else shown[0])
         sd = (smooth(sd, smoothing) if smoothing else sd)[at]
-    ci95 = _intervals(runs[0], x, shown[0]) if key == ACCURACY and len(runs) == 1 else []
+    ci95 = _intervals(runs[0], x, key, shown[0]) if key in HELD_OUT and len(runs) == 1 else []
     return ShownCurve(*shown, *smooth_shown, total=len(xs[window]), ci95=ci95, sd=sd.tolist())
 
 
@@ -79,12 +79,18 @@ def _shown(xs: Numbers, ys: Numbers, points: int) -> tuple[list[float], list[flo
     return shown_x.tolist(), shown_y.tolist()
 
 
-def _intervals(lines: Sequence[dict[str, Any]], x: str, shown: Sequence[float]) -> list[float | None]:
-    """Return half the width of the 95 % interval of each shown accuracy."""
+def _intervals(
+    lines: Sequence[dict[str, Any]], x: str, key: str, shown: Sequence[float]
+) -> list[float | None]:
+    """Return half the width of the 95 % interval of each shown score."""
     known = {
-        line[x]: estimate_share(line[ACCURACY], line["evaluation/samples"]).ci95
+        line[x]: estimate_score(
+            line[key],
+            line["evaluation/samples"],
+            None if key == HELD_OUT[0] else line.get("evaluation/reward_std"),
+        ).ci95
         for line in lines
-        if _has(line, x, ACCURACY, "evaluation/samples")
+        if _has(line, x, key, "evaluation/samples")
     }
     return [known.get(each) for each in shown]
 

@@ -171,9 +171,8 @@ def _spans(events: Iterable[Event]) -> dict[tuple[LaneKind, str], list[LaneSpan]
     for event in events:
         match event:
             case EvaluationSpan():
-                accuracy = "no result" if event.accuracy is None else f"accuracy {event.accuracy:.4f}"
                 counts = f"{event.samples} samples, {event.failed} failed"
-                text = f"evaluation of version {event.version}: {accuracy}, {counts}"
+                text = f"evaluation of version {event.version}: {event.score}, {counts}"
                 span = LaneSpan(event.start, event.time, "evaluation", text)
                 spans["evaluations", "evaluation"].append(span)
             case CallSpan():

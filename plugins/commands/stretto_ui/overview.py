@@ -46,6 +46,7 @@ def overview(record: RunFolder) -> dict[str, Any]:
         "recent": {key: _mean(steps[-RECENT_STEPS:], key) for key in _MEANS},
         "change": change([value for _, value in record.series("reward")]),
         "evaluations": record.evaluations,
+        "held_out": record.held_out,
         "not_trained": _not_trained(steps),
         "status": None if status is None else msgspec.to_builtins(status),
         "standstill": "" if fault else record.standstill,

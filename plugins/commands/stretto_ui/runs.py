@@ -15,7 +15,6 @@ from typing import Any
 from stretto.charts import recent
 from stretto.errors import ConfigError
 from stretto.run_folder import (
-    ACCURACY,
     RunFolder,
     caution,
     differences,
@@ -152,7 +151,7 @@ def _here() -> list[RunFolder]:
 
 
 def differing(runs: Sequence[ListedRun], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys whose values differ between runs, with the value in each run, and why their accuracies
+    """Return the keys whose values differ between runs, with the value in each run, and why their scores
     are not the same measure. First comes the key by which most runs differ from the others.
 
     Args:
@@ -161,15 +160,18 @@ def differing(runs: Sequence[ListedRun], rows: Sequence[Mapping[str, Any]]) -> d
     found = differences([run.values for run in runs])
     unlike = {key: len(values) - Counter(values).most_common(1)[0][1] for key, values in found.items()}
     first = {key: found[key] for key in sorted(found, key=lambda key: -unlike[key])[:_MOST_KEYS]}
-    measured = [run.values for run, row in zip(runs, rows, strict=True) if row["accuracy"] is not None]
-    return {"differing": first, "caution": caution(measured)}
+    measured = [
+        (run.values, row["measure"]) for run, row in zip(runs, rows, strict=True) if row["score"] is not None
+    ]
+    alike = len({measure for _, measure in measured}) < 2
+    return {"differing": first, "caution": caution([values for values, _ in measured], alike=alike)}
 
 
 def _row(record: RunFolder) -> dict[str, Any]:
     steps = record.steps
     last = steps[-1] if steps else {}
     rewards = record.series("reward")
-    accuracies = [value for _, value in record.series(ACCURACY)]
+    scores = [value for _, value in record.series(record.held_out)]
     ledger = last.get("ledger", {})
     return {
         "name": record.name,
@@ -181,8 +183,9 @@ def _row(record: RunFolder) -> dict[str, Any]:
         "total": record.config.get("steps", 0),
         "reward": recent([value for _, value in rewards]),
         "curve": rewards[:: max(1, len(rewards) // _CURVE)],
-        "accuracy": accuracies[-1] if accuracies else None,
-        "best": max(accuracies, default=None),
+        "score": scores[-1] if scores else None,
+        "measure": record.held_out,
+        "best": max(scores, default=None),
         "wall_s": record.wall_s,
         "started": record.started,
         "changed": max(state.st_mtime for state in _states(record.folder)),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.table import Table
 
 from stretto.charts import FIGURES, duration_text, figure
-from stretto.run_folder import ACCURACY, Comparison, Estimate, RunFigures, SeedGroup
+from stretto.run_folder import HELD_OUT, Comparison, Estimate, SeedGroup
 from stretto_views.tables import add_row, figure_table
+
+_SCORE = FIGURES[HELD_OUT[0]]
+"""The digits of scores and rewards."""
 
 
 def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
     """Return the comparison as tables, each with its title."""
-    runs, accuracy = comparison.runs, FIGURES[ACCURACY]
+    runs = comparison.runs
     tables: list[tuple[str, Table]] = []
     if comparison.differences:
         table = figure_table("key", *(run.label for run in runs))
@@ -24,59 +27,59 @@ def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
         table = figure_table("run", "minus", "version", "rows", "difference, paired by row")
         for each in comparison.paired:
             add_row(table, each.run, each.minus, str(each.version), str(each.rows), _signed(each.difference))
-        tables.append((f"differences of {accuracy.label}", table))
-    tables += [_seeds_table(group, comparison.groups[0]) for group in comparison.groups]
-    tables.append(("figures (of steps: means of the last 10)", _figures_table(runs)))
+        tables.append((f"differences of {comparison.measure}", table))
+    tables += [_seeds_table(group, comparison) for group in comparison.groups]
+    tables.append(("figures (of steps: means of the last 10)", _figures_table(comparison)))
     for key, curve in comparison.curves.items():
         table = figure_table("step", *(run.label for run in runs))
         for step, values in curve:
             add_row(table, str(step), *map(figure(key).text, values))
         tables.append((f"{figure(key).name} at equal steps (means of 10)", table))
-    if comparison.accuracies:
+    if comparison.scores:
         table = figure_table("version", *(run.label for run in runs))
-        for version, values in comparison.accuracies:
-            add_row(table, str(version), *map(accuracy.text, values))
-        tables.append((accuracy.label, table))
+        for version, values in comparison.scores:
+            add_row(table, str(version), *map(_SCORE.text, values))
+        tables.append((comparison.measure, table))
     return tables
 
 
-def _seeds_table(group: SeedGroup, first: SeedGroup) -> tuple[str, Table]:
-    accuracy, table = FIGURES[ACCURACY], figure_table("figure", "mean over runs", "standard deviation")
-    for shown, mean, spread in (
-        (accuracy, group.accuracy, group.accuracy_sd),
-        (FIGURES["reward"], group.reward, group.reward_sd),
+def _seeds_table(group: SeedGroup, comparison: Comparison) -> tuple[str, Table]:
+    table = figure_table("figure", "mean over runs", "standard deviation")
+    for label, mean, spread in (
+        (comparison.measure, group.score, group.score_sd),
+        (FIGURES["reward"].label, group.reward, group.reward_sd),
     ):
         if mean is not None:
-            add_row(table, shown.label, shown.text(mean), shown.text(spread))
+            add_row(table, label, _SCORE.text(mean), _SCORE.text(spread))
     if group.difference is not None:
         paired = f"paired by {group.paired} seeds" if group.paired else "seeds not paired"
-        minus = f"{accuracy.label} minus {', '.join(first.runs)}"
+        minus = f"{comparison.measure} minus {', '.join(comparison.groups[0].runs)}"
         add_row(table, f"{minus} ({paired})", _signed(group.difference), "")
     return f"{len(group.runs)} runs that differ in their seed: {', '.join(group.runs)}", table
 
 
-def _figures_table(runs: Sequence[RunFigures]) -> Table:
-    table = figure_table("figure", *(run.label for run in runs))
-    for name, values in figure_rows(runs).items():
+def _figures_table(comparison: Comparison) -> Table:
+    table = figure_table("figure", *(run.label for run in comparison.runs))
+    for name, values in figure_rows(comparison).items():
         add_row(table, name, *values)
     return table
 
 
-def figure_rows(runs: Sequence[RunFigures]) -> dict[str, Iterable[str]]:
+def figure_rows(comparison: Comparison) -> dict[str, Iterable[str]]:
     """Return the figures of each run as texts, by the name of their row."""
+    runs, measure = comparison.runs, comparison.measure
 
     def of(key: str, values: Iterable[float | None]) -> tuple[str, Iterable[str]]:
         return figure(key).name, map(figure(key).text, values)
 
-    accuracy = FIGURES[ACCURACY].label
     return dict(
         [
             ("state", (run.state for run in runs)),
             ("seed", (str(run.seed) for run in runs)),
             ("steps", (str(run.steps) for run in runs)),
             of("reward", (run.reward for run in runs)),
-            (accuracy, (text_of(run.last) for run in runs)),
-            (f"best {accuracy}", (text_of(run.best) for run in runs)),
+            (measure, (text_of(run.last) for run in runs)),
+            (f"best {measure}", (text_of(run.best) for run in runs)),
             of("length", (run.length for run in runs)),
             of("staleness", (run.staleness for run in runs)),
             of("step_s", (run.step_s for run in runs)),

@@ -1,6 +1,6 @@
 """`stretto plot`: curves of runs in the terminal, or as an SVG file.
 
-One panel for each key, all runs over each other. Held-out accuracies are points in the panel of the reward,
+One panel for each key, all runs over each other. Held-out scores are points in the panel of the reward,
 and in a panel of their own where a run has no reward.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.charts import COLOURS, FIGURES, Panel, RunCurve, chart_file, figure, panels_of, thin_points
+from stretto.charts import COLOURS, Panel, RunCurve, chart_file, figure, panels_of, thin_points
 from stretto.errors import ConfigError, offer, printable
-from stretto.run_folder import ACCURACY, MAIN_FIGURES, RunFolder
+from stretto.run_folder import MAIN_FIGURES, RunFolder
 
 _MOST_POINTS = 4000
 _LINES_HIGH = 16
@@ -87,12 +87,12 @@ def _draw_text(plotext: Any, panel: Panel, width: int, coloured: bool) -> str:
 
 def _head(curve: RunCurve, key: str, letter: str, colour: int | None) -> str:
     """Return the line above a plot that names a run, with its newest figures."""
-    shown, accuracy, parts = figure(key), FIGURES[ACCURACY], list[str]()
+    shown, parts = figure(key), list[str]()
     if curve.line:
         parts.append(f"{shown.label} {shown.text(curve.line[-1][1])} at step {curve.line[-1][0]}")
     if curve.points:
         version, value = curve.points[-1]
-        parts.append(f"● {accuracy.label} {accuracy.text(value)} at version {version}")
+        parts.append(f"● {curve.measure} {value:.3f} at version {version}")
     sign = "" if colour is not None or not letter else f"{letter}  "
     text = printable(f"{sign}{curve.label}: {', '.join(parts)}")
     return text if colour is None else f"\x1b[38;5;{colour}m{text}\x1b[0m"

@@ -31,7 +31,7 @@ from stretto.charts import (
 )
 from stretto.errors import ConfigError, printable
 from stretto.run_folder import (
-    ACCURACY,
+    HELD_OUT,
     CallSpan,
     Comparison,
     EvaluationSpan,
@@ -122,12 +122,12 @@ def _legend(labels: Sequence[str]) -> str:
 
 
 def _summary(comparison: Comparison) -> str:
-    runs, accuracy = comparison.runs, FIGURES[ACCURACY]
+    runs, score = comparison.runs, FIGURES[HELD_OUT[0]]
     left_out = {figure("length").name, figure("staleness").name, "tickets trained", "tickets not trained"}
     texts: dict[str, Iterable[str]] = {
         "run": (run.label for run in runs),
         "verdict": (run.verdict for run in runs),
-        **{name: cells for name, cells in figure_rows(runs).items() if name not in left_out},
+        **{name: cells for name, cells in figure_rows(comparison).items() if name not in left_out},
         "folder": (run.folder for run in runs),
     }
     rows = (
@@ -136,8 +136,8 @@ def _summary(comparison: Comparison) -> str:
     )
     groups = "".join(
         f"<p>{len(group.runs)} runs that differ in their seed: {safe(', '.join(group.runs))}: "
-        f"{accuracy.label} {accuracy.text(group.accuracy)}, "
-        f"standard deviation {accuracy.text(group.accuracy_sd)}</p>"
+        f"{comparison.measure} {score.text(group.score)}, "
+        f"standard deviation {score.text(group.score_sd)}</p>"
         for group in comparison.groups
     )
     means = '<p class="dim">Figures of steps are means of the last 10.</p>'
@@ -157,7 +157,7 @@ def _evaluations(comparison: Comparison) -> str:
     if not any(run.last for run in comparison.runs):
         return ""
     labels = [run.label for run in comparison.runs]
-    rows = ((str(version), *map(FIGURES[ACCURACY].text, values)) for version, values in comparison.accuracies)
+    rows = ((str(version), *map(FIGURES[HELD_OUT[0]].text, values)) for version, values in comparison.scores)
     table = _table(("version", *labels), rows, "n")
     caution = f"<p>Caution: {safe(comparison.caution)}.</p>" if comparison.caution else ""
     paired = caution + "".join(

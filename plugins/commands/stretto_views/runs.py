@@ -11,7 +11,7 @@ from rich.table import Table
 
 from stretto.charts import FIGURES, duration_text
 from stretto.errors import ConfigError, printable
-from stretto.run_folder import ACCURACY, RunFolder, find_runs
+from stretto.run_folder import HELD_OUT, RunFolder, find_runs
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,10 +24,12 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None = None
     reward: float | None = None
     """Mean reward of the newest 10 steps."""
-    accuracy: float | None = None
-    """Held-out accuracy of the newest evaluation."""
+    score: float | None = None
+    """Held-out score of the newest evaluation."""
+    measure: str = "accuracy"
+    """What the scores are: `accuracy` or `reward`."""
     best: float | None = None
-    """The highest held-out accuracy."""
+    """The highest held-out score."""
     started: float
     """Unix time of the run's first start."""
     duration_s: float | None = None
@@ -59,8 +61,9 @@ def _row(run: RunFolder) -> RunRow:
             step=status.version,
             steps=status.steps,
             reward=status.recent.get("reward"),
-            accuracy=newest.accuracy if newest else None,
-            best=status.best.accuracy if status.best else None,
+            score=newest.score if newest else None,
+            measure=newest.measure if newest else "accuracy",
+            best=status.best.score if status.best else None,
             started=run.started,
             duration_s=run.wall_s,
             folder=folder,
@@ -74,8 +77,11 @@ def _row(run: RunFolder) -> RunRow:
 def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
     """Return the table of runs. Folders are relative to `root`."""
     table = Table(box=None, pad_edge=False)
-    reward, accuracy = FIGURES["reward"], FIGURES[ACCURACY]
-    numbers = ("step", reward.label, accuracy.label, "best", "duration")
+    reward, score = FIGURES["reward"], FIGURES[HELD_OUT[0]]
+    measures = {row.measure for row in rows if row.score is not None}
+    alike = len(measures) < 2
+    held_out = f"held-out {min(measures, default='accuracy')}" if alike else "held out"
+    numbers = ("step", reward.label, held_out, "best", "duration")
     for column in ("name", "state", *numbers[:-1], "started", "duration", "folder"):
         table.add_column(
             column,
@@ -85,7 +91,8 @@ def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
         )
     for row in rows:
         step = "-" if row.step is None else f"{row.step}/{row.steps}"
-        figures = (reward.text(row.reward), accuracy.text(row.accuracy), accuracy.text(row.best))
+        said = "" if alike or row.score is None else f"{row.measure} "
+        figures = (reward.text(row.reward), said + score.text(row.score), score.text(row.best))
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
         duration = duration_text(row.duration_s)
         folder = f"{Path(row.folder).relative_to(root)}{f': {row.fault}' if row.fault else ''}"

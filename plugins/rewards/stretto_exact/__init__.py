@@ -1,4 +1,4 @@
-"""Reward `exact`: 1 if the answer is exactly the row's expected text, else 0."""
+"""Reward `exact`: 1 if the answer is exactly the row's expected text, else 0. It is the accuracy, too."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ class ExactConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
     decimals is right with and without them: 5.0 and 5."""
 
 
-def make(config: ExactConfig, context: Context) -> Callable[..., float]:
+def make(config: ExactConfig, context: Context) -> Callable[..., dict[str, float]]:
     """Return the scoring function."""
     del context
 
-    def exact(prompt: Any, completion: str, **columns: Any) -> float:
+    def exact(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
         if fault := check_row(config, columns):
             raise ValueError(fault)
-        return float(completion.strip() in _expected(columns[config.column]))
+        right = float(completion.strip() in _expected(columns[config.column]))
+        return {"reward": right, "accuracy": right}
 
     return exact
 

@@ -1,4 +1,5 @@
-"""Reward `math`: 1 if the last result that an answer states is the row's expected one, else 0.
+"""Reward `math`: 1 if the last result that an answer states is the row's expected one, else 0. It is the
+accuracy, too.
 
 Values are compared exactly where possible, else by math-verify and SymPy; letters of a multiple choice and
 words are compared as text.
@@ -35,7 +36,7 @@ _COMMON_LATEX = (
 )  # fmt: skip
 
 
-def make(config: MathConfig, context: Context) -> Callable[..., float]:
+def make(config: MathConfig, context: Context) -> Callable[..., dict[str, float]]:
     """Return the scoring function."""
     del context
     import logging
@@ -50,14 +51,15 @@ def make(config: MathConfig, context: Context) -> Callable[..., float]:
         equal(read(latex), read("1 + " + latex))
     gold_of = lru_cache(16)(read_gold)
 
-    def math(prompt: Any, completion: str, **columns: Any) -> float:
+    def math(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
         expected = str(columns[config.column])
         try:
             gold = gold_of(expected)
         except ValueError as error:
             row = f" of row {columns['id']!r}" if "id" in columns else ""
             raise ValueError(f"{_fault(config, expected, error)}{row}") from error
-        return float(is_right(gold, columns.get("prompt_opened", "") + completion))
+        right = float(is_right(gold, columns.get("prompt_opened", "") + completion))
+        return {"reward": right, "accuracy": right}
 
     return math
 

@@ -37,7 +37,7 @@ class RegexConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
             )
 
 
-def make(config: RegexConfig, context: Context) -> Callable[..., float]:
+def make(config: RegexConfig, context: Context) -> Callable[..., dict[str, float]]:
     """Return the scoring function."""
     del context
     pattern = re.compile(config.pattern, re.DOTALL | (re.IGNORECASE if config.ignore_case else 0))
@@ -45,9 +45,10 @@ def make(config: RegexConfig, context: Context) -> Callable[..., float]:
     def plain(text: str) -> str:
         return text.strip().casefold() if config.ignore_case else text.strip()
 
-    def finds(prompt: Any, completion: str, **columns: Any) -> float:
+    def finds(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
         found = pattern.findall(columns.get("prompt_opened", "") + completion)
-        return float(bool(found) and plain(found[-1]) == plain(str(columns[config.column])))
+        right = float(bool(found) and plain(found[-1]) == plain(str(columns[config.column])))
+        return {"reward": right, "accuracy": right}
 
     return finds
 

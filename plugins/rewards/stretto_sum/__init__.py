@@ -19,8 +19,8 @@ class SumConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Section of the reward `sum`.
 
     The metrics have the reward of each part under its name, before the weight, and its other metrics as
-    `part/metric`. The first part is the main one: its `accuracy`, or its reward if it has none, is the
-    accuracy of the sum, so evaluations judge the content and not the form. A part that gives None for an
+    `part/metric`. The first part is the main one: if it has an `accuracy`, that is the accuracy of the sum,
+    so evaluations judge the content and not the form. A part that gives None for an
     answer does not count for it; an answer for which all parts give None is missing.
     """
 
@@ -62,7 +62,9 @@ def make(config: SumConfig, context: Context, parts: Mapping[str, Callable[..., 
     ) -> list[dict[str, float | None]]:
         scores = {name: _scores_of(name, part, row, texts, each) for name, part in parts.items()}
         return [
-            _summed({name: score for name in parts if (score := scores[name][index])}, weights)
+            _summed(
+                {name: score for name in parts if (score := scores[name][index])}, weights, next(iter(parts))
+            )
             for index in range(len(texts))
         ]
 
@@ -93,17 +95,16 @@ def _scores_of(
 
 
 def _summed(
-    scores: Mapping[str, tuple[float, Mapping[str, float]]], weights: Mapping[str, float]
+    scores: Mapping[str, tuple[float, Mapping[str, float]]], weights: Mapping[str, float], main: str
 ) -> dict[str, float | None]:
     """Return the reward and the metrics of one answer, from the reward and the metrics of each part that has
-    one for it."""
+    one for it. `main` is the name of the first part."""
     if not scores:
         return {"reward": None}
-    main = next(iter(scores))
-    reward, metrics = scores[main]
+    _, of_main = scores.get(main, (0.0, {}))
     return {
         "reward": sum(weights[name] * value for name, (value, _) in scores.items()),
-        "accuracy": metrics.get("accuracy", reward),
+        **({"accuracy": of_main["accuracy"]} if "accuracy" in of_main else {}),
         **{name: value for name, (value, _) in scores.items()},
         **{f"{name}/{key}": value for name, (_, own) in scores.items() for key, value in own.items()},
     }

@@ -213,20 +213,32 @@ class RowsDrawn(Message, frozen=True):
     """(ticket, row). A dataset made of several has their rows one after the other."""
 
 
+Measure = Literal["accuracy", "reward"]
+"""What a held-out score is."""
+
+
 class Evaluation(msgspec.Struct, frozen=True):
     """Result of one held-out evaluation."""
 
     version: int
     """Version of the weights that sampled every token of the evaluation."""
     accuracy: float | None
-    """Mean of the samples' `accuracy` metric. A sample without this metric counts with its reward. None if no
-    row has a result."""
+    """Mean of the samples' `accuracy` metric; None if some sample has none."""
     samples: int
     """Number of samples with a result."""
     failed: int
     """Number of rows without a result."""
     sources: dict[str, float] = msgspec.field(default_factory=dict)
-    """Accuracy on the rows of each source, if the dataset is made of several."""
+    """On the rows of each source, if the dataset is made of several: the accuracy, or the reward if there is
+    no accuracy."""
+    reward: float | None = None
+    """Mean reward of the samples; None if no row has a result."""
+    reward_std: float = 0.0
+    """Standard deviation of the samples' rewards."""
+    some_accuracy: float | None = None
+    """Mean of the `accuracy` metric of the samples that have it, if others have not."""
+    some_accuracy_answers: int = 0
+    """Number of these samples."""
 
 
 class EvaluationEnded(Message, frozen=True):

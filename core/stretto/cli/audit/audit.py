@@ -39,6 +39,7 @@ from stretto.errors import ConfigError, RunError
 from stretto.kernel.durable.changes import values_file
 from stretto.process.replay import RecordedBatch
 from stretto.records.document import read_document
+from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD
 from stretto.run_folder import RunFolder
 
 _RETIRED = ("filtered", "expired", "failed")
@@ -584,13 +585,14 @@ class _Checker:
                 violations.append(f"evaluation ticket {name} has tokens of versions {_ranges(versions)}")
         recomputed: set[int] = set()
         for result in results.values():
-            samples, accuracy = _result_of(groups[result.version])
-            if accuracy is None or (samples < result.samples and self._log.first > 1):
+            samples, score = _result_of(groups[result.version])
+            if score is None or (samples < result.samples and self._log.first > 1):
                 continue  # several kernels evaluated it, or a part of it is purged
             recomputed.add(result.version)
-            if samples != result.samples or not isclose(accuracy, result.accuracy or 0.0, abs_tol=1e-9):
-                said = f"{result.samples} samples, accuracy {result.accuracy}"
-                log_says = f"the log has {samples} samples, accuracy {accuracy}"
+            known = result.reward if result.accuracy is None else result.accuracy
+            if samples != result.samples or not isclose(score, known or 0.0, abs_tol=1e-9):
+                said = f"{result.samples} samples, score {known}"
+                log_says = f"the log has {samples} samples, score {score}"
                 violations.append(f"the evaluation of version {result.version}: {said}; {log_says}")
         violations += self._evaluation_line_faults(results.values())
         versions = {version for _, version in results}
@@ -610,9 +612,9 @@ class _Checker:
         for version, count in written.items():
             if count > 1:
                 yield f"metrics.jsonl has {count} evaluations of version {version}"
-        known = {(each.version, each.samples, each.accuracy) for each in results}
+        known = {(each.version, each.samples, each.accuracy, each.reward) for each in results}
         for line in self._evaluation_lines:
-            figures = line["step"], line["evaluation/samples"], line["evaluation/accuracy"]
+            figures = line["step"], line["evaluation/samples"], line.get(ACCURACY), line.get(HELD_OUT_REWARD)
             is_older = self._before_journal and line["step"] <= self._first
             if figures not in known and not is_older:
                 yield f"metrics.jsonl: the evaluation of version {line['step']} is not in the journal"
@@ -646,13 +648,15 @@ def _describes(member: Member, facts: TrajectoryFacts) -> bool:
 
 
 def _result_of(groups: list[GroupDone]) -> tuple[int, float | None]:
-    """Return samples and accuracy of an evaluation's groups. The accuracy is None if there are none, or if
-    several kernels worked on them: the first one's groups then do not count."""
+    """Return the number of samples of an evaluation's groups, and their mean accuracy, or reward if some have
+    no accuracy. The score is None if there are none, or if several kernels worked on them: the first one's
+    groups then do not count."""
     first: dict[int, GroupDone] = {}
     for group in groups:
         first.setdefault(group.ticket, group)  # the first complete attempt counts
     samples = [member for group in first.values() for member in group.members if not member.part]
-    scores = [member.metrics.get("accuracy", member.reward) for member in samples]
+    whole = all("accuracy" in member.metrics for member in samples)
+    scores = [member.metrics["accuracy"] if whole else member.reward for member in samples]
     one_kernel = len({group.attempt // _ATTEMPTS_PER_KERNEL for group in groups}) == 1
     return len(samples), sum(scores) / len(scores) if one_kernel else None
 

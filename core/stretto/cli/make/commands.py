@@ -328,8 +328,8 @@ def _show_result(result: Result, reasons: Mapping[str, int], folder: Path) -> No
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row(f"avg@{result.n}", str(result.avg))
-    if result.reward != result.avg:
+    table.add_row(f"avg@{result.n} ({result.measure})", str(result.avg))
+    if result.measure != "reward":
         table.add_row("reward", str(result.reward))
     for k, estimated in result.pass_at.items():
         table.add_row(f"pass@{k}", str(estimated))

@@ -3,7 +3,7 @@
 This module composes a run without train steps. The run publishes the weights unchanged and evaluates
 version 0. The figures follow from its answers, with R rows and n answers to each row, of which c pass:
 
-- avg@n, the mean score (`accuracy` where the reward gives one, else the reward);
+- avg@n, the mean score (`accuracy` if all answers have one, else the reward);
 - pass@k = the mean over rows of 1 - C(n - c, k) / C(n, k), the unbiased estimate of the probability that at
   least one of k answers passes (Chen et al. 2021, arXiv 2107.03374, eq. 1);
 - 95 % intervals, mean ± 1.96 s / √R where s is the standard deviation of the rows' values (see
@@ -26,13 +26,14 @@ import msgspec
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
+from stretto.bus.messages.events import Measure
 from stretto.errors import ConfigError, offer
 from stretto.kernel.durable.checkpoint import checkpoint_name, find_checkpoint
 from stretto.kernel.fleet.forks import ForkServer
 from stretto.records.accuracy import estimate, row_scores
 from stretto.records.document import read_document
 from stretto.records.intervals import Estimate
-from stretto.records.kept.answers import KeptAnswer, by_sample, read_answers
+from stretto.records.kept.answers import KeptAnswer, by_sample, measure_of, read_answers
 from stretto.records.kept.samples import SampleStore
 
 # An evaluation of a checkpoint takes over the run's keys, except those for training and the output folder.
@@ -72,7 +73,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     """Answers to all rows."""
     avg: Estimate
-    """Score of an answer: its `accuracy`, or its reward."""
+    """Score of an answer: its accuracy or its reward, as `measure` says."""
+    measure: Measure
+    """`accuracy` if all answers have one, otherwise `reward`."""
     reward: Estimate
     """Reward of an answer."""
     pass_at: dict[int, Estimate]
@@ -273,7 +276,8 @@ def result_of(
     rows: defaultdict[int, list[KeptAnswer]] = defaultdict(list)
     for answer in answers:
         rows[answer.row].append(answer)
-    scores = {row: [answer.score for answer in of_row] for row, of_row in rows.items()}
+    measure = measure_of(answers)
+    scores = {row: [answer.score(measure) for answer in of_row] for row, of_row in rows.items()}
     n = min(map(len, scores.values()))
     counts = [(len(of_row), sum(score >= threshold for score in of_row)) for of_row in scores.values()]
     finishes = Counter(answer.finish for answer in answers)
@@ -283,7 +287,8 @@ def result_of(
         failed=failed,
         n=n,
         samples=len(answers),
-        avg=estimate(list(row_scores(answers).values())),
+        avg=estimate(list(row_scores(answers, measure).values())),
+        measure=measure,
         reward=estimate([fmean(answer.reward for answer in of_row) for of_row in rows.values()]),
         pass_at={
             k: estimate([pass_at_k(of_row, correct, k) for of_row, correct in counts])

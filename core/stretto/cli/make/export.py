@@ -39,7 +39,6 @@ from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
 from stretto.records.figures import FIGURES
 from stretto.records.kept.samples import SampleFilter, open_samples
-from stretto.records.metrics import ACCURACY
 from stretto.rl.supervised import prompt_and_answer
 from stretto.run_folder import RunFolder
 
@@ -177,7 +176,7 @@ def _card(run: RunFolder, checkpoint: Path, form: Form) -> str:
 
 
 def _figures(run: RunFolder, version: int) -> Iterator[tuple[str, str]]:
-    for key in (ACCURACY, *_FIGURES):
+    for key in (run.held_out, *_FIGURES):
         value = dict(run.series(key)).get(version)
         if value is not None:
             yield FIGURES[key].name, FIGURES[key].text(value)

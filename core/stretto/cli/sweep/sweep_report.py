@@ -12,15 +12,14 @@ from rich.table import Table
 from stretto.base.private_file import write_private
 from stretto.cli.output import add_row, figure_table
 from stretto.cli.sweep.sweep import ManifestRun
-from stretto.records.comparison import RunFigures, run_figures
+from stretto.records.comparison import RunFigures, measure_of_all, run_figures
 from stretto.records.figures import FIGURES, Figure, duration_text
 from stretto.records.intervals import Estimate, Moments, mean_of
-from stretto.records.metrics import ACCURACY
 from stretto.run_folder import RunFolder
 
-_FIGURES = ("accuracy", "best", "reward", "seconds")
-"""Held-out accuracy of the last evaluation, highest held-out accuracy, mean reward of the last 10 steps,
-duration of the run in seconds."""
+_FIGURES = ("score", "best", "reward", "seconds")
+"""Held-out score of the last evaluation, highest held-out score, mean reward of the last 10 steps, duration
+of the run in seconds."""
 
 
 class SweptRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +38,8 @@ class SweptRun(msgspec.Struct, frozen=True, kw_only=True):
         figures = self.figures
         if figures is None:
             return dict.fromkeys(_FIGURES)
-        last, best = (each and each.accuracy.mean for each in (figures.last, figures.best))
-        return {"accuracy": last, "best": best, "reward": figures.reward, "seconds": figures.wall_s}
+        last, best = (each and each.score.mean for each in (figures.last, figures.best))
+        return {"score": last, "best": best, "reward": figures.reward, "seconds": figures.wall_s}
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -67,7 +66,7 @@ class SweepReport(msgspec.Struct, frozen=True):
 
     runs: list[SweptRun]
     combinations: list[CombinationFigures]
-    """The highest accuracy first; without evaluations, the highest reward."""
+    """The highest score first; without evaluations, the highest reward."""
 
 
 def report_of(folder: Path, runs: Mapping[str, ManifestRun]) -> SweepReport:
@@ -117,7 +116,7 @@ def _combined(runs: list[SweptRun]) -> CombinationFigures:
 def _rank(combination: CombinationFigures) -> tuple[float, float]:
     figures = combination.figures
     mean = {name: figures[name].estimate.mean for name in figures}
-    return mean.get("accuracy", float("-inf")), mean.get("reward", float("-inf"))
+    return mean.get("score", float("-inf")), mean.get("reward", float("-inf"))
 
 
 # ----------------------------------------------------------------------------------------- as text
@@ -132,8 +131,8 @@ def report_tables(report: SweepReport) -> Iterable[tuple[str, Table]]:
 
 
 def _combinations(report: SweepReport) -> Table:
-    accuracy, reward = FIGURES[ACCURACY], FIGURES["reward"]
-    heads = (accuracy.label, "sd", "best", reward.label, "sd", "duration")
+    shown = FIGURES["reward"]
+    heads = (_measure(report), "sd", "best", shown.label, "sd", "duration")
     table = figure_table("combination", "runs", *heads)
     for each in report.combinations:
         last, best, rewards, seconds = (each.figures.get(name) for name in _FIGURES)
@@ -141,25 +140,29 @@ def _combinations(report: SweepReport) -> Table:
             table,
             each.combination or "all",
             f"{each.completed}/{each.runs}",
-            _mean(accuracy, last),
-            accuracy.text(last and last.sd),
-            _mean(accuracy, best),
-            _mean(reward, rewards),
-            reward.text(rewards and rewards.sd),
+            _mean(shown, last),
+            shown.text(last and last.sd),
+            _mean(shown, best),
+            _mean(shown, rewards),
+            shown.text(rewards and rewards.sd),
             duration_text(seconds and seconds.estimate.mean),
         )
     return table
 
 
 def _runs(report: SweepReport) -> Table:
-    accuracy, reward = FIGURES[ACCURACY], FIGURES["reward"]
-    table = figure_table("run", "state", "step", accuracy.label, "best", reward.label, "duration")
+    shown = FIGURES["reward"]
+    table = figure_table("run", "state", "step", _measure(report), "best", shown.label, "duration")
     for run in report.runs:
         state, step = ("waiting", 0) if run.figures is None else (run.figures.state, run.figures.steps)
         last, best, rewards, seconds = run.shown.values()
-        cells = (accuracy.text(last), accuracy.text(best), reward.text(rewards), duration_text(seconds))
+        cells = (shown.text(last), shown.text(best), shown.text(rewards), duration_text(seconds))
         add_row(table, run.name, state, str(step), *cells)
     return table
+
+
+def _measure(report: SweepReport) -> str:
+    return measure_of_all(run.figures for run in report.runs)
 
 
 def _mean(figure: Figure, spread: Spread | None) -> str:

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from stretto.errors import printable
 from stretto.records.figures import FIGURES, duration_text, recent
-from stretto.records.metrics import ACCURACY
 from stretto.run_folder import RunFolder
 
 _READ_S = 2.0
@@ -103,13 +102,13 @@ class SweepView:
         steps, evaluations = record.steps, record.evaluations
         last = steps[-1] if steps else {}
         reward = recent([value for _, value in record.series("reward")])
-        accuracy = evaluations[-1][ACCURACY] if evaluations else None
+        score, shown = evaluations[-1].get(record.held_out) if evaluations else None, FIGURES[record.held_out]
         return [
             name,
             record.state,
             f"step {last.get('step', 0)}/{record.config.get('steps')}",
             "" if reward is None else f"{FIGURES['reward'].label} {FIGURES['reward'].text(reward)}",
-            "" if accuracy is None else f"{FIGURES[ACCURACY].label} {FIGURES[ACCURACY].text(accuracy)}",
+            "" if score is None else f"{shown.label} {shown.text(score)}",
             "" if record.wall_s is None else duration_text(record.wall_s),
         ]
 

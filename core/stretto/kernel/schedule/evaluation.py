@@ -7,8 +7,9 @@ rows that are left begin. Without such an engine all begin at once, because trai
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from statistics import pstdev
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.tickets import GroupDone
 from stretto.kernel.schedule.commands import Command, EvaluationDone, HeldBack, Retire, SchedulerSettings
+from stretto.kernel.schedule.health import held_out
 from stretto.kernel.schedule.open_tickets import OpenTicket, OpenTickets
 
 _TOGETHER = 128
@@ -26,22 +28,33 @@ class Round(msgspec.Struct):
     """A held-out evaluation under way."""
 
     version: int
-    scores: list[tuple[str, float]] = []
-    """Of each sample so far: the source of its row, empty for none, and its score."""
+    scores: list[tuple[str, float, float | None]] = []
+    """Of each sample so far: the source of its row, empty for none; its reward; its metric `accuracy`."""
     failed: int = 0
 
     def result(self) -> Evaluation:
         """Return the evaluation's result."""
-        scores = [score for _, score in self.scores]
-        names = sorted({name for name, _ in self.scores} - {""})
-        sources = {name: [score for each, score in self.scores if each == name] for name in names}
+        rewards = [reward for _, reward, _ in self.scores]
+        accuracies = [accuracy for *_, accuracy in self.scores if accuracy is not None]
+        whole = len(accuracies) == len(rewards)
+        sources = defaultdict[str, list[float]](list)
+        for (name, *_), score in zip(self.scores, accuracies if whole else rewards, strict=True):
+            sources[name].append(score)
         return Evaluation(
             version=self.version,
-            accuracy=float(np.mean(scores)) if scores else None,
-            samples=len(scores),
+            accuracy=_mean(accuracies) if whole else None,
+            samples=len(rewards),
             failed=self.failed,
-            sources={name: float(np.mean(each)) for name, each in sources.items()},
+            sources={name: float(np.mean(each)) for name, each in sorted(sources.items()) if name},
+            reward=_mean(rewards),
+            reward_std=pstdev(rewards) if rewards else 0.0,
+            some_accuracy=None if whole else _mean(accuracies),
+            some_accuracy_answers=0 if whole else len(accuracies),
         )
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 class EvaluationState(msgspec.Struct):
@@ -65,12 +78,6 @@ class EvaluationState(msgspec.Struct):
     def needed_versions(self) -> tuple[int, ...]:
         """See `EvaluationRounds.needed_versions`."""
         return (*([self.round.version] if self.round else []), *self.due)
-
-
-def accuracies(groups: Iterable[GroupDone]) -> list[float]:
-    """Return the `accuracy` metric of each sample, or its reward if it has none."""
-    members = [member for group in groups for member in group.members if not member.part]
-    return [member.metrics.get("accuracy", member.reward) for member in members]
 
 
 class EvaluationRounds:
@@ -139,8 +146,8 @@ class EvaluationRounds:
     @property
     def best(self) -> Evaluation | None:
         """The best evaluation so far; of several equal ones, the first."""
-        scored = [each for each in self.results if each.accuracy is not None]
-        return max(scored, key=lambda each: each.accuracy or 0.0, default=None)
+        best = max(held_out(self.results), key=lambda each: each.score, default=None)
+        return best and next(each for each in self.results if each.version == best.version)
 
     def is_due(self, version: int) -> bool:
         """Return whether the run evaluates this version while training continues."""
@@ -219,8 +226,8 @@ class EvaluationRounds:
             self._reasons[f"not evaluated: {reason}"] += 1
             self._commands.append(Retire("eval", ticket.id, ticket.attempt, "failed", reason))
         else:
-            source = self._source(ticket.row)
-            under_way.scores += [(source, score) for score in accuracies([group])]
+            source, samples = self._source(ticket.row), (each for each in group.members if not each.part)
+            under_way.scores += [(source, each.reward, each.metrics.get("accuracy")) for each in samples]
         if self.tickets.open:
             return
         self._round = None

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from stretto.bus.messages.events import Evaluation
+from stretto.bus.messages.events import Evaluation, Measure
 from stretto.kernel.schedule.commands import Fail
 
 HOLDS = 3
@@ -25,8 +26,42 @@ _LONGEST = 10
 _MOST_SKIPPED = 5
 """The run ends after this many steps in a row with a gradient that is not finite."""
 
-Evaluated = tuple[int, float, int]
-"""(version, accuracy, number of samples) of a held-out evaluation."""
+
+class HeldOutScore(NamedTuple):
+    """What a held-out evaluation says of a version."""
+
+    version: int
+    score: float
+    """The mean accuracy of the samples, or their mean reward; see `held_out`."""
+    samples: int
+    deviation: float | None = None
+    """Standard deviation of the samples' rewards; None for an accuracy, which is a share of the samples."""
+
+    @property
+    def measure(self) -> Measure:
+        """What the score is."""
+        return "accuracy" if self.deviation is None else "reward"
+
+    @property
+    def largest_error(self) -> float:
+        """Standard error of the score; that of a share is the largest that it can be."""
+        return (0.5 if self.deviation is None else self.deviation) / math.sqrt(self.samples)
+
+
+def held_out(evaluations: Iterable[Evaluation]) -> list[HeldOutScore]:
+    """Return what the evaluations with a result say, in order: accuracies, if all of them have one; otherwise
+    rewards. The two are different measures, so there is no list with both."""
+    known = [each for each in evaluations if (each.accuracy, each.reward) != (None, None)]
+    accuracies = [
+        HeldOutScore(each.version, each.accuracy, each.samples) for each in known if each.accuracy is not None
+    ]
+    if len(accuracies) == len(known):
+        return accuracies
+    return [
+        HeldOutScore(each.version, each.reward, each.samples, each.reward_std)
+        for each in known
+        if each.reward is not None
+    ]
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -55,7 +90,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Fall(msgspec.Struct, frozen=True):
-    """The reward, or the held-out accuracy, is far below what it was."""
+    """The reward, or the held-out score, is far below what it was."""
 
     since: int
     """First of the steps that show it."""
@@ -89,7 +124,7 @@ class RewardHistory(msgspec.Struct):
         if spread:
             self.spread = max(self.spread, spread.mean)
 
-    def fall(self, evaluations: Sequence[Evaluated]) -> Fall | None:
+    def fall(self, evaluations: Sequence[HeldOutScore]) -> Fall | None:
         """Return the fall that the newest step shows; None if it shows none.
 
         Args:
@@ -98,7 +133,7 @@ class RewardHistory(msgspec.Struct):
         return (
             self._fall(self.best, 8, spreads=0.5, errors=5)
             or self._fall(self.start, 10, spreads=0.2, errors=3.5)
-            or _held_out(evaluations)
+            or _lower(evaluations)
         )
 
     def _start(self) -> Window:
@@ -135,7 +170,9 @@ class Collapse(msgspec.Struct):
     found: bool = False
     """Whether the collapse has been reported, and is not over."""
 
-    def observe(self, step: int, rewards: Sequence[float], evaluations: Sequence[Evaluated]) -> Fall | None:
+    def observe(
+        self, step: int, rewards: Sequence[float], evaluations: Sequence[HeldOutScore]
+    ) -> Fall | None:
         """Take in the rewards of a step's batch. Return the fall if the reward collapses with this step."""
         if rewards:
             self.rewards.add(step, float(np.mean(rewards)), float(np.std(rewards)))
@@ -171,10 +208,7 @@ class Health(msgspec.Struct):
             rewards: those of the step's samples.
             evaluations: the complete ones, in order.
         """
-        known = [
-            (each.version, each.accuracy, each.samples) for each in evaluations if each.accuracy is not None
-        ]
-        fall = self.collapse.observe(step, rewards, known)
+        fall = self.collapse.observe(step, rewards, held_out(evaluations))
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped == _MOST_SKIPPED:
             return Fail(f"the gradients of {_MOST_SKIPPED} steps in a row were not finite")
@@ -183,14 +217,15 @@ class Health(msgspec.Struct):
         return None
 
 
-def _held_out(evaluations: Sequence[Evaluated]) -> Fall | None:
+def _lower(evaluations: Sequence[HeldOutScore]) -> Fall | None:
     """Find that the newest evaluation is below the first by five standard errors."""
     if len(evaluations) < 2:
         return None
-    (first, before, samples), (version, now, _) = evaluations[0], evaluations[-1]
-    if before - now <= 5 * math.sqrt(2 * 0.25 / samples):  # 0.25: the largest variance of a share
+    first, now = evaluations[0], evaluations[-1]
+    if first.score - now.score <= 5 * math.hypot(first.largest_error, now.largest_error):
         return None
     return Fall(
-        version,
-        f"held-out accuracy fell from {before:.3g} (version {first}) to {now:.3g} (version {version})",
+        now.version,
+        f"held-out {now.measure} fell from {first.score:.3g} (version {first.version}) to {now.score:.3g} "
+        f"(version {now.version})",
     )

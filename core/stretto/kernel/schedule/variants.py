@@ -4,7 +4,7 @@ I/O."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -104,17 +104,27 @@ def variant_of(seed: int, ticket: int, weights: Mapping[str, float]) -> str:
 def figures_of(members: tuple[Member, ...]) -> dict[str, float]:
     """Return the figures of one group: its mean reward, mean metrics, and mean length of its trajectories."""
     samples = [member for member in members if not member.part]
-    names = {name for member in samples for name in member.metrics}
-    metrics = {
-        f"reward/{name}": _mean([each.metrics[name] for each in samples if name in each.metrics])
-        for name in sorted(names)
-    }
+    names = sorted({name for member in samples for name in member.metrics})
     return {
         "reward": _mean([member.reward for member in samples]),
-        **metrics,
+        **metric_figures(samples, "reward", names),
         "length": _mean([member.sampled for member in members]),
         "truncated": _mean([float(member.finish == "length") for member in members]),
     }
+
+
+def metric_figures(samples: Sequence[Member], beginning: str, names: Iterable[str]) -> dict[str, float]:
+    """Return the mean of each of these metrics over the samples that have it, such as `reward/accuracy`. If
+    others have not, `reward/accuracy/answers` is the number of those that have: a mean over some answers says
+    nothing of all."""
+    figures: dict[str, float] = {}
+    for name in names:
+        values = [each.metrics[name] for each in samples if name in each.metrics]
+        if values:
+            figures[f"{beginning}/{name}"] = _mean(values)
+        if values and len(values) < len(samples):
+            figures[f"{beginning}/{name}/answers"] = len(values)
+    return figures
 
 
 def _mean(values: list[float]) -> float:

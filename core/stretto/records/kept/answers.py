@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stretto.bus.messages.events import Measure
+
 if TYPE_CHECKING:
     from stretto.records.kept.samples import SampleStore
 
@@ -33,10 +35,10 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
     finish: str
     engine: str
 
-    @property
-    def score(self) -> float:
-        """The answer's `accuracy`, or its reward."""
-        return self.metrics.get("accuracy", self.reward)
+    def score(self, measure: Measure) -> float:
+        """Return the answer's accuracy or reward. In runs of versions up to 0.1, an accuracy may be missing:
+        their evaluations then counted the reward."""
+        return self.metrics.get("accuracy", self.reward) if measure == "accuracy" else self.reward
 
 
 def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> list[KeptAnswer]:
@@ -56,6 +58,11 @@ def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> li
     last = {each["row"]: each["sequence"] for each in found}
     counted = [each for each in found if each["sequence"] == last[each["row"]]]
     return [_answer_of(each, version) for each in sorted(counted, key=lambda each: each["row"])]
+
+
+def measure_of(answers: Iterable[KeptAnswer]) -> Measure:
+    """Return what judges some answers: their accuracy, if each of them has one, otherwise their reward."""
+    return "accuracy" if all("accuracy" in answer.metrics for answer in answers) else "reward"
 
 
 def by_sample(answers: Iterable[KeptAnswer]) -> dict[tuple[int, int], KeptAnswer]:

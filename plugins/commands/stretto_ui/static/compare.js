@@ -1,9 +1,9 @@
 // Several runs: what differs in their run files, their figures as `stretto compare` has them, and their curves over each other.
 import { choice, duration, fill, h, number, printable, seriesKey } from "./dom.js";
 import { get } from "./api.js";
-import { curvesPanel, rememberView } from "./curves.js";
+import { curvesPanel, heldOut, rememberView } from "./curves.js";
 import { configTable } from "./config.js";
-import { ACCURACY, figure, figureText } from "./figures.js";
+import { figure, figureText, scoreText } from "./figures.js";
 
 export async function compareView(query) {
   const ids = [...new Set((query.get("runs") ?? "").split(",").filter(Boolean))];
@@ -25,18 +25,18 @@ export async function compareView(query) {
   function drawFigures() {
     const of = (show) => (index) => show(comparison.runs[index]);
     const column = (key, value) => [figure(key).name, of((run) => figureText(key, value(run)))];
-    const accuracy = figure(ACCURACY).label;
+    const { measure } = comparison;
     const keys = Object.entries(comparison.differences);
     fill(differing, keys.length ? table("differing", keys.map(([key, values]) => [key, (index) => values[index] ?? "–"])) : h("p", { class: "muted" }, "No value of the run files, besides name and out."));
     const said = [
-      ...comparison.groups.filter((group) => group.difference).map((group) => `${accuracy}, ${namesOf(group)} minus ${namesOf(comparison.groups[0])}: ${signedEstimate(group.difference)}, ${group.paired ? `paired by ${group.paired} seeds` : "seeds not paired"}`),
-      ...comparison.paired.map((each) => `${accuracy}, ${each.run} minus ${each.minus}: ${signedEstimate(each.difference)}, over ${each.rows} rows that both answered at version ${each.version}`),
-      ...comparison.groups.map((group) => `${namesOf(group)}: ${accuracy} ${figureText(ACCURACY, group.accuracy)}, standard deviation ${figureText(ACCURACY, group.accuracy_sd)}`),
+      ...comparison.groups.filter((group) => group.difference).map((group) => `${measure}, ${namesOf(group)} minus ${namesOf(comparison.groups[0])}: ${signedEstimate(group.difference)}, ${group.paired ? `paired by ${group.paired} seeds` : "seeds not paired"}`),
+      ...comparison.paired.map((each) => `${measure}, ${each.run} minus ${each.minus}: ${signedEstimate(each.difference)}, over ${each.rows} rows that both answered at version ${each.version}`),
+      ...comparison.groups.map((group) => `${namesOf(group)}: ${measure} ${scoreText(group.score)}, standard deviation ${scoreText(group.score_sd)}`),
     ];
     fill(differences, comparison.caution && h("p", { class: "note" }, `Caution: ${printable(comparison.caution)}.`), said.length ? said.map((each) => h("p", {}, printable(each))) : h("p", { class: "muted" }, "These runs have answered no rows in common, and no two differ only in their seed."));
     fill(figures, table("figures", [
       ["state", of((run) => run.state)], ["steps", (index) => `${number(all[index].step)} of ${number(all[index].total)}`], ["duration", of((run) => duration(run.wall_s))],
-      column("reward", (run) => run.reward), [accuracy, of((run) => evaluated(run.last))], [`best ${accuracy}`, of((run) => evaluated(run.best))],
+      column("reward", (run) => run.reward), [measure, of((run) => evaluated(run.last))], [`best ${measure}`, of((run) => evaluated(run.best))],
       column("staleness", (run) => run.staleness), column("step_tokens_per_s", (run) => run.tokens_per_s),
     ]));
   }
@@ -53,7 +53,7 @@ export async function compareView(query) {
       const values = await Promise.all(ids.map((id) => get(`runs/${id}/config`)));
       fill(place, configTable(values.map((each, index) => ({ ...each, name: names[index] })), Object.keys(comparison.differences)));
     } else {
-      panel = curvesPanel(runs, keys, { evaluations: all.some((facts) => facts.evaluations.length), query: parameters, remember: (view) => rememberView(address(), view) });
+      panel = curvesPanel(runs, keys, { evaluations: heldOut(all), query: parameters, remember: (view) => rememberView(address(), view) });
       const seeds = together !== apart && choice("Seeds", [["together", "mean ± deviation over seeds"], ["apart", "each seed"]], runs === apart ? "apart" : "together", (which) => {
         runs = which === "apart" ? apart : together;
         drawFigures();
@@ -94,7 +94,7 @@ function estimate({ mean, ci95 }) {
 }
 
 function evaluated(evaluation) {
-  return evaluation === null ? "–" : `${estimate(evaluation.accuracy)} v${evaluation.version}`;
+  return evaluation === null ? "–" : `${estimate(evaluation.score)} v${evaluation.version}`;
 }
 
 const signedEstimate = (each) => `${each.mean < 0 ? "" : "+"}${estimate(each)}`;

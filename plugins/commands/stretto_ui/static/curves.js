@@ -1,7 +1,7 @@
 // All curves of a run, or of several runs over each other, in sections.
 import { choice, fill, h, printable, seriesKey } from "./dom.js";
 import { Board } from "./charts.js";
-import { ACCURACY, figure } from "./figures.js";
+import { figure } from "./figures.js";
 import { adviceMarks } from "./overview.js";
 
 const SECTIONS = [
@@ -10,12 +10,15 @@ const SECTIONS = [
   ["Speed", /(_s|_per_s)$|^(slots|samples_waiting|kv_|prefix)/], ["Others", /./],
 ];
 
+/** The keys by which the evaluations of some runs are judged. */
+export const heldOut = (all) => [...new Set(all.filter((facts) => facts.evaluations.length).map((facts) => facts.held_out))];
+
 /** Tools and charts for runs, as `Board` takes them; `keys` are the curves that any of them has. The address holds the view: `query` is what it says, and `remember` keeps it there. */
 export function curvesPanel(runs, keys, { evaluations, marks, query, remember }) {
   const stored = Number(query.get("smoothing") ?? localStorage.getItem("smoothing") ?? 0), x = query.get("x") === "time_s" ? "time_s" : "step";
   const window = query.has("from") ? [Number(query.get("from")), Number(query.get("to"))] : null;
   const board = new Board(runs, { smoothing: stored, x, log: query.get("y") === "log", window, marks });
-  const all = evaluations ? [ACCURACY, ...keys] : keys;
+  const all = [...evaluations, ...keys];
   const place = h("div"), whole = h("button", { type: "button", disabled: window === null, onclick: () => board.set({ window: null }) }, "Whole run");
   const search = h("input", { type: "search", value: query.get("find") ?? "", placeholder: "Filter curves …", "aria-label": "Filter curves", "data-search": true, oninput: () => { draw(); keep(); } });
   const amount = h("output", { class: "mono" }, stored.toFixed(2));
@@ -57,7 +60,7 @@ export function rememberView(place, parameters) {
 }
 
 export async function curvesTab({ id, name, facts, query }) {
-  const panel = curvesPanel([{ ids: [id], name }], facts().keys, { evaluations: facts().evaluations.length > 0, marks: () => adviceMarks(facts()), query, remember: (view) => rememberView(`#/run/${id}/curves`, view) });
+  const panel = curvesPanel([{ ids: [id], name }], facts().keys, { evaluations: heldOut([facts()]), marks: () => adviceMarks(facts()), query, remember: (view) => rememberView(`#/run/${id}/curves`, view) });
   return {
     element: panel.element,
     async update(changed) { if (changed) panel.board.refresh(); },

@@ -4,7 +4,10 @@ import { get } from "./api.js";
 
 const TABLE = new Map();
 
-export const ACCURACY = "evaluation/accuracy";
+/** Keys of what evaluations say. A run is judged by one of them. */
+export const HELD_OUT = ["evaluation/accuracy", "evaluation/reward"];
+/** Scores have the digits of an accuracy. */
+export const scoreText = (value) => figureText(HELD_OUT[0], value);
 
 /** Read the table once, before the first view. */
 export async function loadFigures() {

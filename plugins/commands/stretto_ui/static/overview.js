@@ -2,7 +2,7 @@
 import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
 import { get } from "./api.js";
 import { Board } from "./charts.js";
-import { ACCURACY, figure, figureText, timeBar, timeLegend, tooltip } from "./figures.js";
+import { figure, figureText, timeBar, timeLegend, tooltip } from "./figures.js";
 
 /** From this many steps on, the curves of this view are smoothed. */
 const MANY_STEPS = 150;
@@ -17,9 +17,9 @@ export async function overviewTab({ id, name, facts }) {
   const workers = h("section", { class: "panel w6 scroll", id: "workers" }), engines = h("section", { class: "panel w6", id: "speed" });
   const keys = facts().keys, has = (key) => keys.includes(key);
   const charts = [
-    ["reward"], [ACCURACY], ["loss"], ["entropy"], ["grad_norm"], ["staleness", "staleness_max"], ["slots_used", "kv_used", "verifiers_used", "cores_idle"],
-  ].filter(([key]) => (key === ACCURACY ? facts().evaluations.length : has(key)));
-  const element = h("div", {}, verdict, notes, tiles, h("p", { class: "faint" }, `Means of the newest 10 steps. ${figure(ACCURACY).title}: of the newest evaluation, on rows that are not trained.`), share, advice,
+    ["reward"], [facts().held_out], ["loss"], ["entropy"], ["grad_norm"], ["staleness", "staleness_max"], ["slots_used", "kv_used", "verifiers_used", "cores_idle"],
+  ].filter(([key]) => (key === facts().held_out ? facts().evaluations.length : has(key)));
+  const element = h("div", {}, verdict, notes, tiles, h("p", { class: "faint" }, `Means of the newest 10 steps. ${figure(facts().held_out).title}: of the newest evaluation, on rows that are not trained.`), share, advice,
     h("div", { class: "charts", style: { margin: "12px 0" } }, charts.map((wanted) => board.add(wanted))),
     smoothing > 0 && h("p", { class: "faint" }, `The lines are smoothed (${smoothing}); the faint lines behind them are not.`),
     h("div", { class: "grid" }, time, ledger, staleness, workers, engines));
@@ -64,13 +64,13 @@ function drawVerdict(element, { verdict }) {
   element.hidden = !verdict;
 }
 
-function drawTiles(element, { last, recent, change, evaluations, status, state, keys }) {
-  const accuracies = evaluations.filter((each) => typeof each[ACCURACY] === "number"), newest = accuracies.at(-1);
-  const best = accuracies.reduce((one, other) => (one && one[ACCURACY] >= other[ACCURACY] ? one : other), null);
+function drawTiles(element, { last, recent, change, evaluations, held_out, status, state, keys }) {
+  const scored = evaluations.filter((each) => typeof each[held_out] === "number"), newest = scored.at(-1);
+  const best = scored.reduce((one, other) => (one && one[held_out] >= other[held_out] ? one : other), null);
   const sub = (key) => (recent[key] === null ? "" : `${figure(key).label} ${figureText(key, recent[key])}`);
   const tiles = [
     ["reward", recent.reward, change === null ? "" : `first 10 steps: ${figureText("reward", recent.reward - change)}`],
-    [ACCURACY, newest?.[ACCURACY] ?? null, newest ? `version ${newest.step}; ${best[ACCURACY] === newest[ACCURACY] ? "the best so far" : `best ${figureText(ACCURACY, best[ACCURACY])} at version ${best.step}`}` : ""],
+    [held_out, newest?.[held_out] ?? null, newest ? `version ${newest.step}; ${best[held_out] === newest[held_out] ? "the best so far" : `best ${figureText(held_out, best[held_out])} at version ${best.step}`}` : ""],
     ["zero_variance_groups", recent.zero_variance_groups, ""],
     ["loss", keys.includes("reward") ? null : recent.loss, ""],
     ["entropy", recent.entropy, sub("behaviour_kl")],

@@ -2,13 +2,19 @@
 import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
 import { get } from "./api.js";
 import { spark } from "./charts.js";
-import { ACCURACY, deviation, figure, figureText, mean } from "./figures.js";
+import { HELD_OUT, deviation, figure, figureText, mean, scoreText } from "./figures.js";
 
 const MOST_KEYS = 5; // columns of keys that differ
 
-const columns = (keys) => [
+/** What the scores of some rows are. */
+const measureOf = (rows) => {
+  const measures = new Set(rows.filter((row) => row.score !== null).map((row) => row.measure));
+  return measures.size > 1 ? "held out" : figure([...measures][0] ?? HELD_OUT[0]).label;
+};
+
+const columns = (keys, measure) => [
   ["name", "run"], ["state", "state"], ["verdict", "verdict"], ["step", "step", "number"], ["reward", figure("reward").label, "number"], ["curve", ""],
-  ["accuracy", figure(ACCURACY).label, "number"], ...keys.map((key) => [key, shortened(key, keys)]), ["wall_s", "duration", "number"], ["changed", "changed", "number"], ["marks", ""],
+  ["score", measure, "number"], ...keys.map((key) => [key, shortened(key, keys)]), ["wall_s", "duration", "number"], ["changed", "changed", "number"], ["marks", ""],
 ];
 
 /** The last words of a dotted key that no other of the keys ends with, at least two. */
@@ -74,11 +80,11 @@ export async function runsView(query) {
     fill(unseen, `${away} hidden`);
     others.hidden = !away;
     fill(problems, answer.problems.map((problem) => h("p", { class: "note bad" }, printable(problem))));
-    fill(head, h("th"), columns(shown).map(([key, label, kind]) => h("th", { class: kind ?? "", scope: "col", title: label ? key : null, "aria-sort": order.key === key && label ? (order.down ? "descending" : "ascending") : null },
+    fill(head, h("th"), columns(shown, measureOf(answer.runs)).map(([key, label, kind]) => h("th", { class: kind ?? "", scope: "col", title: label ? key : null, "aria-sort": order.key === key && label ? (order.down ? "descending" : "ascending") : null },
       label && h("button", { type: "button", onclick: () => { order = { key, down: order.key === key ? !order.down : kind === "number" }; draw(); } }, label))));
-    const rows = rowsOf(runs), accuracies = rows.map((row) => row.accuracy).filter((value) => value !== null);
-    fill(body, rows.map((row) => line(row, shown, accuracies.length > 1 && !answer.caution ? Math.max(...accuracies) : null)));
-    if (!runs.length) fill(body, h("tr", {}, h("td", { colspan: columns(shown).length + 1, class: "empty" }, answer.runs.length ? "No run matches the filter." : nothing())));
+    const rows = rowsOf(runs), scores = rows.map((row) => row.score).filter((value) => value !== null);
+    fill(body, rows.map((row) => line(row, shown, scores.length > 1 && !answer.caution ? Math.max(...scores) : null)));
+    if (!runs.length) fill(body, h("tr", {}, h("td", { colspan: columns(shown, "").length + 1, class: "empty" }, answer.runs.length ? "No run matches the filter." : nothing())));
     if (focused) body.querySelector(`[data-id="${focused}"]`)?.focus();
   }
 
@@ -99,7 +105,7 @@ export async function runsView(query) {
       h("td", { class: "said clip", title: printable(row.verdict) }, warning(row), printable(row.members ? row.verdict : said(row)) || "–"),
       h("td", { class: "number step" }, `${number(row.step)} / ${number(row.total)}`),
       h("td", { class: "number reward" }, figureText("reward", row.reward), spread("reward", row.reward_sd)), h("td", { class: "curve" }, spark(...(row.members ?? [row]).map((run) => run.curve))),
-      h("td", { class: "number accuracy", title: `best ${figureText(ACCURACY, row.best)}` }, row.accuracy !== null && row.accuracy === highest && h("span", { class: "pill highest", title: "The highest of the runs here" }, "highest"), ` ${figureText(ACCURACY, row.accuracy)}`, spread(ACCURACY, row.accuracy_sd)),
+      h("td", { class: "number score", title: `${figure(row.measure).label}, best ${scoreText(row.best)}` }, row.score !== null && row.score === highest && h("span", { class: "pill highest", title: "The highest of the runs here" }, "highest"), ` ${scoreText(row.score)}`, spread(row.measure, row.score_sd)),
       keys.map((key) => h("td", { class: "value clip", title: printable(row.values[key] ?? "") }, printable(row.values[key] ?? "–"))),
       h("td", { class: "number" }, duration(row.wall_s)), h("td", { class: "number" }, ago(row.changed)),
       h("td", { class: "marks" }, mark("Pin", "★", pinned), mark("Hide", "✕", hidden)));
@@ -145,7 +151,7 @@ function grouped(members) {
     ...first, members, id: first.setting, path: ".", values: Object.fromEntries(Object.keys(first.values).map((key) => [key, joined(members.map((run) => run.values[key]), " ")])),
     state: ["running", "failed", "stopped", "interrupted", "completed"].find((state) => states.has(state)), verdict: joined(members.map(said), " · "),
     advice: [...new Set(members.flatMap((run) => run.advice))], failed: Math.max(...of("failed")), step: Math.min(...of("step")),
-    reward: mean(of("reward")), reward_sd: deviation(of("reward")), accuracy: mean(of("accuracy")), accuracy_sd: deviation(of("accuracy")),
+    reward: mean(of("reward")), reward_sd: deviation(of("reward")), score: mean(of("score")), score_sd: deviation(of("score")),
     best: of("best").length ? Math.max(...of("best")) : null, wall_s: mean(of("wall_s")), changed: Math.max(...of("changed")),
   };
 }
