@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,14 @@ import msgspec
 
 from stretto import Component, RewardConfig, WorkflowConfig, hookimpl
 from stretto.errors import EngineError
-from stretto.testing import InferenceConformance, RewardConformance, WorkflowConformance
+from stretto.testing import (
+    AlgorithmConformance,
+    InferenceConformance,
+    RewardConformance,
+    WorkflowConformance,
+)
 from stretto.workflow import Score, Trajectory
+from stretto_grpo import GRPO, GRPOConfig
 from stretto_mock import MockInferenceConfig
 from stretto_mock.inference import MockInference
 
@@ -73,9 +80,24 @@ class Upper:
         return [Trajectory.of(prompt.ids, replace(answer, tokens=shouted), Score(1.0))]
 
 
+class Hasty:
+    """Waits in the event loop, reads texts only, and gives each sample the reward of another one."""
+
+    def __init__(self, config: Any, context: Any) -> None: ...
+
+    async def run(self, prompt: Any, session: Any) -> list[Trajectory]:
+        time.sleep(0.5)
+        assert prompt.row["prompt"].endswith("=")
+        answers = await session.generate(prompt.ids, n=session.group_size)
+        scores = await session.score(prompt, answers)
+        pairs = zip(answers, scores[1:] + scores[:1], strict=True)
+        return [Trajectory.of(prompt.ids, answer, score) for answer, score in pairs]
+
+
 @hookimpl
 def stretto_workflow() -> Iterable[Component[Any]]:
     yield Component("upper", Upper, WorkflowConfig, "")
+    yield Component("hasty", Hasty, WorkflowConfig, "")
 
 
 class TestUpper(WorkflowConformance):
@@ -84,8 +106,40 @@ class TestUpper(WorkflowConformance):
     finds = {
         "its_trajectories_are_what_the_policy_sampled": "the trained tokens from 4 on are not an answer",
         "prompts_at_the_same_time_do_not_mix": "the trained tokens from 4 on are not an answer",
+        "a_prompt_may_be_a_chat": "the trained tokens from 5 on are not an answer",
         "an_error_of_the_engine_fails_the_prompt": "and it returned 0 trajectories",
     }
+
+
+class TestHasty(WorkflowConformance):
+    use, plugins = "hasty", HERE
+    finds = {
+        "a_sample_gets_the_reward_of_its_own_answers": "sample 0 has the reward of '2 (1)'",
+        "it_does_not_block_the_event_loop": "time.sleep(0.5)",
+        "a_prompt_may_be_a_chat": "says `chats = False`",
+    }
+
+
+# -------------------------------------------------------------------------------------- algorithms
+
+
+class Twice(GRPO):
+    """Compares sequences, where it should compare samples."""
+
+    def advantages(self, batch: Any) -> Any:
+        import torch
+
+        return super().advantages(batch.with_columns({"sample": torch.arange(len(batch))}))
+
+
+@hookimpl
+def stretto_algorithm() -> Iterable[Component[Any]]:
+    yield Component("twice", Twice, GRPOConfig, "")
+
+
+class TestTwice(AlgorithmConformance):
+    use, plugins, options = "twice", HERE, {"group_size": 4}
+    finds = {"a_sample_in_parts_counts_once": "count a sample once"}
 
 
 # ------------------------------------------------------------------------------- inference engines

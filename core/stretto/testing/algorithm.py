@@ -136,9 +136,12 @@ class _Training:
         Args:
             off_policy: standard deviation of the noise on the behaviour logprobs, in nats.
         """
+        return self.completed(self.sampled(off_policy) if self.graph.samples else self._read())
+
+    def completed(self, batch: Batch) -> Batch:
+        """Return a batch of the source with the columns that the calls before training write."""
         import torch
 
-        batch = self._sampled(off_policy) if self.graph.samples else self._read()
         for call in self.graph.step_calls:
             if call.op == "forward":
                 assert call.model is not None
@@ -172,7 +175,7 @@ class _Training:
         """Return a figure that rises when the algorithm learns: the mean reward of new samples, or minus the
         mean loss for an algorithm that reads rows."""
         if self.graph.samples:
-            return float(np.mean([self._sampled(0.0)["rewards"].mean().item() for _ in range(4)]))
+            return float(np.mean([self.sampled()["rewards"].mean().item() for _ in range(4)]))
         import torch
 
         batch, total = self.batch(), 0.0
@@ -184,7 +187,7 @@ class _Training:
             total -= losses[batch["loss_mask"]].mean().item()
         return total
 
-    def _sampled(self, off_policy: float) -> Batch:
+    def sampled(self, off_policy: float = 0.0) -> Batch:
         """Sample groups of answers of the actor. The reward is the share of the target token."""
         import torch
 
@@ -243,6 +246,22 @@ class _Training:
             "group": torch.arange(len(encoded)) // source.samples,
         }
         return Batch([len(tokens) for tokens, _ in encoded], {}, {}).with_columns(columns)
+
+
+def _in_two_parts(batch: Batch) -> Batch:
+    """Return a batch whose first sample is in two sequences, like a conversation whose history has changed:
+    the first token of its answer, and the others after that token as context."""
+    import torch
+
+    from stretto.rl.batch import Batch
+
+    first = 3  # two tokens of the prompt, one of the answer
+    tokens = {name: torch.cat([column[:first], column]) for name, column in batch.tokens.items()}
+    context = slice(first, 2 * first)
+    tokens["loss_mask"][context], tokens["versions"][context] = False, -1
+    tokens["behaviour_logprobs"][context] = 0.0
+    sequences = {name: torch.cat([column[:1], column]) for name, column in batch.sequences.items()}
+    return Batch([first, *batch.lengths], tokens, sequences)
 
 
 def _written(call: Call, batch: Batch) -> Mapping[str, Tensor]:
@@ -348,6 +367,41 @@ class AlgorithmConformance(ComponentConformance):
                     f"{call.name}: the gradient differs by {off:.2g} in {number} parts; a loss is a number "
                     "for each token, and must not average over the batch"
                 )
+
+    def test_a_sample_in_parts_counts_once(self, under_test: ComponentUnderTest) -> None:
+        """A conversation may be several sequences; they share a number in the column `sample`. The other
+        samples of its group then have the same losses as if it were one. An algorithm that whitens over the
+        batch moves all losses alike; this is taken out."""
+        import torch
+
+        training = _Training(under_test.make(), self.rows)
+        if not training.graph.samples:
+            pytest.skip("it samples nothing")
+        actor = training.models[training.graph.source.model or ""]
+        for name, model in training.algorithm.models.items():
+            if not model.trainable and model.head == "policy":  # no KL, which each part would have its own of
+                training.models[name].table = actor.table
+        source = training.sampled()
+        whole, parts = training.completed(source), training.completed(_in_two_parts(source))
+        ours = slice(source.lengths[0], source.num_tokens)  # of the others
+        trained, of_group = source["loss_mask"][ours], source.sequence_index()[ours]
+        of_group = source["group"][of_group][trained] == source["group"][0]
+        for call in training.train_calls:
+            assert call.model is not None
+            assert call.loss is not None
+            output = training.models[call.model].output
+            before, after = (
+                call.loss.function(output(batch), _only(call, batch))[0].detach()[-len(trained) :][trained]
+                for batch in (whole, parts)
+            )
+            fit = torch.stack([before, torch.ones_like(before)], 1).double()
+            line = torch.linalg.lstsq(fit[~of_group], after[~of_group, None].double()).solution
+            off = (fit @ line)[:, 0] - after
+            assert off[of_group].abs().max() <= 1e-3 + 10 * off[~of_group].abs().max(), (
+                f"{call.name}: a sample in two parts changes the losses of the other samples of its group by "
+                f"up to {off[of_group].abs().max():.2g}; count a sample once (`group_normalise` takes the "
+                "column `sample`)"
+            )
 
     def test_its_state_goes_on_from_a_checkpoint(self, under_test: ComponentUnderTest) -> None:
         """If it has state. An empty state is the beginning."""

@@ -228,6 +228,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         "sampling",
         [
             {"temperature": 0.7},
+            {"temperature": 3.0},  # the tail has weight: an engine whose own default is a `top_k` shows it
             {"top_k": 5},
             {"top_p": 0.6},
             {"min_p": 0.1},

@@ -50,6 +50,9 @@ class EngineUnderTest:
     `top_k+top_p` means that it refuses only both together."""
     servers: bool = False
     """Whether its worker runs the model in child processes. The tests then also kill these alone."""
+    recomputes: bool = False
+    """Whether it computes all keys and values anew with new weights, even where `on_swap` is `keep_cache`:
+    answers in flight then have the logprobs of `recompute`, which are more exact."""
     tolerance: float = 1e-3
     """Maximum difference between a logprob and that of the reference, in nats, in float32."""
     start_s: float = 120.0

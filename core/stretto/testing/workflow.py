@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
+import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import anyio
@@ -318,6 +323,38 @@ class _IncompleteSession(FakeSession):
         return await together(self.group_size - 1, lambda number: sample(number + 1))
 
 
+class _Watch:
+    """Looks from another thread, every 10 ms, at what this thread's event loop does. On a machine that stands
+    still, the other thread does not look either."""
+
+    _LOOKS = 20
+
+    def __init__(self) -> None:
+        self.blocked = ""
+        """The place at which the loop was at all of 20 looks in a row; empty if there was none. Waiting for
+        events is no such place."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, args=[threading.get_ident()])
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self, watched: int) -> None:
+        before, looks = None, 0
+        while not self.blocked and not self._over.wait(0.01):
+            frame = sys._current_frames()[watched]  # pyright: ignore[reportPrivateUsage]
+            place = (frame.f_code, frame.f_lineno)
+            idle = frame.f_code.co_filename.endswith("selectors.py")
+            looks = looks + 1 if place == before and not idle else 0
+            before = place
+            if looks == self._LOOKS:
+                self.blocked = "".join(traceback.format_stack(frame, limit=3)).rstrip()
+
+
 class WorkflowConformance(ComponentConformance):
     """The contract of `stretto.workflow.Workflow`: trajectories of what the policy sampled, and nothing kept
     from one prompt to the next."""
@@ -328,6 +365,8 @@ class WorkflowConformance(ComponentConformance):
     answers: ClassVar[Sequence[str]] = ("2", "It is 3.", "one more than one, so: 2")
     """What the policy answers, in turn."""
     group_size: ClassVar[int] = 3
+    chats: ClassVar[bool] = True
+    """Whether the prompt of a row may be a chat, a list of messages. Most instruct models are trained so."""
 
     @classmethod
     def session(cls, under_test: ComponentUnderTest, answers: Sequence[str]) -> FakeSession:
@@ -371,6 +410,59 @@ class WorkflowConformance(ComponentConformance):
                 f"the reward gets the columns {', '.join(scored.columns) or 'none'}; reward_columns names "
                 f"{', '.join(named) or 'none'}"
             )
+
+    def test_a_prompt_may_be_a_chat(self, under_test: ComponentUnderTest) -> None:
+        """Unless the class says `chats = False`."""
+        if not self.chats or not isinstance(self.row["prompt"], str):
+            pytest.skip("its rows are chats" if self.chats else "its rows are no chats")
+        row = {**self.row, "prompt": [{"role": "user", "content": self.row["prompt"]}]}
+        session = self.session(under_test, self.answers)
+        try:
+            [trajectories] = self._played(under_test, session, row=row)
+        except Exception as error:
+            raise AssertionError(
+                f"with the chat {row['prompt']} as prompt: {type(error).__name__}: {error}; a workflow whose "
+                "prompts are texts says `chats = False`"
+            ) from error
+        assert_valid_trajectories(trajectories, session)
+
+    def test_a_sample_gets_the_reward_of_its_own_answers(self, under_test: ComponentUnderTest) -> None:
+        """And not that of another sample of its group. A workflow may change the rewards: then this shows
+        nothing."""
+        rewards, turns = dict[str, float](), Counter[int]()
+
+        def answer(_: str, number: int) -> str:
+            turns[number] += 1
+            return f"{self.answers[(turns[number] - 1) % len(self.answers)]} ({number})"
+
+        session = FakeSession(
+            answer,
+            size=self.group_size,
+            reward=lambda text: rewards.setdefault(text, 2.0 ** len(rewards)),  # no sum is another one
+            **_user_code(under_test.config),
+        )
+        [trajectories] = self._played(under_test, session)
+        numbers = sample_numbers(trajectories)
+        for number in set(numbers):
+            parts = [each for of, each in zip(numbers, trajectories, strict=True) if of == number]
+            said = "".join(session.tokenizer.decode(each.tokens[each.loss_mask]) for each in parts)
+            own = [each.answer.text for each in session.generated if each.answer.text in said]
+            for text, reward in rewards.items():
+                fits = any(text in each or each in text for each in own)
+                assert fits or reward != parts[0].score.reward, (
+                    f"sample {number} has the reward of {text!r}, and its answers are {own}"
+                )
+
+    def test_it_does_not_block_the_event_loop(self, under_test: ComponentUnderTest) -> None:
+        """A rollout worker runs hundreds of tickets in one event loop. What waits without `await`, such as
+        `time.sleep` or `requests.get`, stops them all."""
+        self._played(under_test, self.session(under_test, self.answers))  # imports what it needs
+        watch = _Watch()
+        self._played(under_test, self.session(under_test, self.answers), watch=watch)
+        assert not watch.blocked, (
+            f"it blocks the event loop; use `anyio.to_thread.run_sync`, or an asynchronous library:\n"
+            f"{watch.blocked}"
+        )
 
     def test_an_error_of_the_engine_fails_the_prompt(self, under_test: ComponentUnderTest) -> None:
         """The workflow does not turn it into a trajectory."""
@@ -418,20 +510,28 @@ class WorkflowConformance(ComponentConformance):
                 f"parts of sample {number} have different rewards"
             )
 
-    def _played(self, under_test: ComponentUnderTest, *sessions: FakeSession) -> list[Sequence[Trajectory]]:
-        """Run the row in each session, all at the same time and with one object."""
+    def _played(
+        self,
+        under_test: ComponentUnderTest,
+        *sessions: FakeSession,
+        row: Mapping[str, Any] | None = None,
+        watch: _Watch | None = None,
+    ) -> list[Sequence[Trajectory]]:
+        """Run a row, or the row of the class, in each session, all at the same time and with one object."""
+        row = self.row if row is None else row
         results: dict[int, Sequence[Trajectory]] = {}
 
         async def play_all() -> None:
             workflow: Workflow = under_test.make(worker="rollout-0")
 
             async def play(index: int, session: FakeSession) -> None:
-                ids = session.tokenizer.encode_prompt(self.row["prompt"])
-                results[index] = await workflow.run(Prompt(self.row, ids), session)
+                ids = session.tokenizer.encode_prompt(row["prompt"])
+                results[index] = await workflow.run(Prompt(row, ids), session)
 
-            async with one_job() as tasks:
-                for index, session in enumerate(sessions):
-                    tasks.start_soon(play, index, session)
+            with watch or nullcontext():
+                async with one_job() as tasks:
+                    for index, session in enumerate(sessions):
+                        tasks.start_soon(play, index, session)
 
         anyio.run(play_all)
         return [results[index] for index in range(len(sessions))]
