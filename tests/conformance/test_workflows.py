@@ -22,6 +22,39 @@ def add(a: int, b: int) -> int:
     return a + b
 '''
 
+BOTH = '''
+from stretto import Component, hookimpl
+from stretto.environment import EnvironmentToolsConfig
+from stretto.workflow import group_of
+
+
+class BothConfig(EnvironmentToolsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A section with an environment and tools."""
+
+
+class Both:
+    def __init__(self, config, context): ...
+
+    async def run(self, prompt, session):
+        async def two_answers():
+            chat = session.conversation(prompt.row["prompt"], tools=await session.tools())
+            await chat.reply()
+            feedback = await session.feedback(prompt, chat, {})
+            chat.add(f"{(await session.call('add', {'a': 1, 'b': 2})).text} {feedback.messages[0]}")
+            await chat.reply()
+            return chat
+
+        chats = await group_of(session, two_answers)
+        scores = await session.score(prompt, [chat.answers[-1] for chat in chats])
+        pairs = zip(chats, scores, strict=True)
+        return [part for chat, score in pairs for part in chat.trajectories(score)]
+
+
+@hookimpl
+def stretto_workflow():
+    yield Component("both", Both, BothConfig, "an environment and a tool, and a text that is added to a chat")
+'''
+
 
 class WithCode(WorkflowConformance):
     """Its options name functions of a file."""
@@ -61,3 +94,17 @@ class TestToolUse(WithCode):
         "3",
         "4",
     )
+
+
+class TestBoth(WithCode):
+    """A text that is added to a chat is the user's, as in `multi_turn`."""
+
+    use = "both"
+    code = {"environment": "code.py:silent", "tools": ["code.py:add"]}
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def plugin(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        file = tmp_path_factory.mktemp("plugin") / "both.py"
+        file.write_text(BOTH)
+        cls.plugins = (str(file),)

@@ -41,7 +41,7 @@ def simulate(
     Each seed is a universe that repeats itself. The first one that fails is written to `tape-SEED.json` with
     as few faults as possible.
     """
-    from stretto.testing.simulation import run_tape, shrink, tapes_of
+    from stretto.testing.simulation import CalmRunFails, run_tape, shrink, tapes_of
 
     if replay is not None:
         tape = _read(replay)
@@ -52,16 +52,18 @@ def simulate(
         raise ConfigError("name a run file, or a tape: stretto simulate --replay TAPE")
     kinds = [each.strip() for each in faults.split(",") if each.strip()]
     _expect_kinds(kinds)
-    tapes = tapes_of(
-        file, range(first, first + seeds), overrides=overrides or (), num_faults=number, kinds=kinds
-    )
+    try:
+        tapes = tapes_of(
+            file, range(first, first + seeds), overrides=overrides or (), num_faults=number, kinds=kinds
+        )
+    except CalmRunFails as failure:
+        _keep(failure.tape)
+        raise
     if (failing := _search(tapes, jobs, record)) is None:
         return
     fewest, outcome = shrink(failing)
-    kept = Path(f"tape-{failing.seed}.json")
-    _write(kept, fewest)
     _show(fewest, outcome)
-    typer.echo(f"to repeat it: stretto simulate --replay {kept}")
+    _keep(fewest)
     raise typer.Exit(1)
 
 
@@ -115,7 +117,10 @@ def _read(file: Path) -> Tape:
         raise ConfigError(f"{file} is no tape of `stretto simulate`: {error}") from error
 
 
-def _write(file: Path, tape: Tape) -> None:
+def _keep(tape: Tape) -> None:
+    """Write a failing tape into this folder."""
     import msgspec
 
+    file = Path(f"tape-{tape.seed}.json")
     file.write_bytes(msgspec.json.format(msgspec.json.encode(tape), indent=2))
+    typer.echo(f"to repeat it: stretto simulate --replay {file}")

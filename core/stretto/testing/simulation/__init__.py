@@ -37,12 +37,13 @@ from __future__ import annotations
 
 from stretto.testing.simulation.faults import KINDS, POINTS, Fault, Tape
 from stretto.testing.simulation.forecast import Forecast, ServiceTimes, composed, forecast
-from stretto.testing.simulation.search import describe, run_tape, search, shrink, tapes_of
+from stretto.testing.simulation.search import CalmRunFails, describe, run_tape, search, shrink, tapes_of
 from stretto.testing.simulation.universe import Outcome
 
 __all__ = [
     "KINDS",
     "POINTS",
+    "CalmRunFails",
     "Fault",
     "Forecast",
     "Outcome",

@@ -13,6 +13,7 @@ import asyncio
 import contextvars
 import hashlib
 import heapq
+import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
 from random import Random
@@ -29,6 +30,7 @@ STANDSTILL = 20_000
 _NAMED = 40
 """Number of callbacks that a `Livelock` names."""
 _CANCEL_AGAIN_S = 1e-3
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 _THREAD: contextvars.ContextVar[SimulatedThread] = contextvars.ContextVar("simulated thread")
 
@@ -181,11 +183,16 @@ class _NumberedTask(asyncio.Task[Any]):
         return self._number
 
 
+def _is_ours(file: str) -> bool:
+    """Whether a file belongs to stretto, to a plugin or to a user, and not to Python or another library."""
+    return "stretto" in file or not file.startswith(_LIBRARIES)
+
+
 def _places(awaited: Any) -> Iterator[str]:
     """Yield where a coroutine waits, from the outside to the inside."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
-        if frame is not None and "stretto" in (code := frame.f_code).co_filename:
+        if frame is not None and _is_ours((code := frame.f_code).co_filename):
             whom = f"({frame.f_locals['who']})" if code.co_qualname == "Bus.request" else ""
             yield f"{code.co_qualname}{whom}:{frame.f_lineno}"
         awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)

@@ -34,6 +34,15 @@ _FOLDER = 900
 whose files then are the same, also where they have digests of files that name it."""
 
 
+class CalmRunFails(RunError):
+    """A run that does not complete although nothing goes wrong; its tape has no faults."""
+
+    def __init__(self, tape: Tape, outcome: Outcome) -> None:
+        text = "\n".join(describe(tape, outcome))
+        super().__init__(f"without any fault, the simulated run fails:\n{text}")
+        self.tape = tape
+
+
 def tapes_of(
     file: Path,
     seeds: Iterable[int],
@@ -53,7 +62,7 @@ def tapes_of(
 
     Raises:
         ConfigError: if the run file cannot be composed or simulated.
-        RunError: if the run does not complete without faults.
+        CalmRunFails: if the run does not complete without faults.
     """
     composed = compose(file, overrides)
     calm = Tape(seed=0, run=dict(composed.document), faults=())
@@ -62,7 +71,7 @@ def tapes_of(
     if outcome.failed:  # a reward of the user's may fail for some rows
         outcome = run_tape(calm := msgspec.structs.replace(calm, may_fail=True))
     if outcome.failed:
-        raise RunError("without any fault, the simulated run fails:\n" + "\n".join(describe(calm, outcome)))
+        raise CalmRunFails(calm, outcome)
     tape = msgspec.structs.replace(
         calm,
         patience_s=calm.patience_s + outcome.longest_wait_s,

@@ -1,0 +1,124 @@
+"""Every run file of `examples/`, and every component that `stretto new` writes, can be simulated and planned,
+or the command says why not; a run that fails without any fault leaves a tape."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from stretto.cli.main import app
+from stretto.errors import StrettoError
+from stretto.testing.simulation import ServiceTimes
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = EXAMPLES / "quickstart" / "model"
+RUN_FILE = re.compile("^model: ", re.MULTILINE)
+FILES = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if RUN_FILE.search(path.read_text())]
+ROWS = [
+    {"prompt": f"{n}+1=", "problem": "1+1=", "answer": "2", "completion": "2", "chosen": "2", "rejected": "3"}
+    for n in range(8)
+]
+CHEAP = ServiceTimes(
+    callback_s=dict.fromkeys(("kernel", "rollout", "verifier", "inference", "trainer"), 1e-6), message_s=1e-6
+)
+
+
+def said(*arguments: object) -> str:
+    """The output of a command, with its error."""
+    command = CliRunner().invoke(app, [*map(str, arguments)])
+    if command.exception is not None and not isinstance(command.exception, StrettoError | SystemExit):
+        raise command.exception
+    return f"{command.output}{command.exception or ''}"
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(EXAMPLES.parent)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "times.json").write_bytes(msgspec.json.encode(CHEAP))
+    return file
+
+
+def small_run(file: Path, rows: Path, *more: str) -> list[str]:
+    """A run file and what makes it small, with data and a model that are here."""
+    document: dict[str, Any] = yaml.safe_load(file.read_text())
+    small = ["steps=2", "queue.batch_size=2", "checkpoint.every=0", f"model={MODEL}"]
+    if "dataset=fresh" not in more:
+        small.append(f"dataset={{use: jsonl, path: {rows}}}")
+    if "evaluation" in document:
+        small += [f"evaluation.dataset={{use: jsonl, path: {rows}}}", "evaluation.rows=2"]
+    small += ["inference.context_length=128"] if "inference" in document else []
+    return [str(file), *small, *more]
+
+
+def simulated(*arguments: str) -> str:
+    return said("simulate", *arguments, "--seeds", 1, "--jobs", 1)
+
+
+def planned(rows: Path, *arguments: str) -> str:
+    return said("plan", *arguments, "--only", "--times", rows.with_name("times.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(EXAMPLES)))
+def test_every_example_can_be_simulated_and_planned(file: Path, rows: Path) -> None:
+    run = small_run(file, rows)
+    if "agent" in file.parts:
+        assert simulated(*run) == planned(rows, *run)
+        assert simulated(*run).startswith("the workflow 'agent' cannot be simulated: it needs HTTP servers")
+        return
+    assert ": no failure" in simulated(*run)
+    of_rows = re.search(r"^algorithm:( \w+$|\n +use: (sft|dpo|reward_model))", file.read_text(), re.MULTILINE)
+    assert ("a forecast is of a run whose policy samples" if of_rows else "1.00  2.00") in planned(rows, *run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["algorithm", "dataset", "reward", "workflow"])
+def test_every_new_component_can_be_simulated_and_planned(kind: str, rows: Path, tmp_path: Path) -> None:
+    said("new", kind, "fresh", "--folder", tmp_path / "package")
+    [module] = (tmp_path / "package").glob("stretto_*/__init__.py")
+    file = EXAMPLES / "quickstart" / "run.yaml"
+    run = small_run(file, rows, f"plugins=[{module}]", f"{kind}=fresh")
+    assert ": no failure" in simulated(*run)
+    assert "1.00  2.00" in planned(rows, *run)
+
+
+STUCK = """
+import asyncio
+from stretto import Component, WorkflowConfig, hookimpl
+from stretto_single_turn import SingleTurn
+
+
+class Waiting(SingleTurn):
+    async def run(self, prompt, session):
+        await asyncio.Event().wait()
+
+
+@hookimpl
+def stretto_workflow():
+    yield Component("waiting", Waiting, WorkflowConfig, "")
+"""
+
+
+def test_a_run_that_is_stuck_without_a_fault_leaves_a_tape(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    file = EXAMPLES / "quickstart" / "run.yaml"
+    monkeypatch.chdir(tmp_path)
+    stuck = (f"plugins=[{tmp_path}/stuck.py]", "workflow={use: waiting, timeout_s: 1.0e+9}")
+    told = simulated(*small_run(file, rows, *stuck))
+    assert "without any fault, the simulated run fails:\nseed 0: " in told
+    assert "to repeat it: stretto simulate --replay tape-0.json" in told
+    tape = json.loads((tmp_path / "tape-0.json").read_text())
+    assert (tape["seed"], tape["faults"]) == (0, [])
+    again = said("simulate", "--replay", "tape-0.json")
+    assert "Waiting.run:" in again
