@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from patience import patience
 from stretto import Component, RewardConfig, WorkflowConfig, hookimpl
 from stretto.errors import EngineError
 from stretto.testing import (
@@ -86,7 +87,7 @@ class Hasty:
     def __init__(self, config: Any, context: Any) -> None: ...
 
     async def run(self, prompt: Any, session: Any) -> list[Trajectory]:
-        time.sleep(0.5)
+        time.sleep(patience(0.5))
         assert prompt.row["prompt"].endswith("=")
         answers = await session.generate(prompt.ids, n=session.group_size)
         scores = await session.score(prompt, answers)
@@ -115,7 +116,7 @@ class TestHasty(WorkflowConformance):
     use, plugins = "hasty", HERE
     finds = {
         "a_sample_gets_the_reward_of_its_own_answers": "sample 0 has the reward of '2 (1)'",
-        "it_does_not_block_the_event_loop": "time.sleep(0.5)",
+        "it_does_not_block_the_event_loop": "time.sleep(patience(0.5))",
         "a_prompt_may_be_a_chat": "says `chats = False`",
     }
 

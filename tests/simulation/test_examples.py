@@ -13,6 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from patience import patience
 from stretto.cli.main import app
 from stretto.errors import StrettoError
 from stretto.testing.simulation import ServiceTimes
@@ -114,7 +115,7 @@ def test_a_run_that_is_stuck_without_a_fault_leaves_a_tape(
     (tmp_path / "stuck.py").write_text(STUCK)
     file = EXAMPLES / "quickstart" / "run.yaml"
     monkeypatch.chdir(tmp_path)
-    stuck = (f"plugins=[{tmp_path}/stuck.py]", "workflow={use: waiting, timeout_s: 1.0e+9}")
+    stuck = (f"plugins=[{tmp_path}/stuck.py]", f"workflow={{use: waiting, timeout_s: {patience(1e9)}}}")
     told = simulated(*small_run(file, rows, *stuck))
     assert "without any fault, the simulated run fails:\nseed 0: " in told
     assert "to repeat it: stretto simulate --replay tape-0.json" in told
