@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from patience import patience
 from stretto import Component, RewardConfig, WorkflowConfig, hookimpl
 from stretto.errors import EngineError
 from stretto.testing import (
@@ -87,6 +86,8 @@ class Hasty:
     def __init__(self, config: Any, context: Any) -> None: ...
 
     async def run(self, prompt: Any, session: Any) -> list[Trajectory]:
+        from patience import patience  # a scoring process reads this file, too, and has no such module
+
         time.sleep(patience(0.5))
         assert prompt.row["prompt"].endswith("=")
         answers = await session.generate(prompt.ids, n=session.group_size)
