@@ -17,9 +17,9 @@ from typing import Any, Literal, cast
 from stretto.base.chat import Message, OwnTurn
 from stretto.errors import ConfigError
 
-__all__ = ["ChatForm", "Render", "form_of", "opened_in", "pieces_of", "plain_text"]
+__all__ = ["ChatForm", "form_of", "opened_in", "pieces_of", "plain_text"]
 
-Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
+_Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, whether to open the answer -> the text that the template writes."""
 
 _CUT = "\ufdd0"
@@ -128,12 +128,13 @@ def opened_in(prompt: str | Sequence[Message], form: ChatForm) -> str:
 
 
 def form_of(
-    render: Render,
+    render: _Render,
     *,
     added: Mapping[str, int],
     own_ends: frozenset[int],
     model_ends: frozenset[int],
     text_of: Callable[[int], str],
+    in_parts: bool = False,
 ) -> ChatForm:
     """Find the chat form by rendering probes.
 
@@ -142,20 +143,21 @@ def form_of(
         added: the ids of the tokenizer's added tokens by their texts.
         own_ends: the tokenizer's end-of-sequence token.
         model_ends: the tokens at which engines stop by themselves.
+        in_parts: whether contents have to be parts, because others of them are images.
     """
-    ask, reply, more = _user(_ASK), _assistant(_REPLY), _user(_MORE)
 
     def probe(messages: Sequence[Message], tools: Sequence[Any] = (), *, opens: bool = False) -> str | None:
+        content = _in_parts if in_parts else dict
         try:
-            return render(messages, tools, opens)
+            return render([content(message) for message in messages], tools, opens)
         except ConfigError:
             return None
 
-    prompt = probe([ask], opens=True)
-    if prompt is None:  # it wants something else in a first message: only the content can differ
-        ask, more = _user([{"type": "text", "text": _ASK}]), _user([{"type": "text", "text": _MORE}])
-        prompt = probe([ask], opens=True) or ""
-    in_parts = _ASK not in (probe([_user(_ASK)]) or "") and _ASK in prompt
+    ask, reply, more = _user(_ASK), _assistant(_REPLY), _user(_MORE)
+    if not in_parts and _ASK not in (probe([ask]) or ""):
+        in_parts = True  # some templates write nothing else
+        in_parts = _ASK in (probe([ask]) or "")
+    prompt = probe([ask], opens=True) or ""
     last, inner = probe([ask, reply]) or "", probe([ask, reply, more]) or ""
     after = [text.partition(_REPLY)[2].lstrip() for text in (last, inner)]
     written = [max(filter(text.startswith, added), key=len, default="") for text in after]
@@ -190,7 +192,12 @@ def form_of(
     )
 
 
-def _user(content: Any) -> Message:
+def _in_parts(message: Message) -> dict[str, Any]:
+    text = message["content"]
+    return {**message, "content": [{"type": "text", "text": text}] if text else text}
+
+
+def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 

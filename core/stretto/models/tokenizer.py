@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import anyio
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stretto.base.chat import Message
 from stretto.errors import ConfigError
-from stretto.models.chat_form import ChatForm, Render, form_of, pieces_of
+from stretto.models.chat_form import ChatForm, form_of, pieces_of
 from stretto.models.files import end_tokens_in, folder_of_model
 
 if TYPE_CHECKING:
@@ -330,8 +330,12 @@ class ByteTokenizer:
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
 
 
+_OF_IMAGES = re.compile("image|vision|video|audio", re.IGNORECASE)
+"""In the names of special tokens that stand for images."""
+
+
 class ModelTokenizer:
-    """A tokenizer of the `tokenizers` library with its chat template."""
+    """A tokenizer of the `tokenizers` library with its chat template, or with that of a processor."""
 
     @classmethod
     def load(cls, model: str, rows: DatasetConfig | None) -> ModelTokenizer:
@@ -344,13 +348,16 @@ class ModelTokenizer:
         except (OSError, ValueError) as error:
             raise ConfigError(f"model {model!r} has no tokenizer that can be loaded: {error}") from error
 
-    def __init__(self, tokenizer: Any, model: str, rows: DatasetConfig | None) -> None:
+    def __init__(self, tokenizer: Any, model: str, rows: DatasetConfig | None, processor: Any = None) -> None:
         template = {} if rows is None else rows.template
         self._tokenizer = tokenizer
+        self._has_images = processor is not None
+        self._writer = processor or tokenizer
+        """What applies the chat template."""
         self._model = model
         self.rows = rows
         self._arguments = {name: value for name, value in template.items() if name != CLOCK}
-        tokenizer.chat_template = pinned(tokenizer.chat_template, template)
+        self._writer.chat_template = pinned(self._writer.chat_template, template)
         # `_ids` leaves out the checks of transformers, which take longer than a short prompt. This is what
         # transformers sets at each call.
         self._backend = tokenizer.backend_tokenizer
@@ -379,12 +386,12 @@ class ModelTokenizer:
         add_generation_prompt: bool = True,
     ) -> str:
         """See `Tokenizer`."""
-        messages = self.form.prepared(messages, self.special_texts())
+        messages = self.form.prepared(messages, self._special_texts)
         return self._render(messages, tools, add_generation_prompt)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opens: bool) -> str:
         return apply_chat_template(
-            *(self._tokenizer, self._model, messages, tools),
+            *(self._writer, self._model, messages, tools),
             add_generation_prompt=opens,
             arguments=self._arguments,
         )
@@ -440,10 +447,10 @@ class ModelTokenizer:
         backend.encode_special_tokens = True
         return backend
 
-    @cache  # noqa: B019 - as long as the process
-    def special_texts(self, keep: re.Pattern[str] | None = None) -> re.Pattern[str] | None:
-        """Return what finds the special tokens in a text, but for those in whose text is `keep`."""
-        texts = [text for text in self._special if keep is None or not keep.search(text)]
+    @cached_property
+    def _special_texts(self) -> re.Pattern[str] | None:
+        """What finds the special tokens in a text; the places of images are none."""
+        texts = [text for text in self._special if not self._has_images or not _OF_IMAGES.search(text)]
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
     @property
@@ -453,22 +460,19 @@ class ModelTokenizer:
 
     @cached_property
     def _form(self) -> ChatForm:
-        return self.find_form(self._render, has_template=self._tokenizer.chat_template is not None)
-
-    def find_form(self, render: Render, *, has_template: bool) -> ChatForm:
-        """Return the chat form of a template that `render` applies."""
         tokenizer, end = self._tokenizer, self._tokenizer.eos_token_id
         own, folder = frozenset([] if end is None else [end]), folder_of_model(self._model)
         model = own if folder is None else end_tokens_in(folder) or own
-        if not has_template:
+        if self._writer.chat_template is None:
             closing = tokenizer.eos_token or ""
             return ChatForm(end_ids=own | model, ends=tuple(map(self._text_of, own | model)), closing=closing)
         return form_of(
-            render,
+            self._render,
             added=self._added,
             own_ends=own,
             model_ends=model,
             text_of=self._text_of,
+            in_parts=self._has_images,
         )
 
     def _text_of(self, token: int) -> str:
@@ -476,7 +480,7 @@ class ModelTokenizer:
 
     def special_in(self, text: str) -> str:
         """See `Tokenizer`."""
-        special = self.special_texts()
+        special = self._special_texts
         found = None if special is None else special.search(text)
         return found[0] if found else ""
 

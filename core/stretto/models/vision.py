@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -28,7 +26,7 @@ from stretto.errors import ConfigError
 from stretto.models.chat_form import ChatForm, plain_text
 from stretto.models.files import fetch_config
 from stretto.models.images import OpenImage, decode, images_of
-from stretto.models.tokenizer import CLOCK, ModelTokenizer, apply_chat_template, pinned
+from stretto.models.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,8 +54,6 @@ PROCESSOR_FILES = (
 )
 """The files of a model's processor, besides those of the tokenizer. Not every model has all of them."""
 
-_OF_IMAGES = re.compile("image|vision|video|audio", re.IGNORECASE)
-"""In the names of special tokens that stand for images."""
 _ZERO_WIDTH = "\u200b"
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
@@ -145,11 +141,9 @@ class Vision:
 
     def __init__(self, model: str, rows: DatasetConfig | None = None) -> None:
         self._model = model
-        self._arguments = {} if rows is None else rows.template
-        self.tokenizer = ModelTokenizer.load(model, rows)
-        """The tokenizer for text without images."""
         self._processor = _load_processor(model)
-        self._processor.chat_template = pinned(self._processor.chat_template, self._arguments)
+        self.tokenizer = ModelTokenizer(self._processor.tokenizer, model, rows, self._processor)
+        """The tokenizer for text without images. It has the chat template of the processor."""
         token = image_token_of(fetch_config(model))
         if token is None:
             raise ConfigError(f"model {model!r} names no image token: its config.json has no image_token_id")
@@ -259,31 +253,8 @@ class Vision:
             )
             for turn in messages
         ]
-        special = self.tokenizer.special_texts(keep=_OF_IMAGES)
-        text = self._render(self.form.prepared(turns, special), tools, add_generation_prompt)
+        text = self.tokenizer.render(turns, tools=tools, add_generation_prompt=add_generation_prompt)
         return plain_text(text, mark=_ZERO_WIDTH)  # the processor would read the text as the token
-
-    @property
-    def form(self) -> ChatForm:
-        """The model's chat form, with the template of the processor."""
-        return self._form
-
-    @cached_property
-    def _form(self) -> ChatForm:
-        def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opens: bool) -> str:
-            parts = [{**turn, "content": _parts(turn.get("content"), with_images=False)} for turn in messages]
-            return self._render(parts, tools, opens)
-
-        has_template = self._processor.chat_template is not None
-        return replace(self.tokenizer.find_form(render, has_template=has_template), content="parts")
-
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opens: bool) -> str:
-        arguments = {name: value for name, value in self._arguments.items() if name != CLOCK}
-        return apply_chat_template(
-            *(self._processor, self._model, messages, tools),
-            add_generation_prompt=opens,
-            arguments=arguments,
-        )
 
     def _process(self, text: str, images: Sequence[Image], *, plain: bool) -> VisionPrompt:
         try:
@@ -345,7 +316,7 @@ class RowTokenizer:
     @property
     def form(self) -> ChatForm:
         """The model's chat form."""
-        return self._vision.form
+        return self._vision.tokenizer.form
 
     def ends_turn(self, token: int) -> bool:
         """Return the same as for a row without images."""

@@ -23,7 +23,7 @@ from stretto.dataset import Row
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback, columns_of_turn
 from stretto.errors import ConfigError, EngineError
-from stretto.models.chat_form import ChatForm, opened_in
+from stretto.models.chat_form import opened_in
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.prompts import both_tools, tools_of
 from stretto.models.tokenizer import Message, Tokenizer, body_of
@@ -141,19 +141,13 @@ class RolloutSession:
             ConfigError: if the column `tools` holds something else than tools.
         """
         self.row_tools = tools_of(row)
-        self._opened = opened_in(row["prompt"], self.form)
-
-    @property
-    def form(self) -> ChatForm:
-        """The model's chat form."""
-        images = self._services.images
-        return self.tokenizer.form if images is None else images.vision.form
+        self._opened = opened_in(row["prompt"], self.tokenizer.form)
 
     @property
     def sampling(self) -> Sampling:
         """The sampling of this ticket, unless the workflow gives its own. Answers also end at the tokens that
         the chat template writes after a turn."""
-        sampling, stops = self._services.sampling_of(self._ticket), self.form.stop_ids
+        sampling, stops = self._services.sampling_of(self._ticket), self.tokenizer.form.stop_ids
         if not stops or sampling.ignore_eos:
             return sampling
         ids = (*sampling.stop_token_ids, *(id for id in stops if id not in sampling.stop_token_ids))
