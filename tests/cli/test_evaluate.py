@@ -267,7 +267,7 @@ def test_answers_are_those_that_transformers_gives(tmp_path: Path) -> None:
     assert figures["truncated"] == pytest.approx(sum(cut) / 11)
     assert figures["tokens_per_s"] > 0
     text = " ".join(done.stdout.split())
-    assert f"avg@2 {figures['avg']['mean']:.4f} ± {figures['avg']['ci95']:.4f}" in text
+    assert f"avg@2 (accuracy) {figures['avg']['mean']:.4f} ± {figures['avg']['ci95']:.4f}" in text
     assert "1 x not evaluated: begun 3 times; at last RewardError: reward raised AssertionError" in text
     assert (summary_of(out)["checkpoints"], summary_of(out)["problems"]) == ([], [])
 

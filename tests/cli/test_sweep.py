@@ -136,7 +136,7 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     assert "the same command again continues it" in said()
 
     text = swept(run_file, values, "steps=100", "--jobs", "2")
-    assert "max_staleness-0: completed, step 100/100, reward 0.500, held-out accuracy 0.500" in text
+    assert "max_staleness-0: completed, step 100/100, reward 0.500, held-out reward 0.500" in text
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*/summary.json")}
     assert len(kept) == 2
 
@@ -149,14 +149,14 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
         summary = json.loads((folder / run["name"] / "summary.json").read_text())
         figures = run["figures"]
         assert (figures["state"], figures["steps"], figures["reward"]) == ("completed", 100, 0.5)
-        assert figures["last"]["score"]["mean"] == summary["evaluation"][-1]["accuracy"] == 0.5
+        assert figures["last"]["score"]["mean"] == summary["evaluation"][-1]["reward"] == 0.5
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(run_file: Path) -> None:
     values = f"workflow.timeout_s={patience(0.0001)},60", "queue.max_failures=2"
     printed = output_of(*command(run_file, *values, "--jobs", "1"), status=1)
-    assert "timeout_s-0.0001: exit status 1; failed at step 0" in printed
+    assert ": exit status 1; failed at step 0" in printed
     assert "timeout_s-60: completed" in printed
 
 

@@ -108,7 +108,7 @@ def test_kept_samples_give_the_figures_of_metrics_jsonl(run: Ended) -> None:
             row for row in run.rows.values() if (row["purpose"], row["step"]) == ("eval", line["step"])
         ]
         assert len(answers) == line["evaluation/samples"]
-        assert _mean(answers, "reward") == pytest.approx(line["evaluation/accuracy"], abs=1e-6)
+        assert _mean(answers, "reward") == pytest.approx(line["evaluation/reward"], abs=1e-6)
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
