@@ -173,6 +173,18 @@ def test_a_loss_scales_the_learning_rate_by_the_statistics_of_the_whole_batch(
         assert not torch.equal(value, before[name])
 
 
+def test_a_checkpoint_has_the_tokenizer_of_the_model(tiny_models: Models, tmp_path: Path) -> None:
+    """A Qwen2 model gets the tokenizer of Qwen2 from `AutoTokenizer`, whatever its own files say."""
+    folder = shutil.copytree(tiny_models("qwen2"), tmp_path / "own")
+    own = json.loads((folder / "tokenizer.json").read_text())
+    own["normalizer"], own["pre_tokenizer"] = {"type": "NFD"}, {"type": "Whitespace"}
+    (folder / "tokenizer.json").write_text(json.dumps(own))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    engine_of(folder).save(tmp_path / "saved")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "saved" / "model" / name).read_bytes() == (folder / name).read_bytes()
+
+
 def test_a_checkpoint_goes_on_bit_for_bit(tiny_models: Models, tmp_path: Path) -> None:
     loss = Loss(plain_loss, "token", lr_scale=lambda _, former: former / 2)
     options: dict[str, Any] = {

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLOCK",
+    "TOKENIZER_FILES",
     "ByteTokenizer",
     "Message",
     "ModelTokenizer",
@@ -330,6 +331,11 @@ class ByteTokenizer:
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
 
 
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+)
+"""The files of a tokenizer. Not every model has all of them."""
 _OF_IMAGES = re.compile("image|vision|video|audio", re.IGNORECASE)
 """In the names of special tokens that stand for images."""
 

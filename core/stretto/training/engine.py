@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from stretto.algorithm import WHOLE
 from stretto.errors import EngineError
 from stretto.models.files import folder_of_model, tensors_of_model
 from stretto.models.lora_files import matrix_of
+from stretto.models.tokenizer import TOKENIZER_FILES
 from stretto.models.vision import PROCESSOR_FILES, Vision
 from stretto.rl.batch import Batch
 from stretto.rl.functional import loss_count, loss_weights
@@ -296,9 +297,9 @@ class HFTraining:
             text = model.generation_config.to_json_string()
             (folder / "model" / "generation_config.json").write_text(text)
         if self._initial is not None:
-            AutoTokenizer.from_pretrained(self._initial).save_pretrained(folder / "model")
+            _copy_tokenizer(self._initial, folder / "model")
             if self._reads_images:
-                _copy_processor(self._initial, folder / "model")
+                _copy_files(self._initial, PROCESSOR_FILES, folder / "model")
             if config.lora is not None:
                 adapters = adapter_config(model, config.lora, self._head, self._initial, self._tower)
                 adapters.save_pretrained(folder / "adapter")
@@ -534,9 +535,21 @@ def _blank_image(model: str) -> Batch:
     return Batch([len(tokens)], {"tokens": tokens}, {}, [media])
 
 
-def _copy_processor(source: str, folder: Path) -> None:
-    """Copy the processor files of a model to a folder, unchanged."""
-    for name in PROCESSOR_FILES:
+def _copy_tokenizer(source: str, folder: Path) -> None:
+    """Copy the tokenizer of a model to a folder, unchanged. `AutoTokenizer` would save another one where
+    `tokenizer.json` is not that of the class which it takes for the model's type: a Qwen2 model gets the
+    pre-tokenizer and the normalizer of Qwen2."""
+    _copy_files(source, TOKENIZER_FILES, folder)
+    if not (folder / "tokenizer.json").exists():
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    own = folder_of_model(source)
+    if own is not None and (named := Path(own, "additional_chat_templates")).is_dir():
+        shutil.copytree(named, folder / named.name, dirs_exist_ok=True)
+
+
+def _copy_files(source: str, names: Sequence[str], folder: Path) -> None:
+    """Copy files of a model to a folder, those that it has."""
+    for name in names:
         file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
             shutil.copyfile(file, folder / name)
