@@ -24,6 +24,7 @@ from stretto.records.comparison import labels_of
 from stretto.records.figures import (
     FIGURES,
     RECENT_STEPS,
+    SCORE,
     VERDICT_STEPS,
     Figure,
     change,
@@ -40,6 +41,7 @@ __all__ = [
     "COLOURS",
     "FIGURES",
     "RECENT_STEPS",
+    "SCORE",
     "STEP_PARTS",
     "Bar",
     "Colour",
@@ -369,7 +371,7 @@ def _line_parts(curves: Sequence[RunCurve]) -> list[str]:
             parts.append(f'<polyline class="{kind}" points="{pairs}"><title>{label}</title></polyline>')
         parts += [
             f'<circle class="{kind}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="4">'
-            f"<title>{label}: {curve.measure} {y:.3f} at version {x:g}</title></circle>"
+            f"<title>{label}: {curve.measure} {SCORE.text(y)} at version {x:g}</title></circle>"
             for x, y in curve.points
         ]
     return parts

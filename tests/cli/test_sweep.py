@@ -154,9 +154,10 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(run_file: Path) -> None:
-    values = f"workflow.timeout_s={patience(0.0001)},60", "queue.max_failures=2"
+    short = patience(0.0001)
+    values = f"workflow.timeout_s={short},60", "queue.max_failures=2"
     printed = output_of(*command(run_file, *values, "--jobs", "1"), status=1)
-    assert ": exit status 1; failed at step 0" in printed
+    assert f"timeout_s-{short}: exit status 1; failed at step 0" in printed
     assert "timeout_s-60: completed" in printed
 
 

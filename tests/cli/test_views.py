@@ -122,9 +122,12 @@ def test_a_comparison_has_the_figures_of_the_files(runs: list[RunFolder]) -> Non
     }
     assert comparison.caution == ""
     one_values = {"training.lr": "1", "reward.use": '"exact"', "reward.timeout_s": "1"}
-    assert caution([one_values, one_values | {"training.lr": "2", "reward.timeout_s": "2"}], alike=True) == ""
+    assert (
+        caution([one_values, one_values | {"training.lr": "2", "reward.timeout_s": "2"}], comparable=True)
+        == ""
+    )
     assert caution(
-        [one_values, one_values | {"reward.use": '"math"', "evaluation.rows": "64"}], alike=True
+        [one_values, one_values | {"reward.use": '"math"', "evaluation.rows": "64"}], comparable=True
     ) == ("the runs differ in reward.use, evaluation.rows: their held-out scores are not the same measure")
     # At version 10, rows 0 to 2 of 8 pass; in the better run also rows 4 and 6.
     assert dict(comparison.scores)[10] == [3 / 8, 3 / 8, 5 / 8]
@@ -199,8 +202,8 @@ def test_an_accuracy_and_a_reward_are_never_subtracted(tmp_path: Path) -> None:
         *["held-out accuracy"] * 2, *["held-out reward"] * 2
     ]  # fmt: skip
     for runs, measure in ((ours, "held-out accuracy"), (theirs, "held-out reward")):
-        alike = compare_runs(runs)
-        assert (alike.measure, alike.caution, len(alike.paired)) == (measure, "", 1)
+        comparable = compare_runs(runs)
+        assert (comparable.measure, comparable.caution, len(comparable.paired)) == (measure, "", 1)
         shown = CliRunner().invoke(app, ["compare", *(str(run.folder) for run in runs)]).output
         assert f"best {measure}" in shown
         assert {panel.curves[0].measure for panel in panels_of(runs, ["reward"])} == {measure}

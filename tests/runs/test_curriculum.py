@@ -13,7 +13,8 @@ from worlds import in_simulation
 REWARD = """
 def score(prompt, completion, n, **columns):
     # Rows 0 to 13 are impossible, rows 14 to 26 easy; the others depend on the answer.
-    return float(n > 13) if n < 27 else float(len(completion) % 2)
+    right = float(n > 13) if n < 27 else float(len(completion) % 2)
+    return {"reward": right, "accuracy": right}
 """
 
 
@@ -67,7 +68,7 @@ def test_a_killed_run_keeps_the_rows_that_it_has_drawn(start: Start, tmp_path: P
     assert last["dataset/first/groups"] + last["dataset/second/groups"] == 4
     trained = [line["dataset/second/groups"] for line in run.metrics()]
     assert sum(trained[:4]) < sum(trained[-4:])  # its weight rises
-    assert {"dataset/first/reward", "dataset/second/reward"} <= last.keys()
+    assert {"dataset/first/accuracy", "dataset/second/reward"} <= last.keys()
 
 
 @in_simulation

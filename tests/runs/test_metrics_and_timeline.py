@@ -34,7 +34,8 @@ import time
 
 def score(prompt, completion, answer):
     time.sleep(0.4 if "+2=" in prompt else 0)  # so that scrapes fall into the last evaluation
-    return float(completion == answer)
+    right = float(completion == answer)
+    return {"reward": right, "accuracy": right}
 """
 
 
@@ -178,6 +179,7 @@ def test_the_last_figures_are_those_of_the_summary(watched: Watched) -> None:
     assert last("swaps_total") == summary["swaps"]["count"]
     assert last("evaluations_total") == len(summary["evaluation"])
     assert last("evaluation_version") == STEPS
+    assert last("evaluation_accuracy") == summary["evaluation"][-1]["accuracy"]
     assert last("evaluation_reward") == summary["evaluation"][-1]["reward"]
     assert last("evaluation_best_version") == summary["best"]["version"]
     buckets = last.by("staleness_steps_bucket", "le")
@@ -406,9 +408,10 @@ def test_calls_swaps_and_evaluations_are_those_of_the_metrics(watched: Watched, 
     assert sorted((tracks[each.track].name, each.name) for each in calls) == sorted(expected)
     evaluations = [each for each in slices if each.category == "evaluation"]
     assert [each.facts["version"] for each in evaluations] == [0, 3, 6]
-    assert [each.facts["reward"] for each in evaluations] == [
-        point["reward"] for point in watched.summary["evaluation"]
-    ]
+    for figure in ("accuracy", "reward"):
+        assert [each.facts[figure] for each in evaluations] == [
+            point[figure] for point in watched.summary["evaluation"]
+        ]
     evaluated = Counter(each.facts["min_version"] for each in slices if each.category == "evaluation ticket")
     assert evaluated == {0: 9, 3: 9, 6: 9}
     swaps = {each.facts["version"] for each in slices if each.category == "swap"}

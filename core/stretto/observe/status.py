@@ -67,7 +67,7 @@ class StatusWriter:
         """Return the state of the run at this moment."""
         facts, report, scheduler, fleet = self._facts, self._report, self._scheduler, self._fleet
         now, ending = clock.now(), facts.ending
-        evaluations, best = _evaluations(scheduler.evaluation.results), scheduler.evaluation.best
+        evaluations, best = evaluation_statuses(scheduler.evaluation.results), scheduler.evaluation.best
         return Status(
             written=clock.wall(),
             pid=os.getpid(),
@@ -211,7 +211,8 @@ def _stall(asker: str, wait: Wait) -> Stall:
     return Stall(asker, wait.who, wait.verb, round(wait.seconds, 2))
 
 
-def _evaluations(results: Sequence[Evaluation]) -> list[EvaluationStatus]:
+def evaluation_statuses(results: Sequence[Evaluation]) -> list[EvaluationStatus]:
+    """Return the complete evaluations of a run, all with the same measure."""
     scores = {each.version: each for each in held_out(results)}
     measure = next(iter(scores.values())).measure if scores else "accuracy"
     return [

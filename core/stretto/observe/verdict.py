@@ -19,7 +19,7 @@ from stretto.observe.advice import Adviser
 from stretto.observe.bottleneck import bottleneck, total, verifiers_used
 from stretto.observe.history import History
 from stretto.records.accuracy import estimate_score
-from stretto.records.figures import FIGURES, VERDICT_STEPS, duration_text, recent
+from stretto.records.figures import FIGURES, SCORE, VERDICT_STEPS, duration_text, recent
 from stretto.records.metrics import ACCURACY
 from stretto.records.status import State, Verdict
 
@@ -250,8 +250,8 @@ def _held_out(evaluations: Sequence[HeldOutScore]) -> Iterator[str]:
     if evaluations:
         newest, best = evaluations[-1], max(evaluations, key=lambda each: each.score)
         interval = estimate_score(newest.score, newest.samples, newest.deviation).ci95
-        text = f"held out {FIGURES[ACCURACY].text(newest.score)}"
-        text += "" if interval is None else f" ± {FIGURES[ACCURACY].text(interval)}"
+        text = f"held out {SCORE.text(newest.score)}"
+        text += "" if interval is None else f" ± {SCORE.text(interval)}"
         if len(evaluations) == 1:
             yield f"{text} at version {newest.version}"
         elif best.score == newest.score:

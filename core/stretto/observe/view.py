@@ -20,8 +20,8 @@ from rich.text import Text
 from stretto.base import clock
 from stretto.bus.messages.events import Evaluation
 from stretto.errors import StrettoError, printable
-from stretto.kernel.schedule.health import held_out
-from stretto.records.figures import FIGURES, describe_waits, duration_text
+from stretto.observe.status import evaluation_statuses
+from stretto.records.figures import FIGURES, SCORE, describe_waits, duration_text
 from stretto.records.status import Status, WorkerStatus
 
 _MOST_ROWS = 8
@@ -195,18 +195,14 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
     if summary["reason"]:
         lines[0] += f": {summary['reason']}"
     lines.append(f"verdict {summary['verdict']['text']}")
-    if evaluations := msgspec.convert(summary["evaluation"], list[Evaluation]):
-        scores = {each.version: each for each in held_out(evaluations)}
-        label = f"held-out {next((each.measure for each in scores.values()), 'accuracy')}"
-        versions = [each.version for each in evaluations]
-        points = (
-            f"{_score(scores[each].score if each in scores else None)} (version {each})" for each in versions
-        )
+    if evaluations := evaluation_statuses(msgspec.convert(summary["evaluation"], list[Evaluation])):
+        label = f"held-out {evaluations[0].measure}"
+        points = (f"{_score(each.score)} (version {each.version})" for each in evaluations)
         lines.append(f"{label} {' -> '.join(points)}")
         best = summary["best"]
         if best and best["checkpoint"]:
-            score = _score(scores[best["version"]].score)
-            lines.append(f"best checkpoint {best['checkpoint']}, {label} {score}")
+            score = next(each.score for each in evaluations if each.version == best["version"])
+            lines.append(f"best checkpoint {best['checkpoint']}, {label} {_score(score)}")
     ledger = summary["ledger"]
     lines.append(f"tickets {', '.join(f'{name} {count}' for name, count in ledger.items())}")
     if missing := summary["members"]["missing"]:
@@ -273,7 +269,7 @@ def _clock(moment: float) -> str:
 
 
 def _score(value: float | None) -> str:
-    return "none (no result)" if value is None else f"{value:.3f}"
+    return "none (no result)" if value is None else SCORE.text(value)
 
 
 def terminal() -> bool:

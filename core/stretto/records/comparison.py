@@ -161,16 +161,16 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
     evaluated = [run for run, each in zip(runs, figures, strict=True) if each.last]
     measure = measure_of_all(figures)
-    alike = measure != MIXED
+    comparable = measure != MIXED
     return Comparison(
         runs=figures,
         differences=differences([run.values() for run in runs]),
         measure=measure,
-        caution=caution([run.values() for run in evaluated], alike=alike),
+        caution=caution([run.values() for run in evaluated], comparable=comparable),
         curves={key: curve for key in MAIN_FIGURES if (curve := _curve(runs, key))},
         scores=_scores(runs),
-        paired=list(_paired(runs, figures)) if alike else [],
-        groups=_groups(runs, figures, alike=alike),
+        paired=list(_paired(runs, figures)) if comparable else [],
+        groups=_groups(runs, figures, comparable=comparable),
     )
 
 
@@ -191,8 +191,9 @@ def run_figures(run: RunFolder, label: str) -> RunFigures:
     """
     last = run.steps[-1] if run.steps else {}
     ledger: Mapping[str, int] = last.get("ledger", {})
-    evaluated = [line for line in run.evaluations if is_figure(line.get(run.held_out))]
-    best = max(evaluated, key=lambda line: line[run.held_out], default=None)
+    held_out = run.held_out
+    evaluated = [line for line in run.evaluations if is_figure(line.get(held_out))]
+    best = max(evaluated, key=lambda line: line[held_out], default=None)
     return RunFigures(
         label=label,
         folder=str(run.folder),
@@ -248,14 +249,14 @@ def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | Non
     }
 
 
-def caution(values: Sequence[Mapping[str, str]], *, alike: bool) -> str:
+def caution(values: Sequence[Mapping[str, str]], *, comparable: bool) -> str:
     """Return why the scores of runs are not the same measure; empty if they are.
 
     Args:
         values: the values of each run that has an evaluation (see `RunFolder.values`).
-        alike: whether all are accuracies, or all are rewards.
+        comparable: whether all are accuracies, or all are rewards.
     """
-    if not alike:
+    if not comparable:
         return "some runs have a held-out accuracy, others only a held-out reward: no difference is taken"
     keys = [key for key in differences(values) if key.startswith(_MEASURES) and key not in _LIMITS]
     if not keys:
@@ -327,23 +328,23 @@ def _fingerprint(run: RunFolder) -> str | None:
         raise ConfigError(f"{file} does not hold the fingerprints of datasets: {error}") from error
 
 
-def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures], *, alike: bool) -> list[SeedGroup]:
+def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures], *, comparable: bool) -> list[SeedGroup]:
     """Return the groups of several runs.
 
     Args:
-        alike: whether the scores of all runs are the same measure.
+        comparable: whether the scores of all runs are the same measure.
     """
     settings: dict[str, list[RunFigures]] = {}
     for run, each in zip(runs, figures, strict=True):
         settings.setdefault(setting(run.values()), []).append(each)
     groups = [members for members in settings.values() if len(members) > 1]
-    return [_group(members, groups[0], alike=alike) for members in groups]
+    return [_group(members, groups[0], comparable=comparable) for members in groups]
 
 
-def _group(members: Sequence[RunFigures], first: Sequence[RunFigures], *, alike: bool) -> SeedGroup:
-    scores = [score for _, score in _last_scores(members)] if alike else []
+def _group(members: Sequence[RunFigures], first: Sequence[RunFigures], *, comparable: bool) -> SeedGroup:
+    scores = [score for _, score in _last_scores(members)] if comparable else []
     rewards = [each.reward for each in members if each.reward is not None]
-    difference, paired = (None, 0) if members is first or not alike else _difference(members, first)
+    difference, paired = (None, 0) if members is first or not comparable else _difference(members, first)
     return SeedGroup(
         runs=[each.label for each in members],
         score=fmean(scores) if scores else None,

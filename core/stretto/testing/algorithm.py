@@ -371,7 +371,7 @@ class AlgorithmConformance(ComponentConformance):
     def test_a_sample_in_parts_counts_once(self, under_test: ComponentUnderTest) -> None:
         """A conversation may be several sequences; they share a number in the column `sample`. The other
         samples of its group then have the same losses as if it were one. An algorithm that whitens over the
-        batch moves all losses alike; this is taken out."""
+        batch moves all losses in the same way; this is taken out."""
         import torch
 
         training = _Training(under_test.make(), self.rows)

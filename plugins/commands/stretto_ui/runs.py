@@ -163,8 +163,8 @@ def differing(runs: Sequence[ListedRun], rows: Sequence[Mapping[str, Any]]) -> d
     measured = [
         (run.values, row["measure"]) for run, row in zip(runs, rows, strict=True) if row["score"] is not None
     ]
-    alike = len({measure for _, measure in measured}) < 2
-    return {"differing": first, "caution": caution([values for values, _ in measured], alike=alike)}
+    comparable = len({measure for _, measure in measured}) < 2
+    return {"differing": first, "caution": caution([values for values, _ in measured], comparable=comparable)}
 
 
 def _row(record: RunFolder) -> dict[str, Any]:

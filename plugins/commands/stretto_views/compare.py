@@ -6,12 +6,9 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from stretto.charts import FIGURES, duration_text, figure
-from stretto.run_folder import HELD_OUT, Comparison, Estimate, SeedGroup
+from stretto.charts import FIGURES, SCORE, duration_text, figure
+from stretto.run_folder import Comparison, Estimate, SeedGroup
 from stretto_views.tables import add_row, figure_table
-
-_SCORE = FIGURES[HELD_OUT[0]]
-"""The digits of scores and rewards."""
 
 
 def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
@@ -38,7 +35,7 @@ def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
     if comparison.scores:
         table = figure_table("version", *(run.label for run in runs))
         for version, values in comparison.scores:
-            add_row(table, str(version), *map(_SCORE.text, values))
+            add_row(table, str(version), *map(SCORE.text, values))
         tables.append((comparison.measure, table))
     return tables
 
@@ -50,7 +47,7 @@ def _seeds_table(group: SeedGroup, comparison: Comparison) -> tuple[str, Table]:
         (FIGURES["reward"].label, group.reward, group.reward_sd),
     ):
         if mean is not None:
-            add_row(table, label, _SCORE.text(mean), _SCORE.text(spread))
+            add_row(table, label, SCORE.text(mean), SCORE.text(spread))
     if group.difference is not None:
         paired = f"paired by {group.paired} seeds" if group.paired else "seeds not paired"
         minus = f"{comparison.measure} minus {', '.join(comparison.groups[0].runs)}"

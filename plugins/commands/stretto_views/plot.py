@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.charts import COLOURS, Panel, RunCurve, chart_file, figure, panels_of, thin_points
+from stretto.charts import COLOURS, SCORE, Panel, RunCurve, chart_file, figure, panels_of, thin_points
 from stretto.errors import ConfigError, offer, printable
 from stretto.run_folder import MAIN_FIGURES, RunFolder
 
@@ -92,7 +92,7 @@ def _head(curve: RunCurve, key: str, letter: str, colour: int | None) -> str:
         parts.append(f"{shown.label} {shown.text(curve.line[-1][1])} at step {curve.line[-1][0]}")
     if curve.points:
         version, value = curve.points[-1]
-        parts.append(f"● {curve.measure} {value:.3f} at version {version}")
+        parts.append(f"● {curve.measure} {SCORE.text(value)} at version {version}")
     sign = "" if colour is not None or not letter else f"{letter}  "
     text = printable(f"{sign}{curve.label}: {', '.join(parts)}")
     return text if colour is None else f"\x1b[38;5;{colour}m{text}\x1b[0m"

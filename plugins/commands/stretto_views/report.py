@@ -15,7 +15,7 @@ from typing import Any
 
 from stretto.charts import (
     COLOURS,
-    FIGURES,
+    SCORE,
     Bar,
     bar_chart,
     chart_style,
@@ -31,7 +31,6 @@ from stretto.charts import (
 )
 from stretto.errors import ConfigError, printable
 from stretto.run_folder import (
-    HELD_OUT,
     CallSpan,
     Comparison,
     EvaluationSpan,
@@ -122,7 +121,7 @@ def _legend(labels: Sequence[str]) -> str:
 
 
 def _summary(comparison: Comparison) -> str:
-    runs, score = comparison.runs, FIGURES[HELD_OUT[0]]
+    runs = comparison.runs
     left_out = {figure("length").name, figure("staleness").name, "tickets trained", "tickets not trained"}
     texts: dict[str, Iterable[str]] = {
         "run": (run.label for run in runs),
@@ -136,8 +135,8 @@ def _summary(comparison: Comparison) -> str:
     )
     groups = "".join(
         f"<p>{len(group.runs)} runs that differ in their seed: {safe(', '.join(group.runs))}: "
-        f"{comparison.measure} {score.text(group.score)}, "
-        f"standard deviation {score.text(group.score_sd)}</p>"
+        f"{comparison.measure} {SCORE.text(group.score)}, "
+        f"standard deviation {SCORE.text(group.score_sd)}</p>"
         for group in comparison.groups
     )
     means = '<p class="dim">Figures of steps are means of the last 10.</p>'
@@ -157,7 +156,7 @@ def _evaluations(comparison: Comparison) -> str:
     if not any(run.last for run in comparison.runs):
         return ""
     labels = [run.label for run in comparison.runs]
-    rows = ((str(version), *map(FIGURES[HELD_OUT[0]].text, values)) for version, values in comparison.scores)
+    rows = ((str(version), *map(SCORE.text, values)) for version, values in comparison.scores)
     table = _table(("version", *labels), rows, "n")
     caution = f"<p>Caution: {safe(comparison.caution)}.</p>" if comparison.caution else ""
     paired = caution + "".join(

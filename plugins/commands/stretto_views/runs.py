@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from stretto.charts import FIGURES, duration_text
+from stretto.charts import FIGURES, SCORE, duration_text
 from stretto.errors import ConfigError, printable
-from stretto.run_folder import HELD_OUT, RunFolder, find_runs
+from stretto.run_folder import RunFolder, find_runs
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,10 +77,10 @@ def _row(run: RunFolder) -> RunRow:
 def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
     """Return the table of runs. Folders are relative to `root`."""
     table = Table(box=None, pad_edge=False)
-    reward, score = FIGURES["reward"], FIGURES[HELD_OUT[0]]
+    reward = FIGURES["reward"]
     measures = {row.measure for row in rows if row.score is not None}
-    alike = len(measures) < 2
-    held_out = f"held-out {min(measures, default='accuracy')}" if alike else "held out"
+    comparable = len(measures) < 2
+    held_out = f"held-out {min(measures, default='accuracy')}" if comparable else "held out"
     numbers = ("step", reward.label, held_out, "best", "duration")
     for column in ("name", "state", *numbers[:-1], "started", "duration", "folder"):
         table.add_column(
@@ -91,8 +91,8 @@ def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
         )
     for row in rows:
         step = "-" if row.step is None else f"{row.step}/{row.steps}"
-        said = "" if alike or row.score is None else f"{row.measure} "
-        figures = (reward.text(row.reward), said + score.text(row.score), score.text(row.best))
+        said = "" if comparable or row.score is None else f"{row.measure} "
+        figures = (reward.text(row.reward), said + SCORE.text(row.score), SCORE.text(row.best))
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
         duration = duration_text(row.duration_s)
         folder = f"{Path(row.folder).relative_to(root)}{f': {row.fault}' if row.fault else ''}"

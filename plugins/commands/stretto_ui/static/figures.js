@@ -4,10 +4,9 @@ import { get } from "./api.js";
 
 const TABLE = new Map();
 
-/** Keys of what evaluations say. A run is judged by one of them. */
-export const HELD_OUT = ["evaluation/accuracy", "evaluation/reward"];
-/** Scores have the digits of an accuracy. */
-export const scoreText = (value) => figureText(HELD_OUT[0], value);
+export const ACCURACY = "evaluation/accuracy";
+/** A held-out score, be it an accuracy or a reward. */
+export const scoreText = (value) => figureText(ACCURACY, value);
 
 /** Read the table once, before the first view. */
 export async function loadFigures() {

@@ -2,14 +2,14 @@
 import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
 import { get } from "./api.js";
 import { spark } from "./charts.js";
-import { HELD_OUT, deviation, figure, figureText, mean, scoreText } from "./figures.js";
+import { ACCURACY, deviation, figure, figureText, mean, scoreText } from "./figures.js";
 
 const MOST_KEYS = 5; // columns of keys that differ
 
 /** What the scores of some rows are. */
 const measureOf = (rows) => {
   const measures = new Set(rows.filter((row) => row.score !== null).map((row) => row.measure));
-  return measures.size > 1 ? "held out" : figure([...measures][0] ?? HELD_OUT[0]).label;
+  return measures.size > 1 ? "held out" : figure([...measures][0] ?? ACCURACY).label;
 };
 
 const columns = (keys, measure) => [
