@@ -6,6 +6,7 @@ component's own struct.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -447,6 +448,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     the run and get none of its environment variables but PATH."""
     trackers: tuple[TrackerConfig, ...] = ()
     """Trackers that receive the metrics, besides the files in the run's folder."""
+
+    def samplings(self) -> Iterator[tuple[str, Sampling]]:
+        """Yield the run's ways to sample, each with its dotted key. A variant's are those of its own run."""
+        yield "sampling", self.sampling
+        if self.evaluation is not None and self.evaluation.sampling is not None:
+            yield "evaluation.sampling", self.evaluation.sampling
 
     def keeps_row(self, row: int) -> bool:
         """Whether to keep the samples of a held-out row."""

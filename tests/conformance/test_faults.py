@@ -91,7 +91,7 @@ def test_an_engine_that_draws_from_fewer_tokens_or_computes_anew_is_told(tmp_pat
     command += ["-k", "keep_cache or (probability and temperature and not top and not bias)"]
     said = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, cwd=tmp_path).stdout
     failed = [line.partition("::")[2] for line in said.splitlines() if line.startswith("FAILED")]
-    drawn = "test_tokens_are_drawn_with_the_probability_they_report[{'temperature': 3.0}]"
+    drawn = "test_tokens_are_drawn_with_the_probability_they_report[{'temperature': 2.0}]"
     kept = "test_keep_cache_goes_on_over_what_older_weights_computed"
     assert [name.partition(" - ")[0] for name in failed] == [
         *(f"TestForgetful::{drawn}", f"TestUnsaid::{kept}", f"TestUnsaid::{drawn}")

@@ -90,6 +90,15 @@ def run_file(tmp_path: Path) -> Path:
         (["inference.context_length=200"], "inference.context_length", "sampling.max_tokens (256) need more"),
         (["inference.tensor_parallel=2", "inference.gpus=1"], "inference.tensor_parallel", "has 1 GPU(s)"),
         (["inference.api_key=k"], "inference.api_key", "is for the servers in urls"),
+        (["sampling.temperature=0.005"], "sampling", "temperature 0.005: vLLM supports 0 and 0.01 to 2"),
+        (
+            [
+                *("inference=sglang", "evaluation.dataset={use: jsonl, path: rows.jsonl}"),
+                "evaluation.sampling={top_k: 20, top_p: 0.8}",
+            ],
+            "evaluation.sampling",
+            "top_k 20 with top_p 0.8: SGLang",
+        ),
     ],
 )
 def test_check_refuses_a_section_that_cannot_work(

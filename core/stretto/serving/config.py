@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from stretto.component import LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Problem
-from stretto.engine import InferenceConfig
+from stretto.engine import InferenceConfig, Sampling
 from stretto.models.files import text_config
 
 if TYPE_CHECKING:
@@ -68,6 +68,11 @@ class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unkn
     restarts: NonNegativeInt = 3
     """Maximum number of restarts of a lost server within ten minutes. After that the worker fails."""
 
+    def unfit(self, sampling: Sampling) -> str:
+        """Return the reason why this kind of server does not support `sampling`; empty if it does."""
+        del sampling
+        return ""
+
 
 def check_server_engine(
     config: ServerEngineConfig, run: RunConfig, module: str, reserved: Mapping[str, str]
@@ -87,6 +92,9 @@ def check_server_engine(
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1: answers are sampled one after another", "warning")
     yield from context_problems(config.context_length, run, extends=True)
+    for path, sampling in run.samplings():
+        if fault := config.unfit(sampling):
+            yield Problem(path, fault)
     if config.gpus and config.tensor_parallel > config.gpus:
         yield Problem(
             "inference.tensor_parallel",

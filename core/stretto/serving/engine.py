@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from stretto.base import clock
 from stretto.component import Context
-from stretto.engine import Emit, GenerateRequest, Load, SwapReport
+from stretto.engine import Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import ConfigError, EngineError, RequestError, WeightsError
 from stretto.models.digest import digest_of
 from stretto.models.files import (
@@ -103,6 +103,10 @@ class ServerEngine(Streams, ABC):
         self._weight_files: _WeightFiles | None = None
         """The weights served, for a server that is started again."""
         self._pauses: list[float] = []
+
+    def unfit(self, sampling: Sampling) -> str:
+        """See `Streams`."""
+        return self._config.unfit(sampling)
 
     # ------------------------------------------------------------------ the API of a kind of server
 

@@ -125,10 +125,10 @@ class _ServerSample(OpenSample):
 class Streams(Protocol):
     """The operations on streams for one kind of server."""
 
+    @abstractmethod
     def unfit(self, sampling: Sampling) -> str:
         """Return the reason why the server does not support this sampling; empty if it does."""
-        del sampling
-        return ""
+        ...
 
     @abstractmethod
     def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:

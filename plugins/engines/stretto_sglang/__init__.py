@@ -11,8 +11,12 @@ from stretto.serving.config import ServerEngineConfig, check_server_engine
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
+    from stretto.engine import Sampling
 
-__all__ = ["SglangConfig"]
+__all__ = ["LIKELIEST", "SglangConfig"]
+
+LIKELIEST = 1024
+"""Largest number of tokens to draw from if `top_p`, `top_k` or `min_p` is used."""
 
 _RESERVED = {
     "--model-path": "model",
@@ -42,6 +46,17 @@ class SglangConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown
     `slots` times `context_length` tokens. SGLang ignores the seeds of samples."""
 
     sends_kept_tokens: ClassVar[bool] = True
+
+    def unfit(self, sampling: Sampling) -> str:
+        """Refuse `top_k` with `top_p`."""
+        # A top_k of `LIKELIEST` applies in any case: it is how many ids the server returns at most.
+        if 0 < sampling.top_k < LIKELIEST and sampling.top_p < 1 and sampling.temperature > 0:
+            return (
+                f"top_k {sampling.top_k} with top_p {sampling.top_p:g}: SGLang applies top_p to the"
+                " probability of all tokens, not to that of the top_k tokens; set only one of the two, or use"
+                " another engine"
+            )
+        return ""
 
 
 def _check(config: SglangConfig, run: RunConfig) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from stretto.serving.engine import ServerEngine
 from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto.serving.streams import FINISH_REASONS, Ask, StreamChunk, VersionSpan
+from stretto_sglang import LIKELIEST
 from stretto_sglang.checksums import Checksums
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ _MODELS = "stretto_in_sglang"  # beside serve.py
 _CALL_S = 30.0
 _LOAD_S = 300.0
 _SPARE = 16  # SGLang reserves a few tokens of the context length
-_LIKELIEST = 1024  # largest number of tokens to draw from if top_p, top_k or min_p is used
 _GPU_SHARE = 0.85  # of the worker's share of the GPU; the rest is for activations and CUDA itself
 
 
@@ -91,7 +91,7 @@ class SglangEngine(ServerEngine):
             "--dtype": config.dtype,
             "--skip-tokenizer-init": True,
             "--incremental-streaming-output": True,
-            "--sampling-mask-max-tokens": _LIKELIEST,
+            "--sampling-mask-max-tokens": LIKELIEST,
             "--log-level-http": "warning",
         }
         if self._reads_images:
@@ -113,17 +113,6 @@ class SglangEngine(ServerEngine):
             env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         assert config.python is not None, "refused by check"
         return ServerCommand((config.python, str(_SERVE), *flags(own, config.args)), env | config.env)
-
-    def unfit(self, sampling: Sampling) -> str:
-        """See `ServerEngine`."""
-        # A top_k of `_LIKELIEST` applies in any case: it is how many ids the server returns at most.
-        if 0 < sampling.top_k < _LIKELIEST and sampling.top_p < 1 and sampling.temperature > 0:
-            return (
-                f"top_k {sampling.top_k} with top_p {sampling.top_p:g}: SGLang applies top_p to the"
-                " probability of all tokens, not to that of the top_k tokens; set only one of the two, or use"
-                " another engine"
-            )
-        return ""
 
     async def greet(self, server: Server) -> None:
         """Check that the server accepts the key, and streams new segments rather than the whole answer at
@@ -264,7 +253,7 @@ def _restricts(sampling: Sampling) -> bool:
 def _sampling(sampling: Sampling) -> dict[str, Any]:
     top_k = sampling.top_k or -1
     if _restricts(sampling):
-        top_k = min(sampling.top_k or _LIKELIEST, _LIKELIEST)
+        top_k = min(sampling.top_k or LIKELIEST, LIKELIEST)
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -12,10 +12,12 @@ from stretto.serving.config import ServerEngineConfig, check_server_engine
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
+    from stretto.engine import Sampling
 
 __all__ = ["VllmConfig"]
 
 _CPU_HEAD_DIM = 32
+_TEMPERATURES = 0.01, 2.0
 
 _RESERVED = {
     "--model": "model",
@@ -43,6 +45,16 @@ class VllmConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown_f
 
     kv_cache_gb: PositiveInt = 1
     """Without GPUs: memory of the KV cache in GiB. On GPUs the cache gets the memory that `share` leaves."""
+
+    def unfit(self, sampling: Sampling) -> str:
+        """Refuse temperatures that vLLM refuses, or that it replaces by 0.01 in silence."""
+        low, high = _TEMPERATURES
+        if sampling.temperature and not low <= sampling.temperature <= high:
+            return (
+                f"temperature {sampling.temperature:g}: vLLM supports 0 and {low:g} to {high:g}; set one of "
+                "these, or use another engine"
+            )
+        return ""
 
 
 def _check(config: VllmConfig, run: RunConfig) -> Iterator[Problem]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from stretto.assembly.assembly import Assembly
 from stretto.component import Problem
 from stretto.config import RunConfig
-from stretto.engine import Sampling
 from stretto.models.files import known_config, text_config
 from stretto.models.vision import is_vision_language
 from stretto.training.config import ModelTrainingConfig
@@ -78,7 +77,7 @@ def _context_problems(config: RunConfig) -> Iterator[Problem]:
     if positions is None:
         return
     room: int | None = getattr(config.inference, "context_length", None)
-    for path, sampling in _samplings(config):
+    for path, sampling in config.samplings():
         if room is None and sampling.max_tokens >= positions:
             yield Problem(
                 f"{path}.max_tokens",
@@ -101,7 +100,7 @@ def _context_problems(config: RunConfig) -> Iterator[Problem]:
 def token_problems(config: RunConfig) -> Iterator[Problem]:
     """Find token ids that the model does not have, if its config is on this machine."""
     vocabulary, reported = _vocabulary(config.model), set[tuple[str, int]]()
-    for path, sampling in _samplings(config):
+    for path, sampling in config.samplings():
         for key, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
             unknown = [token for token in ids if vocabulary and not 0 <= token < vocabulary]
             if unknown and (key, unknown[0]) not in reported:  # an evaluation takes over keys of `sampling`
@@ -111,13 +110,6 @@ def token_problems(config: RunConfig) -> Iterator[Problem]:
                     f"has the token {unknown[0]}, but {config.model!r} has a vocabulary of {vocabulary}: the "
                     "ids begin at 0",
                 )
-
-
-def _samplings(config: RunConfig) -> Iterator[tuple[str, Sampling]]:
-    """Yield the run's ways to sample, each with its dotted key."""
-    yield "sampling", config.sampling
-    if config.evaluation is not None and config.evaluation.sampling is not None:
-        yield "evaluation.sampling", config.evaluation.sampling
 
 
 def path_of(config: RunConfig, model: str) -> str | None:
