@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 SPECIAL = ("<x>", "<e>", "<r>", "<b>", "<u>", "<a>", "<o>", "<c>", "<m>", "<k>", "<i>", "</i>")
 """Document end, turn end, role, begin of text, three roles, channel, message, call, instruction."""
@@ -311,3 +317,14 @@ def write_model(form: Form, folder: Path) -> str:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     return str(folder)
+
+
+def write_weights(form: Form, folder: Path) -> Path:
+    """Write a form's model with small random weights into a folder, and return the folder."""
+    vocabulary = len(AutoTokenizer.from_pretrained(write_model(form, folder)))
+    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    config = Qwen2Config(vocab_size=vocabulary, hidden_size=32, intermediate_size=32, **sizes)
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
