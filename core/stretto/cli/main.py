@@ -28,12 +28,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from stretto.cli import sweep
 from stretto.cli.audit import commands as audit
 from stretto.cli.make import commands as make
 from stretto.cli.output import fail
 from stretto.cli.show import commands as show
 from stretto.cli.start import commands as start
-from stretto.cli.sweep import commands as sweep
 from stretto.errors import ConfigError, PluginError, StrettoError
 
 _GROUP = "stretto.command"

@@ -160,7 +160,7 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     """
     figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
     evaluated = [run for run, each in zip(runs, figures, strict=True) if each.last]
-    measure = measure_of_all(figures)
+    measure = _measure_of_all(figures)
     comparable = measure != MIXED
     return Comparison(
         runs=figures,
@@ -174,9 +174,9 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     )
 
 
-def measure_of_all(runs: Iterable[RunFigures | None]) -> str:
+def _measure_of_all(runs: Iterable[RunFigures]) -> str:
     """Return what the held-out scores of runs are; `MIXED` if these are different measures."""
-    measures = {run.last.measure for run in runs if run is not None and run.last is not None}
+    measures = {run.last.measure for run in runs if run.last is not None}
     return MIXED if len(measures) > 1 else next(iter(measures), FIGURES[ACCURACY].label)
 
 
