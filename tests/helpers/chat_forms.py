@@ -32,6 +32,8 @@ class Form:
     """`eos_token_id` of the generation config."""
     closing: str = "<e>"
     """What ends the last turn."""
+    call_closing: str = ""
+    """What ends a last turn with calls, if it differs."""
     opened: str = ""
     merges: tuple[tuple[str, str], ...] = (("Ċ", "Ċ"), ("s", "Ċ"), ("t", "Ċ"), ("o", "k"))
     """Some cross a boundary that the template makes."""
@@ -152,6 +154,7 @@ FORMS: dict[str, Form] = {
         eos="<x>",
         ends=("<x>", "<u>", "<o>"),
         closing="<u>",
+        call_closing="<o>",
         opened="<think>",
         think=True,
         keeps=False,
@@ -237,6 +240,7 @@ FORMS: dict[str, Form] = {
         eos="<x>",
         ends=("<x>", "<k>"),
         closing="<x>",
+        call_closing="<k>",
         keeps=False,
     ),
     "open turn": Form(

@@ -56,6 +56,7 @@ def test_the_form_is_found(name: str, models: Models) -> None:
     }
     assert found == {key: getattr(expected, key) for key in found}
     assert (form.shows_calls, form.system) == (expected.shows_calls, expected.system)
+    assert form.call_closing == (expected.call_closing or expected.closing)
     assert {*expected.ends, expected.closing, expected.eos} <= set(form.ends)
 
 
@@ -273,6 +274,36 @@ def test_a_supervised_row_trains_what_the_policy_would_sample(name: str, models:
     row["completion"][2]["content"] = "two<e>"
     with pytest.raises(ConfigError, match=r"has '<e>', a special token, .* set dataset.special_tokens"):
         prompt_and_answer(row, "completion", tokenizer)
+
+
+CALLING = {
+    "role": "assistant",
+    "tool_calls": [
+        {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_turns_end_as_the_template_ends_them_before_what_follows(name: str, models: Models) -> None:
+    """Behind white space of the turn's own, and before a turn that is not trained."""
+    form, tokenizer = FORMS[name], models(name)
+    later = [{"role": "assistant", "content": "ok\n"}, ASK, {"role": "assistant", "content": "two"}, ASK]
+    called = [CALLING, {"role": "tool", "tool_call_id": "123456789", "content": "3"}]
+    for completion in [later, called] if form.shows_calls else [later]:
+        row = {"prompt": [ASK], "completion": completion}
+        if form.sft:
+            with pytest.raises(ConfigError, match=f"{form.sft}|once other messages follow"):
+                prompt_and_answer(row, "completion", tokenizer)
+            continue
+        tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
+        text = plain_text(tokenizer.render([ASK, *completion], add_generation_prompt=False))
+        assert text.startswith(tokenizer.decode(tokens, special=True))
+        if name != "open turn" or completion is later:  # its calls have no end
+            assert all(tokenizer.ends_turn(int(tokens[end - 1])) for _, end in spans(mask))
+    if form.shows_calls and not form.sft:
+        tokens, _ = prompt_and_answer({"prompt": [ASK], "completion": [CALLING]}, "completion", tokenizer)
+        assert tokenizer.decode(np.array(tokens[-1:]), special=True) == (form.call_closing or form.closing)
 
 
 @pytest.mark.parametrize("name", ["forced thinker", "dated header", "late system", "wrong eos"])

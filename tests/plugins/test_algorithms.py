@@ -337,6 +337,11 @@ def test_a_pair_is_the_chosen_answer_and_then_the_rejected_one() -> None:
         ),
         ("sft", {"completion": "b"}, "column 'prompt': is not there"),
         ("sft", {"prompt": "a", "completion": 3}, "expected text or chat messages"),
+        (
+            "sft",
+            {"prompt": [{"role": "user", "content": 42}], "completion": "a"},
+            "expected text or chat messages",
+        ),
         ("sft", {"prompt": "a", "completion": ""}, "column 'completion': is empty: no token to train on"),
         ("sft", {"prompt": "", "completion": "b"}, "is one token, and the prompt is empty"),
         (

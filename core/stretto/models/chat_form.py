@@ -46,6 +46,8 @@ class ChatForm:
     """`end_ids` as text."""
     closing: str = ""
     """The token that ends the last turn of a chat, as text; empty if there is none."""
+    call_closing: str = ""
+    """The one that ends a last turn with tool calls, such as the token of the role that answers them."""
     opened: str = ""
     """What the generation prompt writes after the header of the answer, such as `<think>\\n`."""
     arguments: Literal["mapping", "text"] = "mapping"
@@ -159,11 +161,12 @@ def form_of(
         in_parts = _ASK in (probe([ask]) or "")
     prompt = probe([ask], opens=True) or ""
     last, inner = probe([ask, reply]) or "", probe([ask, reply, more]) or ""
-    after = [text.partition(_REPLY)[2].lstrip() for text in (last, inner)]
-    written = [max(filter(text.startswith, added), key=len, default="") for text in after]
-    closing = written[0] or written[1]
-    found = {added[token] for token in written if token}
-    end_ids = frozenset(found | own_ends | model_ends)
+
+    def token_at(text: str) -> str:
+        return max(filter(text.lstrip().startswith, added), key=len, default="")
+
+    written = [token_at(text.partition(_REPLY)[2]) for text in (last, inner)]
+    closing = written[0] or written[1] or next((text_of(each) for each in own_ends), "")
     forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
     calls = [  # a template may show calls only beside no content at all
         (form, content)
@@ -172,6 +175,14 @@ def form_of(
         if _shows(probe([ask, _calling(arguments, content)]))
     ]
     form, call_content = calls[0] if calls else ("mapping", "")
+    calling = _calling(forms[form], call_content)
+    called = (probe([ask, calling]) or "").rstrip()
+    answered = probe([ask, calling, {"role": "tool", "tool_call_id": "call00001", "content": _MORE}]) or ""
+    next_role = token_at(answered[len(called) :]) if called and answered.startswith(called) else ""
+    found = {added[token] for token in written if token}
+    end_ids = frozenset(found | own_ends | model_ends)
+    ends = tuple(filter(None, map(text_of, sorted(end_ids))))
+    ends_call = next(filter(called.endswith, ends), "") or (next_role if next_role in ends else "")
     ruled = probe([{"role": "system", "content": _RULE}, ask])
     thought = probe([ask, {**reply, "reasoning_content": _THOUGHT}, more])
     tool = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
@@ -179,8 +190,9 @@ def form_of(
         has_template=True,
         end_ids=end_ids,
         stop_ids=tuple(sorted(found - model_ends)),
-        ends=tuple(filter(None, map(text_of, sorted(end_ids)))),
-        closing=closing or next((text_of(each) for each in own_ends), ""),
+        ends=ends,
+        closing=closing,
+        call_closing=ends_call or closing,
         opened=_opened(prompt, [last, inner]),
         arguments="text" if form == "text" else "mapping",
         call_content=call_content,

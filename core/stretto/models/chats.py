@@ -63,8 +63,7 @@ def encode_chat(
         ConfigError: if the template refuses the messages, drops or changes them, or does not begin the whole
             conversation with what it writes of its beginning.
     """
-    last = max(number for number, turn in enumerate(answer) if turn["role"] == "assistant")
-    messages = [*prompt, *answer[: last + 1]]
+    messages = [*prompt, *answer]
     for turn in messages:
         for call in turn.get("tool_calls") or ():
             _arguments_of(call)
@@ -72,7 +71,7 @@ def encode_chat(
 
 
 class _Chat:
-    """A conversation that ends with a turn of the assistant, and its text."""
+    """A conversation with turns of the assistant, and its text."""
 
     def __init__(self, messages: Sequence[Message], start: int, tokenizer: Tokenizer, tools: Tools) -> None:
         self._messages = messages
@@ -100,8 +99,9 @@ class _Chat:
                 ids = tokenizer.encode_text(context)
             yield ChatPiece(ids, trained=False)
             end, known = begin + len(turn), number + 1
-            if number == turns[-1] and not any(tokenizer.form.ends_of(turn)):
-                turn += tokenizer.form.closing
+            if not any(tokenizer.form.ends_of(turn)) and not self._text[end:].strip():
+                calls = self._messages[number].get("tool_calls")
+                turn += tokenizer.form.call_closing if calls else tokenizer.form.closing
             yield ChatPiece(tokenizer.encode_text(turn), trained=True)
 
     def _opening(self, number: int) -> int:
@@ -134,8 +134,9 @@ class _Chat:
                 turn = prefix[begin:]
                 if inside := [*form.ends_of(turn)]:
                     return turn[: inside[-1].end()]
-                turn = turn.rstrip()
-                return turn + form.end_at(self._text, begin + len(turn))
+                # White space before the end may be the turn's own, or stand between the two.
+                at = len(turn) if form.end_at(self._text, begin + len(turn)) else len(turn.rstrip())
+                return turn[:at] + form.end_at(self._text, begin + at)
         # Some templates write a turn in another way while it is the last one.
         if ends and (first := next(iter(form.ends_of(self._text[begin:limit])), None)):
             return self._text[begin : begin + first.end()]

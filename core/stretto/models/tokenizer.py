@@ -231,7 +231,8 @@ def fault_of(prompt: Any) -> str:
     turns = cast("list[Any]", prompt) if isinstance(prompt, list) else []
     if turns and all(isinstance(turn, dict) and _is_message(cast("Message", turn)) for turn in turns):
         return ""
-    return f"expected text or chat messages ([{{'role': …, 'content': …}}, …]), found {str(prompt)[:60]!r}"
+    expected = "text or chat messages ([{'role': …, 'content': text or parts}, …])"
+    return f"expected {expected}, found {str(prompt)[:60]!r}"
 
 
 def _fault_of_text(prompt: str) -> str:
@@ -248,8 +249,10 @@ def _fault_of_text(prompt: str) -> str:
 
 
 def _is_message(turn: Message) -> bool:
-    """Return whether a mapping has a role, and a content or tool calls."""
-    return "role" in turn and (turn.get("content") is not None or bool(turn.get("tool_calls")))
+    """Return whether a mapping has a role, and a content of text or parts, or tool calls without one."""
+    content = turn.get("content")
+    has_content = bool(turn.get("tool_calls")) if content is None else isinstance(content, (str, list, tuple))
+    return "role" in turn and has_content
 
 
 def characters_of(content: Any) -> int:
