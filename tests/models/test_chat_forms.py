@@ -57,6 +57,8 @@ def test_the_form_is_found(name: str, models: Models) -> None:
     assert found == {key: getattr(expected, key) for key in found}
     assert (form.shows_calls, form.system) == (expected.shows_calls, expected.system)
     assert form.call_closing == (expected.call_closing or expected.closing)
+    stops = [] if expected.closing in expected.ends else [expected.closing]
+    assert [models(name).decode(np.array([id]), special=True) for id in form.stop_ids] == stops
     assert {*expected.ends, expected.closing, expected.eos} <= set(form.ends)
 
 
@@ -299,6 +301,8 @@ def test_turns_end_as_the_template_ends_them_before_what_follows(name: str, mode
         tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
         text = plain_text(tokenizer.render([ASK, *completion], add_generation_prompt=False))
         assert text.startswith(tokenizer.decode(tokens, special=True))
+        unlearnt = {**row, "completion": [{**completion[0], "weight": 0}, *completion[1:], {**later[2]}]}
+        assert len(spans(prompt_and_answer(unlearnt, "completion", tokenizer).loss_mask)) == len(spans(mask))
         if name != "open turn" or completion is later:  # its calls have no end
             assert all(tokenizer.ends_turn(int(tokens[end - 1])) for _, end in spans(mask))
     if form.shows_calls and not form.sft:

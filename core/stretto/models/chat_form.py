@@ -45,7 +45,10 @@ class ChatForm:
     ends: tuple[str, ...] = ()
     """`end_ids` as text."""
     closing: str = ""
-    """The token that ends the last turn of a chat, as text; empty if there is none."""
+    """The token that ends the last turn of a chat, as text; empty if there is none. That of the tokenizer, if
+    the template writes none."""
+    writes_end: bool = True
+    """Whether the template writes a token at the end of a turn."""
     call_closing: str = ""
     """The one that ends a last turn with tool calls, such as the token of the role that answers them."""
     opened: str = ""
@@ -189,9 +192,11 @@ def form_of(
     return ChatForm(
         has_template=True,
         end_ids=end_ids,
-        stop_ids=tuple(sorted(found - model_ends)),
+        # Not the end of earlier turns, which may stand within an answer: it ends gpt-oss's reasoning.
+        stop_ids=tuple({added[token] for token in (written[0] or written[1],) if token} - model_ends),
         ends=ends,
         closing=closing,
+        writes_end=any(written),
         call_closing=ends_call or closing,
         opened=_opened(prompt, [last, inner]),
         arguments="text" if form == "text" else "mapping",

@@ -102,7 +102,16 @@ class _Chat:
             if not any(tokenizer.form.ends_of(turn)) and not self._text[end:].strip():
                 calls = self._messages[number].get("tool_calls")
                 turn += tokenizer.form.call_closing if calls else tokenizer.form.closing
-            yield ChatPiece(tokenizer.encode_text(turn), trained=True)
+            yield ChatPiece(tokenizer.encode_text(turn), trained=self._is_trained(number))
+
+    def _is_trained(self, number: int) -> bool:
+        """Return whether a turn of the assistant is trained: others have OpenAI's `weight: 0`, or `train:
+        false`."""
+        turn = self._messages[number]
+        said = [value for key in ("weight", "train") if (value := turn.get(key)) is not None]
+        if any(value not in (0, 1) for value in said):
+            raise ConfigError(f"{self._name(number)}: its weight is {said[0]!r}; expected 0 or 1")
+        return all(said)
 
     def _opening(self, number: int) -> int:
         """Return the place in the text where the template opens a turn of the assistant."""
