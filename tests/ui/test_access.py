@@ -19,10 +19,10 @@ from aiohttp import ClientResponse, CookieJar, web
 from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
+from certificates import write_certificates
 from commands import STRETTO, output_of
 from made_run import make_run
 from patience import patience
-from stretto.cli.make.certs import write_certificates
 from stretto_ui.access import Access
 from stretto_ui.server import application
 
@@ -217,7 +217,7 @@ async def _text(response: ClientResponse) -> str:
 def test_other_machines_reach_the_page_with_tls_only(runs: Path, tmp_path: Path) -> None:
     arguments = ["ui", str(runs), "--host", "0.0.0.0"]
     assert "would read the page and its token" in output_of(*arguments, status=2)
-    write_certificates(tmp_path / "certs", ["127.0.0.1"], [], 1)
+    write_certificates(tmp_path / "certs", ["127.0.0.1"])
     command = [*STRETTO, *arguments, "--certificate", str(tmp_path / "certs" / "server.pem")]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

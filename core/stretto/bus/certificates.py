@@ -1,7 +1,6 @@
 """Certificates for the bus: an authority, and the certificates of servers and clients that it signs.
 
-The bundled server gets new ones at each start, from an authority whose key is never written anywhere. For a
-server of the user's own, `stretto certs` keeps an authority in a folder.
+The bundled server gets new ones at each start, from an authority whose key is never written anywhere.
 """
 
 from __future__ import annotations
@@ -55,27 +54,6 @@ class Authority:
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
         return cls(builder.sign(key, hashes.SHA256()), key)
-
-    @classmethod
-    def read(cls, folder: Path) -> Authority:
-        """Read the authority that `own.write(folder, "ca")` has written.
-
-        Raises:
-            ConfigError: if the files cannot be read, or hold no authority with its key.
-        """
-        try:
-            certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
-            key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"{folder} holds no authority in ca.pem and ca.key: {error}") from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-            raise ConfigError(f"{folder / 'ca.key'} is not the elliptic-curve key of {folder / 'ca.pem'}")
-        return cls(certificate, key)
-
-    @property
-    def own(self) -> Certificate:
-        """The authority's own certificate, and the key with which it signs."""
-        return Certificate(self.text, _key_text(self._key))
 
     @property
     def text(self) -> str:

@@ -1,7 +1,6 @@
 """The command line: `stretto COMMAND`. `stretto COMMAND --help` describes a command.
 
 - Start: `quickstart`, `run`, `resume`, `sweep`, `evaluate`.
-- For a nats-server of your own: `certs` makes certificates.
 - Change a living run: `scale`, `stop`; `worker` joins it, `invite` writes the credentials for that.
 - See one run: `status`, `watch`, `logs`, `ui`, `plot`, `report`, `samples`, `trace`.
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.

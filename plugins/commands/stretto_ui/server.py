@@ -275,7 +275,7 @@ async def serve(
     if certificate is None and not insecure and not is_loopback(host):
         raise ConfigError(
             f"--host {host}: whoever can read the network would read the page and its token; give "
-            "--certificate for TLS (stretto certs makes one), use a tunnel to loopback, or say --insecure"
+            "--certificate for TLS, use a tunnel to loopback, or say --insecure"
         )
     tls = _server_context(certificate) if certificate is not None else None
     access = Access(host)

@@ -293,29 +293,6 @@ def invite(
 
 
 @app.command()
-def certs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the files.")],
-    host: Annotated[
-        list[str] | None,
-        typer.Option(help="Name or address by which clients call the servers; several times for several."),
-    ] = None,
-    client: Annotated[
-        list[str] | None, typer.Option(help="Name of a client; several times for several. Default: client.")
-    ] = None,
-    days: Annotated[int, typer.Option(min=1, help="Days for which the certificates are valid.")] = 365,
-) -> None:
-    """Make certificates for nats-servers of your own and their clients, and an authority that signs them.
-
-    With an authority in FOLDER, it makes new certificates of the same authority.
-    """
-    from stretto.cli.make.certs import explanation, write_certificates
-
-    clients = client or ["client"]
-    write_certificates(folder, host or [], clients, days)
-    typer.echo(explanation(folder, clients[0]))
-
-
-@app.command()
 def schema() -> None:
     """Print the JSON schema of run files, for editors. It covers every installed component."""
     from stretto.assembly.plugins import Plugins

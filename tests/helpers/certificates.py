@@ -1,0 +1,30 @@
+"""Certificates made by the commands of docs/nats.md: `from certificates import write_certificates`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
+
+
+def write_certificates(folder: Path, hosts: Sequence[str], clients: Sequence[str] = ()) -> None:
+    """Write `ca`, `server` and each client as NAME.pem and NAME.key. A folder with an authority keeps it."""
+    [block] = re.findall(r"^```bash\n(mkdir .*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    _, new, sign, authority, server, client = block.splitlines()
+    names = ",".join(f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in hosts)
+    lines = [f"mkdir -p -m 700 '{folder}'; cd '{folder}'; umask 077; set -e -o pipefail", new, sign]
+    lines += [] if (folder / "ca.pem").exists() else [authority]
+    lines += [re.sub(r"(?<=subjectAltName=)\S+", names, server)]
+    lines += [client.replace("stretto", name) for name in clients]
+    subprocess.run(["bash", "-c", "\n".join(lines)], check=True, capture_output=True)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
