@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,16 @@ def test_the_chat_form_and_the_first_prompt_are_printed(tmp_path: Path) -> None:
 )
 def test_a_prompt_that_is_read_otherwise_is_named(prompt: Any, words: str, tmp_path: Path) -> None:
     assert words in checked(tmp_path, [ASK], prompt)
+
+
+def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> None:
+    written = "{% for m in messages %}{{ '<r>' + m.role + '\n' + m.content + '<e>\n' }}{% endfor %}"
+    write_model(replace(FORMS["plain lines"], template=written), tmp_path / "model")
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    called_before = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, ASK]
+    said = checked(tmp_path, called_before, tools=[{"type": "function", "function": {"name": "look_up"}}])
+    assert "have tools that the chat template does not show (row 1: look_up)" in said
+    assert "have tool calls that the chat template does not show (row 1: message 2" in said
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:

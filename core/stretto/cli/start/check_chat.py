@@ -15,7 +15,7 @@ from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.models.chat_form import plain_text
 from stretto.models.files import known_config, text_config
-from stretto.models.prompts import as_meant, prompt_ids, tools_of
+from stretto.models.prompts import as_meant, name_of_tool, prompt_ids, tools_of
 from stretto.models.tokenizer import Tokenizer, fault_of
 from stretto.models.vision import is_vision_language
 
@@ -106,6 +106,8 @@ def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> It
                 repr(token),
             )
         return
+    if (tools := tools_of(row)) and not tokenizer.form.shows_tools:
+        yield "have tools that the chat template does not show", ", ".join(map(name_of_tool, tools))
     yield from _odd_messages(prompt, text, tokenizer)
 
 
@@ -120,6 +122,8 @@ def _odd_messages(messages: Sequence[Message], text: str, tokenizer: Tokenizer) 
         place = f"message {number}, role {message.get('role')!r}"
         if "".join(words.rpartition("</think>")[2].split()) not in packed:
             yield "have a message that the chat template does not show, or not as it is written", place
+        if message.get("tool_calls") and not tokenizer.form.shows_calls:
+            yield "have tool calls that the chat template does not show", place
         unsaid = tokenizer.rows is not None and tokenizer.rows.special_tokens is None
         if unsaid and (token := tokenizer.special_in(words)):
             yield (
