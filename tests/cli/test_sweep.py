@@ -17,7 +17,7 @@ from commands import STRETTO, called, output_of
 from patience import patience
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
-from stretto.cli.sweep import grid, values_in
+from stretto.cli.sweep import end_of, grid, values_in
 from stretto.errors import ConfigError
 from waiting import until
 
@@ -184,7 +184,7 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     assert first.wait(patience()) == 130
     assert json.loads((folder / "max_staleness-0" / "summary.json").read_text())["status"] == "interrupted"
     assert not (folder / "max_staleness-1").exists()
-    assert "the same command with --continue goes on" in said()
+    assert "repeat the command with --continue" in said()
 
     text = output_of(*command(run_file, values, "steps=100", "--jobs", "2", "--continue"))
     assert "max_staleness-0: finished" in text
@@ -195,6 +195,11 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert "max_staleness-2: " in text
     assert "max_staleness-1: " not in text
+
+
+def test_a_run_that_is_interrupted_while_it_starts_has_a_line(tmp_path: Path) -> None:
+    (tmp_path / "lr-1.txt").write_text("starting\n")
+    assert end_of(tmp_path / "lr-1", 130).startswith("lr-1: exit status 130; starting (all in ")
 
 
 @pytest.mark.slow

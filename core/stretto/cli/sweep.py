@@ -66,11 +66,10 @@ def sweep(
     begun = [name for name in runs if (folder / name / "config.yaml").exists()]
     if begun and not proceed:
         raise ConfigError(f"{folder / begun[0]} is there already; add --continue, or write another --out")
+    runs = {name: [*chosen, f"out={json.dumps(str(folder / name))}"] for name, chosen in runs.items()}
     steps = _check(file, runs, folder)
     commands = {
-        name: ["resume", str(folder / name)]
-        if name in begun
-        else ["run", str(file), *overrides, f"out={json.dumps(str(folder / name))}"]
+        name: ["resume", str(folder / name)] if name in begun else ["run", str(file), *overrides]
         for name, overrides in runs.items()
         if not is_complete(folder / name, steps[name])
     }
@@ -78,7 +77,7 @@ def sweep(
     interrupted = _run(commands, folder, jobs)
     typer.echo(f"compare the runs: stretto compare {folder}/*/")
     if interrupted:
-        typer.echo("interrupted; the same command with --continue goes on")
+        typer.echo("interrupted; repeat the command with --continue")
         raise typer.Exit(130)
     raise typer.Exit(int(not all(is_complete(folder / name, steps[name]) for name in runs)))
 
@@ -147,7 +146,8 @@ def _in_name(value: str) -> str:
 
 
 def _check(file: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, int]:
-    """Check all runs before the first starts, print their warnings once, and return the steps of each.
+    """Check all runs before the first starts, once where only seeds differ. Print their warnings once, and
+    return the steps of each.
 
     Raises:
         ConfigError: if a run is wrong, two are the same, or a folder holds a run with other values.
@@ -155,14 +155,15 @@ def _check(file: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, in
     from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.checks import faults_and_warnings
-    from stretto.kernel.durable.changes import differences
+    from stretto.kernel.durable.changes import differences, is_complete
 
     names: dict[str, str] = {}
+    checked: set[str] = set()
     steps: dict[str, int] = {}
     warned: dict[str, None] = {}
     for name, overrides in runs.items():
         try:
-            assembly = Assembly(compose(file, [*overrides, f"out={json.dumps(str(folder / name))}"]))
+            assembly = Assembly(compose(file, overrides))
         except StrettoError as error:
             raise ConfigError(f"{name}: {error}") from error
         document = {**assembly.composed.document, "out": None}
@@ -177,6 +178,10 @@ def _check(file: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, in
                 raise ConfigError(
                     f"{config.parent} holds a run with other values ({listed}); write another --out"
                 )
+        combination = repr({**document, "seed": None})
+        if combination in checked or is_complete(folder / name, steps[name]):
+            continue
+        checked.add(combination)
         faults, warnings = faults_and_warnings(assembly, starting=True, resumed=config.exists())
         if faults:
             raise ConfigError("\n".join(f"{name}: {fault}" for fault in faults))
@@ -197,15 +202,14 @@ def _run(commands: dict[str, list[str]], folder: Path, jobs: int) -> bool:
             signal.signal(number, lambda number, frame: interrupts.append(number))
     gpus, obeyed, waiting = visible_gpus(os.environ), 0, iter(commands)
     shares = [gpus[len(gpus) * n // jobs : len(gpus) * (n + 1) // jobs] for n in range(jobs)]
-    running: dict[int, subprocess.Popen[bytes]] = {}
-    names: dict[int, str] = {}
+    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
     while True:
         for slot, share in enumerate(shares):
             if slot in running or interrupts or not (name := next(waiting, "")):
                 continue
             environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if gpus else {})}
             with (folder / f"{name}.txt").open("ab") as output:
-                running[slot] = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-m", "stretto", *commands[name]],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -213,23 +217,25 @@ def _run(commands: dict[str, list[str]], folder: Path, jobs: int) -> bool:
                     env=environment,
                     start_new_session=True,  # a signal reaches the runs through this process, once
                 )
-            names[slot] = name
+            running[slot] = name, process
         if not running:
             return bool(interrupts)
         time.sleep(_LOOK_S)
         while obeyed < len(interrupts):
             obeyed += 1
-            for process in running.values():
+            for _, process in running.values():
                 process.send_signal(signal.SIGINT)
-        for slot in [slot for slot, process in running.items() if process.poll() is not None]:
-            typer.echo(_end_of(folder / names[slot], running.pop(slot).returncode))
+        for slot, (name, process) in list(running.items()):
+            if process.poll() is not None:
+                typer.echo(end_of(folder / name, process.returncode))
+                del running[slot]
 
 
-def _end_of(run: Path, status: int) -> str:
+def end_of(run: Path, status: int) -> str:
     """Return the line of a run that has ended."""
     from stretto.run_folder import RunFolder
 
-    if status in (0, 130):
+    if status in (0, 130) and (run / "config.yaml").exists():  # it may be interrupted while it starts
         record = RunFolder(run)
         return f"{run.name}: {printable(record.verdict) or record.state}"
     output = run.with_name(f"{run.name}.txt")
