@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
@@ -169,6 +170,27 @@ async def test_check_finds_what_the_login_may_not_do(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- the certificates
+
+
+def test_certs_are_private_and_name_their_hosts(certs: Path) -> None:
+    files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in certs.iterdir()}
+    names = [f"{name}.{suffix}" for name in ("ca", "client", "server") for suffix in ("key", "pem")]
+    assert files == dict.fromkeys(names, 0o600)
+    assert stat.S_IMODE(certs.stat().st_mode) == 0o700
+    certificate = ssl._ssl._test_decode_cert(certs / "server.pem")  # pyright: ignore - no public function
+    assert certificate["subjectAltName"] == (("DNS", "localhost"), ("IP Address", "127.0.0.1"))
+    lifetime_s = ssl.cert_time_to_seconds(certificate["notAfter"]) - ssl.cert_time_to_seconds(
+        certificate["notBefore"]
+    )
+    assert round(lifetime_s / 86400) == 365
+
+
+def test_certs_keep_their_authority(certs: Path) -> None:
+    authority, server = (certs / "ca.pem").read_text(), (certs / "server.pem").read_text()
+    write_certificates(certs, ["other"], ["viewer"])
+    assert (certs / "ca.pem").read_text() == authority
+    assert (certs / "server.pem").read_text() != server
+    assert identity(certs, "viewer").ca == identity(certs, "client").ca
 
 
 def test_damaged_files_are_named_with_their_key(certs: Path) -> None:

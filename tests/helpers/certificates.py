@@ -12,15 +12,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
 
 
 def write_certificates(folder: Path, hosts: Sequence[str], clients: Sequence[str] = ()) -> None:
-    """Write `ca`, `server` and each client as NAME.pem and NAME.key. A folder with an authority keeps it."""
+    """Write `ca`, `server` and each client as NAME.pem and NAME.key into a folder of the name `certs`, which
+    keeps its authority if it is there."""
     [block] = re.findall(r"^```bash\n(mkdir .*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    _, new, sign, authority, server, client = block.splitlines()
+    make, new, sign, authority, server, client = block.splitlines()
     names = ",".join(f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in hosts)
-    lines = [f"mkdir -p -m 700 '{folder}'; cd '{folder}'; umask 077; set -e -o pipefail", new, sign]
-    lines += [] if (folder / "ca.pem").exists() else [authority]
+    lines = ["cd certs && umask 077", new, sign] if folder.exists() else [make, new, sign, authority]
     lines += [re.sub(r"(?<=subjectAltName=)\S+", names, server)]
     lines += [client.replace("stretto", name) for name in clients]
-    subprocess.run(["bash", "-c", "\n".join(lines)], check=True, capture_output=True)
+    script = "\n".join(("set -e -o pipefail", *lines))
+    subprocess.run(["bash", "-c", script], check=True, capture_output=True, cwd=folder.parent)
 
 
 def _is_address(host: str) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -325,7 +324,7 @@ def write_model(form: Form, folder: Path) -> str:
 
 def write_weights(form: Form, folder: Path) -> Path:
     """Write a form's model with small random weights into a folder, and return the folder."""
-    vocabulary = len(AutoTokenizer.from_pretrained(write_model(form, folder)))
+    vocabulary = len(PreTrainedTokenizerFast.from_pretrained(write_model(form, folder)))
     sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
     config = Qwen2Config(vocab_size=vocabulary, hidden_size=32, intermediate_size=32, **sizes)
     model = Qwen2ForCausalLM(config)

@@ -41,7 +41,7 @@ class ChatForm:
     """Tokens that end an answer: those of the model's files, the tokenizer's, and the one that the template
     writes after a turn."""
     stop_ids: tuple[int, ...] = ()
-    """Those of `end_ids` at which engines do not stop by themselves."""
+    """The end of the last turn, if engines do not stop at it by themselves."""
     ends: tuple[str, ...] = ()
     """`end_ids` as text."""
     closing: str = ""
@@ -169,7 +169,8 @@ def form_of(
         return max(filter(text.lstrip().startswith, added), key=len, default="")
 
     written = [token_at(text.partition(_REPLY)[2]) for text in (last, inner)]
-    closing = written[0] or written[1] or next((text_of(each) for each in own_ends), "")
+    last_end = written[0] or written[1]
+    closing = last_end or next((text_of(each) for each in own_ends), "")
     forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
     calls = [  # a template may show calls only beside no content at all
         (form, content)
@@ -193,10 +194,10 @@ def form_of(
         has_template=True,
         end_ids=end_ids,
         # Not the end of earlier turns, which may stand within an answer: it ends gpt-oss's reasoning.
-        stop_ids=tuple({added[token] for token in (written[0] or written[1],) if token} - model_ends),
+        stop_ids=(added[last_end],) if last_end and added[last_end] not in model_ends else (),
         ends=ends,
         closing=closing,
-        writes_end=any(written),
+        writes_end=bool(last_end),
         call_closing=ends_call or closing,
         opened=_opened(prompt, [last, inner]),
         arguments="text" if form == "text" else "mapping",
