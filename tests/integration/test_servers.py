@@ -18,7 +18,7 @@ from commands import output_of
 from patience import patience
 from stretto.records.kept.answers import read_answers
 from stretto.records.kept.samples import SampleStore
-from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
+from stretto.testing import EngineUnderTest, InferenceConformance
 
 ROOT = Path(__file__).parent.parent.parent
 SGLANG_PYTHON = os.environ.get("SGLANG_PYTHON", "")
@@ -32,12 +32,9 @@ SGLANG = EngineUnderTest(
     "sglang",
     {"python": SGLANG_PYTHON, "slots": 8},
     refuses=frozenset({"top_k+top_p"}),
-    servers=True,
     start_s=patience(240),
 )
-VLLM = EngineUnderTest(
-    "vllm", {"python": VLLM_PYTHON, "slots": 8}, seeds=True, servers=True, start_s=patience(240)
-)
+VLLM = EngineUnderTest("vllm", {"python": VLLM_PYTHON, "slots": 8}, seeds=True, start_s=patience(240))
 
 
 @with_sglang
@@ -45,18 +42,8 @@ class TestSglang(InferenceConformance):
     engine = SGLANG
 
 
-@with_sglang
-class TestSglangInRuns(RunConformance):
-    engine = SGLANG
-
-
 @with_vllm
 class TestVllm(InferenceConformance):
-    engine = VLLM
-
-
-@with_vllm
-class TestVllmInRuns(RunConformance):
     engine = VLLM
 
 

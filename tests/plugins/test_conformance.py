@@ -1,23 +1,16 @@
-"""The torch engine keeps every promise of the conformance suite, alone and in runs."""
+"""The torch engine keeps every promise of the conformance suite."""
 
 from __future__ import annotations
 
 import pytest
 
 import seeing_engine
-from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
+from stretto.testing import EngineUnderTest, InferenceConformance
 from stretto.testing.tiny_model import TinyModel
-
-TORCH = EngineUnderTest("torch", {"slots": 8}, seeds=True, tolerance=1e-4)
 
 
 class TestTorch(InferenceConformance):
-    engine = TORCH
-
-
-@pytest.mark.slow
-class TestTorchInRuns(RunConformance):
-    engine = TORCH
+    engine = EngineUnderTest("torch", {"slots": 8}, seeds=True, tolerance=1e-4)
 
 
 @pytest.mark.slow

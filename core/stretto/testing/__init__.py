@@ -16,7 +16,6 @@ from stretto.testing.algorithm import AlgorithmConformance
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
 from stretto.testing.dataset import DatasetConformance
 from stretto.testing.inference import InferenceConformance
-from stretto.testing.inference_runs import RunConformance
 from stretto.testing.launcher import LauncherConformance
 from stretto.testing.reward import RewardConformance
 from stretto.testing.served_engine import EngineUnderTest, Sample, ServedEngine
@@ -37,7 +36,6 @@ __all__ = [
     "LauncherConformance",
     "Reference",
     "RewardConformance",
-    "RunConformance",
     "Sample",
     "ServedEngine",
     "TinyModel",

@@ -48,8 +48,6 @@ class EngineUnderTest:
     refuses: frozenset[str] = frozenset()
     """Which of `top_p`, `top_k`, `min_p` and `logit_bias` the engine refuses with an error that names them.
     `top_k+top_p` means that it refuses only both together."""
-    servers: bool = False
-    """Whether its worker runs the model in child processes. The tests then also kill these alone."""
     recomputes: bool = False
     """Whether it computes all keys and values anew with new weights, even where `on_swap` is `keep_cache`:
     answers in flight then have the logprobs of `recompute`, which are more exact."""

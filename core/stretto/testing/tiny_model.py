@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,23 +109,6 @@ class Reference:
         """Return (A,) the logprobs of an answer's tokens. Temperature 0 gives those of temperature 1."""
         logits = self.logits([*prompt, *answer])[len(prompt) - 1 : -1]
         return log_softmax(logits / (temperature or 1.0))[np.arange(len(answer)), list(answer)]
-
-    def many_logprobs(
-        self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> Iterator[NDArray[np.float64]]:
-        """Yield the `logprobs` of each (prompt, answer), in one forward for all texts of the same length."""
-        import torch
-
-        by_length: dict[int, list[list[int]]] = {}
-        for prompt, answer in texts:
-            by_length.setdefault(len(prompt) + len(answer), []).append([*prompt, *answer])
-        logits = {
-            length: iter(self._model(torch.tensor(rows)).logits.double().numpy())
-            for length, rows in by_length.items()
-        }
-        for prompt, answer in texts:
-            own = next(logits[len(prompt) + len(answer)])[len(prompt) - 1 : -1]
-            yield log_softmax(own)[np.arange(len(answer)), list(answer)]
 
     def last_over(self, older: Reference, tokens: Sequence[int], kept: int) -> float:
         """Return the logprob of the last token under these weights, with the KV cache of the first `kept`
