@@ -95,7 +95,8 @@ class Answer:
     finish: Finish
     """`stop` or `length`."""
     text: str
-    """The tokens as text, without special tokens."""
+    """The tokens as text, without special tokens and without what the chat template writes before the content
+    of an answer."""
     engine: str
     """Id of the inference worker that sampled the last token."""
     kept: KeptTokens | None = None

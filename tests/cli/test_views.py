@@ -339,7 +339,7 @@ def test_a_browser_shows_the_figures_of_the_files(
         assert len(set(colours)) == len(runs), "each run has a colour of its own"
         assert script(f"return {lines_of_runs}.map(line => line.points.numberOfItems)") == [40, 40, 40]
         assert texts("#curve-reward circle title") == [
-            f"{label}: {value:.3f} at version {version}"
+            f"{label}: held-out accuracy {value:.3f} at version {version}"
             for label, run in zip(("one", "two", "better"), runs, strict=True)
             for version, value in run.series("evaluation/accuracy")
         ]

@@ -34,6 +34,8 @@ class Form:
     call_closing: str = ""
     """What ends a last turn with calls, if it differs."""
     opened: str = ""
+    lead: str = ""
+    """What the policy samples before the content."""
     merges: tuple[tuple[str, str], ...] = (("Ċ", "Ċ"), ("s", "Ċ"), ("t", "Ċ"), ("o", "k"))
     """Some cross a boundary that the template makes."""
     bos: bool = False
@@ -77,17 +79,23 @@ def _raising(test: str, reason: str) -> str:
     return _RAISE.replace("TEST", test).replace("REASON", reason)
 
 
+_ROLE = "('user' if m.role == 'tool' else m.role)"
 _LINES = _turns(
     "{% if m.role in ('system', 'user', 'assistant', 'tool') %}"
-    "{{ '<r>' + ('user' if m.role == 'tool' else m.role) + '\n' + m.content }}"
-    + _QUOTED
-    + "{{ '<e>\n' }}{% endif %}",
+    f"{{{{ '<r>' + {_ROLE} + '\n' + m.content }}}}" + _QUOTED + "{{ '<e>\n' }}{% endif %}",
     "{% if messages[0].role != 'system' %}{{ '<r>system\nBe kind.<e>\n' }}{% endif %}" + _TOOLS,
 )
 
 FORMS: dict[str, Form] = {
     "plain lines": Form(_LINES),
-    "wrong eos": Form(_LINES, eos="<x>", ends=("<x>",)),
+    "wrong eos": Form(
+        _LINES.replace(_ROLE, f"('<a>' if m.role == 'assistant' else '<r>' + {_ROLE})")
+        .replace("'<r>' + ('<a>'", "('<a>'")
+        .replace("<r>assistant\n", "<a>"),
+        eos="<x>",
+        ends=("<x>",),
+        lead="\n",
+    ),
     "thinker by switch": Form(
         _turns(
             "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + "
@@ -240,6 +248,7 @@ FORMS: dict[str, Form] = {
         ends=("<x>", "<k>"),
         closing="<x>",
         call_closing="<k>",
+        lead="<c>final<m>",
         keeps=False,
     ),
     "open turn": Form(

@@ -52,7 +52,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def test_the_form_is_found(name: str, models: Models) -> None:
     expected, form = FORMS[name], models(name).form
     found = {
-        key: getattr(form, key) for key in ("closing", "opened", "arguments", "call_content", "shows_tools")
+        key: getattr(form, key)
+        for key in ("closing", "opened", "lead", "arguments", "call_content", "shows_tools")
     }
     assert found == {key: getattr(expected, key) for key in found}
     assert (form.shows_calls, form.system) == (expected.shows_calls, expected.system)
@@ -66,11 +67,15 @@ def test_the_form_is_found(name: str, models: Models) -> None:
 
 
 class Scripted(FakeSession):
-    """A policy that says what a test wants, each time with the token that ends its turn."""
+    """A policy that says what a test wants, each time as the template writes it."""
 
     def __init__(self, tokenizer: Tokenizer, *answers: str, **options: Any) -> None:
-        end = tokenizer.form.closing
-        super().__init__([f"{answer}{end}" for answer in answers], tokenizer=tokenizer, size=1, **options)
+        turns = [written(tokenizer, answer) for answer in answers]
+        super().__init__(turns, tokenizer=tokenizer, size=1, **options)
+
+
+def written(tokenizer: Tokenizer, answer: str) -> str:
+    return f"{tokenizer.form.lead}{answer}{tokenizer.form.closing}"
 
 
 def said(form: Form, text: str) -> str:
@@ -124,7 +129,7 @@ async def test_a_conversation_is_what_the_template_writes(name: str, models: Mod
         assert conversation.history[-1]["content"] == answers[number]
         conversation.add({"role": "user", "content": feedback})
     if name == "channels":
-        session = Scripted(tokenizer, "<c>final<m>hi")
+        session = Scripted(tokenizer, "<e><r>assistant<c>final<m>hi")
         conversation = session.conversation([ASK])
         await conversation.reply()
         conversation.add(ASK)
@@ -233,8 +238,8 @@ def test_a_reward_for_the_format_reads_what_the_prompt_opened(name: str, models:
 @pytest.mark.parametrize("name", FORMS)
 async def test_an_agent_sees_no_end_of_a_turn(name: str, models: Models) -> None:
     form, tokenizer = FORMS[name], models(name)
-    end = form.closing
-    session = AgentSession(tokenizer, *(f"{said(form, text)}{end}" for text in ("ok one", "ok two", "ok")))
+    answers = [said(form, text) for text in ("ok one", "ok two", "ok")]
+    session = AgentSession(tokenizer, *(written(tokenizer, answer) for answer in answers))
     async with recorded_agent(session) as (url, key, recorder):
         chat: list[Any] = [ASK]
         async with AsyncOpenAI(base_url=url, api_key=key) as client:
@@ -269,8 +274,8 @@ def test_a_supervised_row_trains_what_the_policy_would_sample(name: str, models:
         return
     tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
     turns = [tokenizer.decode(tokens[start:end], special=True) for start, end in spans(mask)]
-    bodies = [re.sub(r"<think>\s*</think>\s*|<c>final<m>|<[xe]>", "", turn) for turn in turns]
-    assert bodies == ["ok one", "two"]
+    bodies = [re.sub(r"<think>\s*</think>\s*|<[xe]>", "", turn) for turn in turns]
+    assert bodies == [f"{form.lead}ok one", f"{form.lead}two"]
     assert all(tokenizer.ends_turn(int(tokens[end - 1])) for _, end in spans(mask))
     assert not re.search(r"<[xe]>\s*<[xe]>", tokenizer.decode(tokens, special=True).replace("more <e>", ""))
     row["completion"][2]["content"] = "two<e>"
@@ -308,6 +313,32 @@ def test_turns_end_as_the_template_ends_them_before_what_follows(name: str, mode
     if form.shows_calls and not form.sft:
         tokens, _ = prompt_and_answer({"prompt": [ASK], "completion": [CALLING]}, "completion", tokenizer)
         assert tokenizer.decode(np.array(tokens[-1:]), special=True) == (form.call_closing or form.closing)
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.lead])
+async def test_only_a_turn_begins_with_the_lead(name: str, models: Models) -> None:
+    tokenizer = models(name)
+    lead, end = FORMS[name].lead, tokenizer.form.closing
+    # The policy has begun with the lead where a prompt is rendered already, and not where there is no turn.
+    for prompt, expected in [
+        (tokenizer.render([ASK]), "ok"),
+        ("some text: ", tokenizer.decode(tokenizer.encode_text(f"{lead}ok"))),
+    ]:
+        session = FakeSession([f"{lead}ok{end}"], tokenizer=tokenizer, size=1)
+        [answer] = await session.generate(tokenizer.encode_prompt(prompt))
+        assert answer.text == expected
+    # A policy that has not learnt the lead: its first turn is shown with it, behind a split.
+    session = FakeSession([f"ok{end}"], tokenizer=tokenizer, size=1)
+    conversation = session.conversation([ASK])
+    for _ in range(2):
+        assert (await conversation.reply()).text == "ok"  # type: ignore[union-attr]
+        conversation.add(ASK)
+    assert (conversation.splits, conversation.history[1]["content"]) == (1, "ok")  # type: ignore[index]
+    # An agent with a prompt of its own gets all that was sampled, so that it can go on.
+    agent = AgentSession(tokenizer, f"{lead}ok{end}")
+    async with recorded_agent(agent) as (url, key, _), AsyncOpenAI(base_url=url, api_key=key) as client:
+        text = await client.completions.create(model="m", prompt=tokenizer.render([ASK]))
+    assert text.choices[0].text == tokenizer.decode(tokenizer.encode_text(f"{lead}ok"))
 
 
 @pytest.mark.parametrize("name", ["forced thinker", "dated header", "late system", "wrong eos"])

@@ -140,7 +140,8 @@ class Conversation:
         if isinstance(self.history, str):
             self.history += text
         else:
-            self.history.append(OwnTurn(role="assistant", content=self.without_end(text, answer)))
+            content = self.without_end(text, answer).removeprefix(self._tokenizer.form.lead)
+            self.history.append(OwnTurn(role="assistant", content=content))
         return answer
 
     def trajectories(self, score: Score) -> list[Trajectory]:

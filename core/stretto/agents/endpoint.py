@@ -32,7 +32,7 @@ from stretto.agents.api_call import MODEL, APICall, ApiError, Event, Reply
 from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, openai_error
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
 from stretto.errors import ConfigError, EngineError, RequestError, one_job
-from stretto.models.tokenizer import body_of, work_on_text
+from stretto.models.tokenizer import work_on_text
 from stretto.tools import ParserName, parse_calls
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class Endpoint:
 
         async def stream_choice(choice: int, thread: Thread, send: MemoryObjectSendStream[_News]) -> None:
             with send:
-                visible = self._visible_text(agent_run, call)
+                visible = self._visible_text(agent_run, call, thread)
 
                 def on_tokens(_: int, tokens: NDArray[np.int32]) -> None:
                     send.send_nowait((choice, visible.add(tokens)))
@@ -323,7 +323,7 @@ class Endpoint:
                     send.close()
                     async for choice, news in receive:
                         if not stream.begun:
-                            await stream.send(call.opening(threads[0].prompt_tokens))
+                            await stream.send(call.opening(len(threads[0].prompt)))
                         if isinstance(news, str):
                             await stream.send(call.piece(choice, news) if news else ())
                         else:
@@ -345,20 +345,19 @@ class Endpoint:
             thread, max_tokens=call.max_tokens, stop=call.stop, on_tokens=on_tokens
         )
         stops = (*agent_run.recorder.session.sampling.stop, *call.stop)
-        message: Message = {"role": "assistant", "content": _text_before(answer.text, stops)}
+        message: Message = {"role": "assistant", "content": _text_before(thread.text_of(answer), stops)}
         if call.reads_tools:
-            message = self._with_calls(agent_run, answer, thread.opened) or message
+            message = self._with_calls(agent_run, answer, thread) or message
         # Mistral's templates refuse a message after a call unless the answer before has `tool_calls`.
         calls = self._tool_parser == "mistral" and "tool_calls" in message
         thread.record_answer(message, template_message={**message, "content": ""} if calls else None)
-        return Reply(answer, thread.prompt_tokens, message)
+        return Reply(answer, len(thread.prompt), message)
 
-    def _with_calls(self, agent_run: _AgentRun, answer: Answer, opened: str) -> Message | None:
+    def _with_calls(self, agent_run: _AgentRun, answer: Answer, thread: Thread) -> Message | None:
         """Return the message with its tool calls; None if it has none, or if one cannot be parsed. As with
         other servers, the message is then the sampled text."""
-        tokenizer = agent_run.recorder.session.tokenizer
-        text = tokenizer.decode(body_of(answer.tokens, answer.finish, tokenizer), special=True)
-        calls = parse_calls(text, self._tool_parser, opened)
+        text = thread.text_of(answer, special=True)
+        calls = parse_calls(text, self._tool_parser, thread.opened)
         if not calls or any(call.fault for call in calls):
             return None
         tool_calls: list[dict[str, Any]] = []
@@ -372,19 +371,22 @@ class Endpoint:
         content = reasoning + closing + _text_before(rest, _MARKS[self._tool_parser])
         return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
-    def _visible_text(self, agent_run: _AgentRun, call: APICall) -> _VisibleText:
+    def _visible_text(self, agent_run: _AgentRun, call: APICall, thread: Thread) -> _VisibleText:
         session = agent_run.recorder.session
+        lead = session.tokenizer.form.lead if isinstance(thread.input, list) else ""
         marks = (*session.sampling.stop, *call.stop, *session.tokenizer.form.ends)
         if call.reads_tools:
             marks += _MARKS[self._tool_parser]  # some are special tokens, so decode these too
-        return _VisibleText(_AnswerReader(session.tokenizer, special=call.reads_tools), marks)
+        return _VisibleText(_AnswerReader(session.tokenizer, lead, special=call.reads_tools), marks)
 
 
 class _AnswerReader:
-    """The text of tokens as they arrive, in complete characters."""
+    """The text of tokens as they arrive, in complete characters, without the lead of an answer."""
 
-    def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, lead: str, *, special: bool) -> None:
         self._tokenizer = tokenizer
+        self._lead = lead
+        """Empty once the answer has begun with it, or with something else."""
         self._special = special
         self._context_tokens = self._tokens = np.empty(0, np.int32)
         """The latest tokens that ended with a complete character, and the tokens after them. Both are decoded
@@ -397,6 +399,8 @@ class _AnswerReader:
         if not len(tokens):
             return ""
         self._tokens = np.concatenate([self._tokens, tokens])
+        if self._lead:
+            return self._begin()
         text = self._decode(np.concatenate([self._context_tokens, self._tokens]))[
             len(self._decode(self._context_tokens)) :
         ]
@@ -406,6 +410,16 @@ class _AnswerReader:
         if complete == text:
             self._context_tokens, self._tokens, self._num_returned = self._tokens, self._tokens[:0], 0
         return new
+
+    def _begin(self) -> str:
+        """Return the first text, once it is known whether it is the lead."""
+        tokens, lead = self._tokens, self._lead
+        begun = self._tokenizer.decode(tokens, special=True).rstrip("\ufffd")
+        if len(begun) < len(lead) and lead.startswith(begun):
+            return ""
+        self._tokens, self._lead = tokens[:0], ""
+        shown = self._decode(self._tokenizer.encode_text(lead)) if begun.startswith(lead) else ""
+        return self.add(tokens).removeprefix(shown)
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:
         return self._tokenizer.decode(tokens, special=self._special)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from stretto.agents.conversation import Conversation, Generate
 from stretto.errors import StrettoError
 from stretto.models.chat_form import opened_in
+from stretto.models.tokenizer import answer_text
 from stretto.workflow import Answer, OnTokens, Score, Session, Trajectory, parts_of_sample
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class Thread:
         """The input of the agent's last call."""
         self.message: Message | None = None
         """The last answer, as the agent got it."""
-        self.prompt_tokens = 0
-        """Number of tokens before the last answer."""
+        self.prompt = np.empty(0, np.int32)
+        """(P,) ids before the last answer."""
         self._tools = tools
         self._can_continue = False
         """Whether a call may continue the thread: the agent got the last answer."""
@@ -107,6 +108,13 @@ class Thread:
         """What the prompt opens of the last answer."""
         form = self._session.tokenizer.form
         return "" if isinstance(self.input, np.ndarray) else opened_in(self.input, form)
+
+    def text_of(self, answer: Answer, *, special: bool = False) -> str:
+        """Return the text of the last answer. Only a chat's has no `ChatForm.lead`: to a prompt of its own an
+        agent appends all that was sampled."""
+        prompt = self.prompt if isinstance(self.input, list) else None
+        tokenizer = self._session.tokenizer
+        return answer_text(prompt, answer.tokens, answer.finish, tokenizer, special=special)
 
     @property
     def length(self) -> int:
@@ -174,7 +182,7 @@ class Thread:
     async def _generate(
         self, ids: NDArray[np.int32], sampling: Sampling, images: Sequence[str] | None
     ) -> Answer:
-        self.prompt_tokens = len(ids)
+        self.prompt = ids
         [answer] = await self._session.generate(
             ids, sampling=sampling, conversation_id=self._name, on_tokens=self._on_tokens, images=images
         )

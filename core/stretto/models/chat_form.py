@@ -53,6 +53,11 @@ class ChatForm:
     """The one that ends a last turn with tool calls, such as the token of the role that answers them."""
     opened: str = ""
     """What the generation prompt writes after the header of the answer, such as `<think>\\n`."""
+    header: str = ""
+    """What the generation prompt adds to the messages."""
+    lead: str = ""
+    """What the template writes between the header and the content of an answer in a history, such as GLM's
+    line feed: the policy samples it, and it is no part of the content. Empty if a content may have it."""
     arguments: Literal["mapping", "text"] = "mapping"
     """The form in which the template wants the arguments of tool calls."""
     call_content: str | None = ""
@@ -124,9 +129,9 @@ def pieces_of(text: str) -> list[tuple[str, bool]]:
 
 
 def opened_in(prompt: str | Sequence[Message], form: ChatForm) -> str:
-    """Return what a prompt opens of the answer: for messages, what the template writes; for a text, the tag
-    at its end."""
-    if not isinstance(prompt, str):
+    """Return what a prompt opens of the answer: for messages, and for a text that ends like them, what the
+    template writes; for another text, the tag at its end."""
+    if not isinstance(prompt, str) or (form.header and prompt.endswith(form.header)):
         return form.opened
     tags = [*_TAG.finditer(prompt)]
     return prompt[tags[-1].start() :] if tags and not prompt[tags[-1].end() :].strip() else ""
@@ -184,6 +189,10 @@ def form_of(
     answered = probe([ask, calling, {"role": "tool", "tool_call_id": "call00001", "content": _MORE}]) or ""
     next_role = token_at(answered[len(called) :]) if called and answered.startswith(called) else ""
     found = {added[token] for token in written if token}
+    lead = last[len(prompt) :].partition(_REPLY)[0] if prompt and last.startswith(prompt) else ""
+    doubled = probe([ask, _assistant(f"{lead}{_REPLY}"), more])
+    if doubled is not None and f"{lead}{lead}{_REPLY}" not in doubled:
+        lead = ""  # the template reads it in the content
     end_ids = frozenset(found | own_ends | model_ends)
     ends = tuple(filter(None, map(text_of, sorted(end_ids))))
     ends_call = next(filter(called.endswith, ends), "") or (next_role if next_role in ends else "")
@@ -200,6 +209,8 @@ def form_of(
         writes_end=bool(last_end),
         call_closing=ends_call or closing,
         opened=_opened(prompt, [last, inner]),
+        header=prompt.removeprefix(probe([ask]) or ""),
+        lead=lead,
         arguments="text" if form == "text" else "mapping",
         call_content=call_content,
         content="parts" if in_parts else "text",

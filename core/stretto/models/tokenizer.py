@@ -31,6 +31,7 @@ __all__ = [
     "Message",
     "ModelTokenizer",
     "Tokenizer",
+    "answer_text",
     "apply_chat_template",
     "body_of",
     "characters_of",
@@ -269,6 +270,31 @@ def body_of(tokens: NDArray[np.int32], finish: Finish, tokenizer: Tokenizer) -> 
     """Return the tokens of an answer without the one that ended its turn."""
     ended = finish == "stop" and len(tokens) and tokenizer.ends_turn(int(tokens[-1]))
     return tokens[:-1] if ended else tokens
+
+
+def answer_text(
+    prompt: NDArray[np.int32] | None,
+    answer: NDArray[np.int32],
+    finish: Finish,
+    tokenizer: Tokenizer,
+    *,
+    special: bool = False,
+) -> str:
+    """Return the text of an answer to a prompt, without the token that ended its turn. Where the prompt opens
+    a turn, `ChatForm.lead` is left out, too.
+
+    Args:
+        prompt: (P,) ids; None if it opens no turn.
+        answer: (A,) ids.
+        special: whether the text has special tokens.
+    """
+    body, form = body_of(answer, finish, tokenizer), tokenizer.form
+    text = tokenizer.decode(body, special=special)
+    if prompt is None or not form.lead or not tokenizer.decode(body, special=True).startswith(form.lead):
+        return text
+    before = tokenizer.decode(prompt[-len(form.header.encode()) :], special=True)
+    lead = tokenizer.decode(tokenizer.encode_text(form.lead), special=special)
+    return text.removeprefix(lead) if before.endswith(form.header) else text
 
 
 async def work_on_text(work: Callable[[], T], characters: int) -> T:

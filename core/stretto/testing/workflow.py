@@ -23,7 +23,7 @@ from stretto.environment import ENVIRONMENTS, Feedback, columns_of_turn, feedbac
 from stretto.errors import EngineError, one_job
 from stretto.models.images import files_of
 from stretto.models.prompts import both_tools
-from stretto.models.tokenizer import ByteTokenizer, body_of
+from stretto.models.tokenizer import ByteTokenizer, answer_text
 from stretto.reward import is_number
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
 from stretto.tools import Tool, ToolAnswer, ToolResult, ToolsConfig, tool_of
@@ -224,7 +224,7 @@ class FakeSession:
             logprobs=(-0.5 - 0.001 * positions).astype(np.float32),
             versions=(3 + positions // 8).astype(np.int32),
             finish=finish,
-            text=self.tokenizer.decode(body_of(tokens, finish, self.tokenizer)),
+            text=answer_text(prompt_ids, tokens, finish, self.tokenizer),
             engine="inference-0",
         )
 

@@ -37,13 +37,14 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
     if not isinstance(prompt, str):
         ends = ", ".join(map(repr, form.ends)) or "no token"
         opened = f"opens {form.opened!r}" if form.opened else "opens nothing"
+        lead = f", which begins with {form.lead!r}" if form.lead else ""
         tools = "shown" if form.shows_tools else "not shown"
         calls = f"with arguments as {form.arguments}" if form.shows_calls else "not shown"
         given = ", ".join(f"{key}: {value}" for key, value in config.dataset.template.items()) or "none"
         alone = f"none: of the turns of a supervised row, only the last one has {form.closing!r}"
         written = repr(form.closing) if form.writes_end else alone
         yield f"chat form  a turn ends with {ends}; the template writes {written}"
-        yield f"           the prompt {opened} of the answer; content is {form.content}"
+        yield f"           the prompt {opened} of the answer{lead}; content is {form.content}"
         yield f"           system messages are {form.system}; reasoning of earlier answers is " + (
             "dropped" if form.drops_reasoning else "kept"
         )

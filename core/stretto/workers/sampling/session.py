@@ -26,7 +26,7 @@ from stretto.errors import ConfigError, EngineError
 from stretto.models.chat_form import opened_in
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.prompts import both_tools, tools_of
-from stretto.models.tokenizer import Message, Tokenizer, body_of
+from stretto.models.tokenizer import Message, Tokenizer, answer_text
 from stretto.tools import ToolAnswer
 from stretto.user_code.faults import SampleFault
 from stretto.workers.images import RolloutImages, TicketImages
@@ -204,7 +204,7 @@ class RolloutSession:
                 logprobs=sample.logprobs(),
                 versions=sample.versions(),
                 finish=sample.finish,
-                text=self.tokenizer.decode(body_of(sample.tokens(), sample.finish, self.tokenizer)),
+                text=answer_text(prompt_ids, sample.tokens(), sample.finish, self.tokenizer),
                 engine=sample.engine,
                 kept=sample.kept() if wants_kept else None,
             )

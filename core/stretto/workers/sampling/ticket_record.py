@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from stretto.bus.messages.tickets import KeptText, Ticket, TicketRecord
 from stretto.dataset import Row
 from stretto.models.images import with_names
-from stretto.models.tokenizer import Tokenizer, body_of
+from stretto.models.tokenizer import Tokenizer, answer_text
 from stretto.workflow import Trajectory
 
 _RECORD_CHARACTERS = 2**23
@@ -74,17 +75,17 @@ def _text_of(trajectory: Trajectory, prompts: _PromptTexts, tokenizer: Tokenizer
     start = int(np.argmax(trajectory.loss_mask))
     return KeptText(
         prompts.text_of(trajectory.tokens[:start]),
-        "\n".join(tokenizer.decode(body_of(turn, "stop", tokenizer)) for turn in _turns(trajectory, start))[
-            :limit
-        ],
+        "\n".join(_texts_of_turns(trajectory, start, tokenizer))[:limit],
         _as_json(trajectory.messages, limit) if trajectory.messages else "",
     )
 
 
-def _turns(trajectory: Trajectory, start: int) -> list[NDArray[np.int32]]:
-    """Return the tokens of each turn from `start` on: in turn, those of the policy and those of others."""
-    places = np.flatnonzero(np.diff(trajectory.loss_mask[start:])) + 1
-    return np.split(trajectory.tokens[start:], places)
+def _texts_of_turns(trajectory: Trajectory, start: int, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of each turn from `start` on: in turn, those of the policy and those of others."""
+    tokens = trajectory.tokens
+    places = np.flatnonzero(np.diff(trajectory.loss_mask[start:])) + 1 + start
+    for begin, end in pairwise((start, *places, len(tokens))):
+        yield answer_text(tokens[:begin], tokens[begin:end], "stop", tokenizer)
 
 
 def _as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
