@@ -214,15 +214,16 @@ def scorer() -> Iterator[Callable[..., Scorer]]:
 
 
 @pytest.mark.slow
-def test_a_hostile_answer_costs_at_most_2_s_and_256_mb(scorer: Callable[..., Scorer]) -> None:
+def test_a_hostile_answer_costs_at_most_2_s_and_64_mib(scorer: Callable[..., Scorer]) -> None:
     process, row = scorer(use="math"), {"prompt": "p", "answer": "1"}
+    _, _, before = process.usage(row, r"\boxed{1}", r"\boxed{x+1}")  # SymPy alone takes 190 MB
     dear: dict[str, Any] = {}
     for name, completion in HOSTILE.items():
         answer, seconds, megabytes = process.usage(row, r"\boxed{1}", completion, r"\boxed{1}")
         print(f"{name:32} {seconds:5.2f} s {megabytes:4.0f} MB  {answer.over.get(1, 'scored')}")
         rewards = [reward for reward, _ in answer.scores]
         expected = 1.0 if name in ("nested braces", "nested boxes") else 0.0
-        if seconds > 2 or megabytes > 256 or rewards not in ([1, 0, 1], [1, expected, 1]):
+        if seconds > 2 or megabytes - before > 70 or rewards not in ([1, 0, 1], [1, expected, 1]):
             dear[name] = (seconds, megabytes, rewards, answer.fault)
     assert not dear
 
