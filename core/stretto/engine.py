@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -37,6 +37,7 @@ __all__ = [
     "Emit",
     "Finish",
     "GenerateRequest",
+    "HostMemory",
     "InferenceConfig",
     "InferenceEngine",
     "Load",
@@ -128,6 +129,15 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sample of that version is trained on; it also refuses an engine that cannot be compared."""
 
 
+class HostMemory(NamedTuple):
+    """What one process of an engine takes of its machine's memory."""
+
+    size: int
+    """Bytes, at most."""
+    parts: str = ""
+    """The choices that it depends on, for people."""
+
+
 class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every inference engine's section."""
 
@@ -149,6 +159,16 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     """Give bitwise identical answers, whatever other requests the engine serves. This costs some speed."""
     canary: CanaryConfig | None = CanaryConfig()
     """The fixed text that trainer and engine score at every weight swap; null for none."""
+
+    def host_memory(self, model: str, samples_in_flight: int) -> HostMemory | None:
+        """Return what one process takes for weights and cache; None if that is not known before the start.
+
+        Args:
+            model: the run's.
+            samples_in_flight: see `Context`.
+        """
+        del model, samples_in_flight
+        return None
 
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -359,6 +379,16 @@ class TrainingConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
         """Number of consecutive ranks that must be on one machine, because they exchange activations within
         each layer."""
         return 1
+
+    def host_memory(self, trained: int, frozen: int) -> HostMemory | None:
+        """Return what one process takes besides activations; None if that is not known before the start.
+
+        Args:
+            trained: number of parameters of the group's models that are trained.
+            frozen: number of those of its other models.
+        """
+        del trained, frozen
+        return None
 
 
 class TrainingEngine(Protocol):

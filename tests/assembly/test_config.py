@@ -46,7 +46,7 @@ def run_file(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\2" + 7 * b"\0" + b"{}")
     quickstart = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
     shutil.copy(quickstart / "tokenizer.json", tmp_path / "model")
     (tmp_path / "empty.py").touch()

@@ -76,7 +76,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 7}')
     assert "have tokens outside of the model's vocabulary" in checked(tmp_path, [ASK])
     (tmp_path / "model" / "tokenizer.json").unlink()
-    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\2" + 7 * b"\0" + b"{}")
     assert "has no tokenizer that can be loaded" in checked(tmp_path, [ASK])
 
 

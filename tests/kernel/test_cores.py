@@ -6,9 +6,15 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
 
 from patience import patience
-from stretto.base.cores import CoreMeter, available_cores
+from stretto.base import cores as cores_module
+from stretto.base.cores import CoreMeter, available_cores, available_memory
 
 
 def test_cores_that_other_programs_use_are_neither_used_nor_idle() -> None:
@@ -34,3 +40,26 @@ def test_the_shares_of_the_cores_are_no_more_than_all() -> None:
     used, idle = meter.read()
     assert 0 < used <= 1
     assert 0 <= idle <= 1 - used
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "limit", "expected"),
+    [
+        ("0::/\n", "memory.max", "4096", 4096),
+        ("0::/user.slice/a\n", "user.slice/memory.max", "4096", 4096),
+        ("0::/\n", "memory.max", "max", 9999),
+        ("4:memory:/docker/1\n1:cpu:/\n", "memory/memory.limit_in_bytes", "4096", 4096),
+        ("4:memory:/docker/1\n", "memory/docker/1/memory.limit_in_bytes", "9223372036854771712", 9999),
+        ("4:cpu:/\n", "memory.max", "4096", 9999),
+    ],
+)
+def test_the_memory_is_that_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, file: str, limit: str, expected: int
+) -> None:
+    (tmp_path / "groups").write_text(groups)
+    (tmp_path / "fs" / file).parent.mkdir(parents=True)
+    (tmp_path / "fs" / file).write_text(f"{limit}\n")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=9999))
+    limits = [*cores_module.memory_limits(tmp_path / "groups", tmp_path / "fs")]
+    monkeypatch.setattr(cores_module, "memory_limits", lambda: limits)
+    assert available_memory() == expected

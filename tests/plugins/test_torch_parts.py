@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,6 +68,18 @@ def test_the_slots_follow_the_samples_in_flight_and_the_memory(
     chosen = TorchInferenceConfig(context_length=64, device="cpu", **config)
     loaded = load_model(str(tiny_models("qwen2")), chosen, in_flight)
     assert loaded.shapes.slots == slots
+    token, cache = 3 * 2 * 32 * 4, loaded.decoder.cache.tokens
+    if "cache_gb" not in config:
+        assert cache * token <= max(memory_gb / 8 * 2**30, 64 * token)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_on_a_processor_takes_memory_where_it_is_written(dtype: torch.dtype) -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = SlotCache([LayerShape(4, 64)] * 2, 8, 500_000, torch.device("cpu"), dtype)
+    assert process.memory_info().rss - before < 100e6  # of 2 GB, or 1
+    assert {(layer.dtype, layer[-1].tolist() == [0] * 64) for layer in cache.layers} == {(dtype, True)}
 
 
 def test_fixed_shapes_do_not_depend_on_who_is_there() -> None:
@@ -229,6 +242,22 @@ def test_the_text_whose_last_use_is_longest_ago_goes_first() -> None:
     assert prefixes.find(three)
     assert prefixes.arrange((200, 400)) == [Move(Block(100, 100), Block(300, 100), 100)]
     assert prefixes.find(four) == (Block(300, 100), 100)
+
+
+def test_on_a_processor_texts_take_more_of_the_pool_only_where_that_is_of_use() -> None:
+    prefixes, block = Prefixes(100_000, saves=True), Block(90_000, 512)
+    texts = [np.arange(start, start + 500, dtype=np.int32) for start in range(0, 5000, 500)]
+
+    def ends(free: tuple[int, int]) -> int:
+        moves = prefixes.arrange(free, [(block, text) for text in texts])
+        return max(move.target.start + move.length for move in moves)
+
+    assert ends((0, 100_000)) == 2000
+    assert prefixes.find(texts[0]) is None  # a text comes again, and had no room
+    assert ends((0, 100_000)) == 4000
+    assert ends((0, 100_000)) == 4000
+    prefixes.arrange((9000, 100_000))  # rows take as much: then texts may, too
+    assert 4096 < ends((0, 100_000)) < 9000
 
 
 def test_a_text_that_another_continues_gives_up_its_room() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from stretto.algorithm import Algorithm
 from stretto.assembly.compose import Composed
@@ -24,6 +23,7 @@ from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import Placement, group_of_worker, sections
 from stretto.assembly.variants import run_of_variant
 from stretto.assembly.worker_numbers import EVALUATOR, NUMBER_KEYS, WorkerNumbers
+from stretto.base.cores import available_memory
 from stretto.component import Context
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, offer
@@ -37,9 +37,6 @@ _ROWS_PER_GROUP = 0.4
 of a group."""
 _IN_TIME = 0.8
 """An evaluation is over in this share of the time until the next one is due."""
-_COPIES = 8
-"""Copies of the model in float32 for which a run with an engine for evaluations needs memory: the trainer's
-parameters, gradients and two of AdamW, those of two engines, and two for what the engines keep beside."""
 
 
 @dataclass(frozen=True)
@@ -249,14 +246,17 @@ def decided(composed: Composed) -> Composed:
 
 def _has_room(config: RunConfig) -> bool:
     """Return whether an engine for evaluations costs a run little: the run has one engine, on processors of
-    this machine, and half of the memory holds all copies of the model."""
+    this machine, and half of the memory holds the trainer and both engines."""
     section = config.inference
     is_alone = section.replicas == 1 and config.launcher.use == "local"
     if not section.may_be_doubled or section.gpus or not is_alone:
         return False
     folder = folder_of_model(config.model)
-    parameters = 0 if folder is None else parameters_in(folder)
-    return 0 < parameters * 4 * _COPIES <= psutil.virtual_memory().total / 2
+    if config.model is None or folder is None:
+        return False
+    trainer = config.training.host_memory(parameters_in(folder), 0)
+    engine = section.host_memory(config.model, 0)
+    return bool(trainer and engine and trainer.size + 2 * engine.size <= available_memory() / 2)
 
 
 def _new_folder(config: RunConfig) -> Path:

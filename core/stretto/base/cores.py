@@ -1,15 +1,17 @@
-"""The processor cores that this process and its children may use, and how much of them they use."""
+"""The processor cores and the memory that this process and its children may use, and how much of the cores
+they use."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-__all__ = ["CoreMeter", "CoreUse", "available_cores"]
+__all__ = ["CoreMeter", "CoreUse", "available_cores", "available_memory"]
 
 _LIST_S = 5.0
 """Look for new processes after this many seconds: a machine may have thousands."""
@@ -21,6 +23,38 @@ def available_cores() -> float:
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota = _quota()
     return cores if quota is None else min(cores, quota)
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that this process and its children may take: the machine's, or fewer if a
+    container has a limit."""
+    return min([psutil.virtual_memory().total, *memory_limits()])
+
+
+def memory_limits(
+    groups_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """Yield the limits of the control groups that this process is in, of both versions of the interface."""
+    try:
+        groups = groups_file.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for controllers, path in (group.split(":", 2)[1:] for group in groups):
+        if controllers not in ("", "memory"):
+            continue
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        folder = root / controllers / path.lstrip("/")
+        for each in (folder, *folder.parents):
+            if each.is_relative_to(root) and (limit := _number_in(each / name)) is not None:
+                yield limit
+
+
+def _number_in(file: Path) -> int | None:
+    """Return the number that a file holds; None if there is no such file, or a word instead, such as max."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 class CoreUse(NamedTuple):

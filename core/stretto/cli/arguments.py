@@ -42,6 +42,12 @@ EvaluationOverrides = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be submitted to the cluster, and stop.")
 ]
+NoMemoryLimit = Annotated[
+    bool,
+    typer.Option(
+        "--no-memory-limit", help="Do not refuse a run whose engines take more memory than the machine has."
+    ),
+]
 WithPage = Annotated[
     bool, typer.Option("--ui", help="Serve the run's page until the command ends, and print its address.")
 ]

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from stretto.component import Context
 
 __all__ = [
+    "SHARED_MEMORY",
     "AskOutline",
     "FolderPublisher",
     "FolderUpdate",
@@ -60,7 +61,7 @@ __all__ = [
     "stored_version",
 ]
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are private and named after the run
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are private and named after the run
 _MOST_LINKS = 16
 """Whole files are written again after this number of deltas."""
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
@@ -79,8 +80,8 @@ class RunFolders:
         self._worker = context.worker
         if folder is not None:
             self._parent = Path(folder)
-        elif os.access(_SHARED_MEMORY, os.W_OK):
-            self._parent = _SHARED_MEMORY
+        elif os.access(SHARED_MEMORY, os.W_OK):
+            self._parent = SHARED_MEMORY
         else:
             self._parent = otherwise or Path(tempfile.gettempdir())
 

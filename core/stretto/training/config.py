@@ -17,7 +17,7 @@ from stretto.component import (
     Problem,
     Share,
 )
-from stretto.engine import TrainingConfig
+from stretto.engine import HostMemory, TrainingConfig
 from stretto.errors import offer
 from stretto.models.files import known_config, shapes_in
 from stretto.models.vision import is_vision_language
@@ -125,6 +125,17 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
         """Check the relations between fields."""
         if self.schedule != "constant" and self.decay_steps is None:
             raise ValueError(f"schedule {self.schedule!r} needs decay_steps")
+
+    def host_memory(self, trained: int, frozen: int) -> HostMemory | None:
+        """See `TrainingConfig`: float32 parameters, gradients, AdamW's two means, and the copy that is
+        published; a second copy of the parameters in bfloat16."""
+        if self.gpus:
+            return None
+        own = 0 if self.lora else 3 if self.optimizer == "adamw" else 1
+        size = 4 * (trained * (2 + own) + frozen) + (
+            2 * (trained + frozen) if self.dtype == "bfloat16" else 0
+        )
+        return HostMemory(size // self.processes)
 
 
 class GroupTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

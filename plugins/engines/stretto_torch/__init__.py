@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from stretto.base.cores import available_memory
 from stretto.component import Component, PositiveFloat, PositiveInt, Problem
-from stretto.engine import InferenceConfig
+from stretto.engine import FEW_SLOTS, HostMemory, InferenceConfig, slots_for
 from stretto.hooks import hookimpl
-from stretto.models.files import modelling_imports, text_config
+from stretto.models.files import folder_of_model, modelling_imports, parameters_in, positions_of, text_config
 from stretto.serving.config import context_problems
 from stretto.training.config import ModelTrainingConfig, check_training
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-__all__ = ["TorchInferenceConfig", "TorchTrainingConfig"]
+__all__ = ["LONGEST", "TorchInferenceConfig", "TorchTrainingConfig", "slots_within", "tokens_within"]
+
+LONGEST = 4096
+"""Most tokens of a sample if the config does not set `context_length`."""
+_CACHE_SHARE = 1 / 8
+"""Share of the device's memory that keys and values may take, unless one sample needs more."""
 
 
 class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,19 +43,20 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     slots: PositiveInt | None = None
     """Number of samples decoded at once. A larger number raises the total tokens per second and lowers
     those of each sample. Null: as many as the run may have in flight (`queue.max_staleness`), at most 128;
-    fewer, but at least 32, if their keys and values would take over an eighth of the memory. 32 with
-    `deterministic`."""
+    fewer, but at least 32, if samples of `context_length` tokens in all of them would take over an eighth of
+    the memory. 32 with `deterministic`."""
     context_length: PositiveInt | None = None
     """Tokens a sample may have, prompt and answer together. Null uses the model's own context length, at most
     4096."""
     cache_gb: PositiveFloat | None = None
-    """Memory for keys and values, in GiB, allocated at the start. It must hold at least one sample of
-    `context_length`, or eight if transformers runs the model. Null allocates enough for all slots to be full.
-    With less, a sample gets a slot only while the cache has room for it and the running samples. If the cache
-    runs full, the samples that came last are preempted: they keep their tokens and continue later. Memory
-    that running samples do not use keeps the texts of samples that have ended. A prompt with the same prefix
-    as one of them, such as the next turn of a conversation, is then computed only from the first different
-    token; not with `deterministic`, and never across versions."""
+    """Memory for keys and values, in GiB; on a processor, what was used once is taken. It must hold at least
+    one sample of `context_length`, or eight if transformers runs the model. Null: enough for all slots to be
+    full, at most an eighth of the memory. With less than for all slots, a sample gets a slot only while the
+    cache has room for it and the running samples. If the cache runs full, the samples that came last are
+    preempted: they keep their tokens and continue later. Memory that running samples do not use keeps the
+    texts of samples that have ended. A prompt with the same prefix as one of them, such as the next turn of a
+    conversation, is then computed only from the first different token; not with `deterministic`, and never
+    across versions."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; `auto` uses a GPU if the process can see one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -61,6 +68,44 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     the speed on Zen 5, three quarters on Zen 3 with few samples at once. oneDNN is called through private
     operators of torch, and keeps a second copy of the weights. `auto` uses it on AMD processors."""
 
+    def host_memory(self, model: str, samples_in_flight: int) -> HostMemory | None:
+        """See `InferenceConfig`."""
+        folder, token = folder_of_model(model), _bytes_of_a_token(self, model)
+        if self.gpus or folder is None or not token:
+            return None
+        memory = available_memory()
+        context = self.context_length or min(positions_of(model) or LONGEST, LONGEST)
+        slots = self.slots or slots_within(self, samples_in_flight, context * token, memory)
+        cache = token * tokens_within(slots * context, context, token, memory)
+        cache = cache if self.cache_gb is None else int(self.cache_gb * 2**30)
+        parts = f"{slots} slots x {context} tokens, cache at most {cache / 2**30:.2g} GiB"
+        return HostMemory(parameters_in(folder) * _ITEM[self.dtype] + cache, parts)
+
+
+_ITEM = {"float32": 4, "bfloat16": 2}
+
+
+def slots_within(
+    config: TorchInferenceConfig, samples_in_flight: int, sample_bytes: int, memory: float
+) -> int:
+    """Return the number of slots of a run file without one.
+
+    Args:
+        samples_in_flight: see `Context`.
+        sample_bytes: size of the keys and values of the longest sample.
+        memory: bytes of the device.
+    """
+    slots = slots_for(samples_in_flight, deterministic=config.deterministic)
+    if config.cache_gb is None:
+        while slots > FEW_SLOTS and slots * sample_bytes > memory * _CACHE_SHARE:
+            slots = max(FEW_SLOTS, slots // 2)
+    return slots
+
+
+def tokens_within(most: int, least: int, token_bytes: int, memory: float) -> int:
+    """Return the number of tokens in the cache of a run file without `cache_gb`."""
+    return min(most, max(least, int(memory * _CACHE_SHARE / token_bytes)))
+
 
 def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[Problem]:
     if config.device == "cuda" and not config.gpus:
@@ -68,7 +113,8 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1, so answers are sampled one after another", "warning")
     yield from context_problems(config.context_length, run, extends=False)
-    if config.cache_gb is not None and (needed := _bytes_of_a_sample(config, run)) > config.cache_gb * 2**30:
+    needed = _bytes_of_a_token(config, run.model) * (config.context_length or 0)
+    if config.cache_gb is not None and needed > config.cache_gb * 2**30:
         yield Problem(
             "inference.cache_gb",
             f"is {config.cache_gb:g}, but one sample of {config.context_length} tokens needs "
@@ -76,16 +122,16 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
         )
 
 
-def _bytes_of_a_sample(config: TorchInferenceConfig, run: RunConfig) -> int:
-    """Return the size of the keys and values of the longest sample; 0 if the model's config does not say."""
-    text = text_config(run.model)
+def _bytes_of_a_token(config: TorchInferenceConfig, model: str | None) -> int:
+    """Return the size of the keys and values of a token; 0 if the model's config does not say."""
+    text = text_config(model)
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads
     size = text.get("head_dim") or (hidden // heads if heads and hidden else None)
     hybrid = not set(text.get("layer_types") or ()) <= {"full_attention"}
-    if not layers or not kv_heads or not size or config.context_length is None or hybrid:
+    if not layers or not kv_heads or not size or hybrid:
         return 0
-    return 2 * layers * kv_heads * size * config.context_length * (4 if config.dtype == "float32" else 2)
+    return 2 * layers * kv_heads * size * _ITEM[config.dtype]
 
 
 @hookimpl

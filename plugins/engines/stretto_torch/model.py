@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import structlog
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
-from stretto.engine import FEW_SLOTS, slots_for
+from stretto.base.cores import available_memory
 from stretto.errors import ConfigError, EngineError
 from stretto.models.finite import not_finite
 from stretto.training.device import compute_device
 from stretto.training.model import names_in_files, reads_images
+from stretto_torch import LONGEST, slots_within, tokens_within
 from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, UnsuitableError, check_suitable
 from stretto_torch.decoder_hf import HFDecoder, layer_shapes
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# Longest slot if the config does not set `context_length`.
-_LONGEST = 4096
-# Share of the device's memory that the keys and values of more than a few slots may take.
-_CACHE_SHARE = 1 / 8
 # Root mean square of the difference of logits, relative to their standard deviation, that rounding can
 # explain; about 1e-6 and 1e-2 are usual. A wrong decoder differs by tenths, or by 1e-3 on an untrained model.
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -81,7 +77,9 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
         raise EngineError(f"cannot load the model {folder!r}: {error}") from error
     model.to(device).eval().requires_grad_(False)
     length = _context(model.config, config.context_length)
-    shapes = Shapes(config.slots or _slots_for(model, config, length, samples_in_flight), length)
+    sample_bytes, memory = length * _bytes_of_a_token(model), _memory(model.device, config.share)
+    slots = config.slots or slots_within(config, samples_in_flight, sample_bytes, memory)
+    shapes = Shapes(slots, length)
     decoder = _choose(model, shapes, config) if reader is None else _seeing(model, shapes, config, reader)
     targets = decoder.targets.renamed(names_in_files(model, folder))
     return LoadedModel(decoder, targets, shapes, _eos(model), reader)
@@ -125,21 +123,11 @@ def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
         )
 
 
-def _slots_for(model: Any, config: TorchInferenceConfig, length: int, samples_in_flight: int) -> int:
-    """Return the number of slots of a run file without one."""
-    slots = slots_for(samples_in_flight, deterministic=config.deterministic)
-    if config.cache_gb is None:
-        bytes_of_a_sample, memory = length * _bytes_of_a_token(model), _memory(model.device, config.share)
-        while slots > FEW_SLOTS and slots * bytes_of_a_sample > memory * _CACHE_SHARE:
-            slots = max(FEW_SLOTS, slots // 2)
-    return slots
-
-
 def _memory(device: torch.device, share: float) -> float:
     """Return the bytes of memory of a device; of a GPU, the share that this process may take."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory * share
-    return psutil.virtual_memory().total
+    return available_memory()
 
 
 def _bytes_of_a_token(model: Any) -> int:
@@ -151,11 +139,11 @@ def _cache_tokens(model: Any, shapes: Shapes, config: TorchInferenceConfig, rows
     """Return the number of tokens of all slots together: as many as can be used, or what the budget allows.
     The budget must hold the longest sample in as many rows as the decoder computes for one sample."""
     max_tokens = shapes.most_rows * shapes.length
-    if config.cache_gb is None:
-        return max_tokens
     size = _bytes_of_a_token(model)
-    tokens = int(config.cache_gb * 2**30 / size)
     min_tokens = max(rows * shapes.length, 64)  # the decoder's test needs 64
+    if config.cache_gb is None:
+        return tokens_within(max_tokens, min_tokens, size, _memory(model.device, config.share))
+    tokens = int(config.cache_gb * 2**30 / size)
     if tokens < min_tokens:
         raise EngineError(
             f"inference.cache_gb is {config.cache_gb:g}, {tokens} tokens of {size} bytes; it must hold"
@@ -227,7 +215,7 @@ def _context(config: Any, length: int | None) -> int:
     max_positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is not None and max_positions is not None and length > max_positions:
         raise EngineError(f"inference.context_length is {length}; the model has {max_positions} positions")
-    return length or min(max_positions or _LONGEST, _LONGEST)
+    return length or min(max_positions or LONGEST, LONGEST)
 
 
 def _eos(model: Any) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from stretto_torch.slot_sample import SlotSample
 _NOWHERE = Block(0, 0)
 # Places to compare for a text: more of them take longer than they save.
 _LOOKS = 256
+# Tokens of the pool for texts that have ended, at first.
+_ROOM = 2048
 
 
 @dataclass(eq=False, slots=True)
@@ -48,13 +50,19 @@ class CachedText:
 
 
 class Prefixes:
-    """The texts of one pool with `tokens` tokens."""
+    """The texts of one pool with `tokens` tokens.
 
-    def __init__(self, tokens: int) -> None:
+    Args:
+        saves: use little of the pool, because what is used once takes memory: as much as the rows had at
+            most, and twice as much whenever a text comes again that had no room.
+    """
+
+    def __init__(self, tokens: int, *, saves: bool = False) -> None:
         self.lost_tokens = 0
         """Tokens that are computed again because the cache is too small: new texts began with them, and the
         cache had them before."""
         self._tokens = tokens
+        self._room = _ROOM if saves else tokens
         self._uses = 0
         self._by_key: dict[int, CachedText] = {}  # of each beginning in whole pieces, the newest text
         self._running: dict[SlotSample, CachedText] = {}
@@ -76,10 +84,12 @@ class Prefixes:
         keys = prefix_keys(ids[:-1])
         found = next((text for key in reversed(keys) if (text := self._by_key.get(key))), None)
         shared = 0 if found is None else _shared(found.ids, ids[:-1])
+        lost = max(0, self._seen.shared(keys) - (shared if shared >= SHORTEST else 0))
+        if lost:
+            self.lost_tokens += lost
+            self._room = min(2 * self._room, self._tokens)
         if found is None or shared < SHORTEST:
-            self.lost_tokens += self._seen.shared(keys)
             return None
-        self.lost_tokens += max(0, self._seen.shared(keys) - shared)
         found.used = self._next_use()
         return found.place, shared
 
@@ -102,7 +112,9 @@ class Prefixes:
         """Set the free part of the pool, tokens start..stop-1: rows have blocks in all other parts from now
         on. Keep there what was in the way of rows, and the texts of samples that have left, from their
         previous blocks. Return the moves for this; the caller must copy them before anything else happens."""
-        self._free, kept = free, self._kept
+        self._room = max(self._room, self._tokens - (free[1] - free[0]))
+        self._free = free = (free[0], min(free[1], free[0] + self._room))
+        kept = self._kept
         displaced: list[CachedText] = []
         while kept and kept[0].block.start < free[0]:
             displaced.append(kept.pop(0))

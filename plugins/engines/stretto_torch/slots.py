@@ -89,8 +89,9 @@ class Slots:
         self._image_token = image_token
         self._deterministic = deterministic
         self._size_classes = SizeClasses(shapes, decoder.cache.tokens, one_size_class=decoder.one_size_class)
-        self._prefixes = None if deterministic else Prefixes(decoder.cache.tokens)
         self._device = decoder.cache.device
+        saves = self._device.type == "cpu"  # a GPU's memory is taken as a whole
+        self._prefixes = None if deterministic else Prefixes(decoder.cache.tokens, saves=saves)
 
         self.prefix_hits = 0  # samples for which a prefix of their text was in the cache
         self.prefix_tokens = 0  # total length of these prefixes

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from stretto import Component, Context, LauncherConfig, Problem, hookimpl
-from stretto.base.cores import available_cores
+from stretto.base.cores import available_cores, available_memory
 from stretto.base.former_process import FormerProcess
 from stretto.errors import LaunchError
 from stretto.launcher import (
@@ -101,7 +101,7 @@ class LocalLauncher:
         except LaunchError as error:
             yield Problem("launcher", str(error), "environment")
         needed_gb = sum(job.resources.memory_gb or 0 for job in jobs)
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        available = available_memory() / 2**30
         if needed_gb > available:
             yield Problem(
                 "launcher",

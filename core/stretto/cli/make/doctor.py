@@ -16,20 +16,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import psutil
 
 from stretto.assembly.plugins import Listing, Plugins, missing_extra
 from stretto.base.api import API_VERSION, mismatch
-from stretto.base.cores import available_cores
+from stretto.base.cores import available_cores, available_memory
 from stretto.bus.server import binary, free_port
 from stretto.cli.make.schema import fields_of
 from stretto.component import Component, ComponentParts
 from stretto.errors import BusError, PluginError, nearest
 from stretto.launcher import visible_gpus
+from stretto.models.version_files import SHARED_MEMORY
 from stretto.user_code.sandbox import sandbox_problem
 
 Level = Literal["ok", "note", "warning", "fault"]
@@ -169,10 +168,9 @@ def _warnings_of(component: Component[Any]) -> Iterator[str]:
 
 
 def _memory() -> Iterator[Observation]:
-    yield Observation("ok", "memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB")
-    shared = Path("/dev/shm")  # noqa: S108 - where weights go, and not to write a file here
-    if shared.is_dir():
-        free = shutil.disk_usage(shared).free / 2**30
+    yield Observation("ok", "memory", f"{available_memory() / 2**30:.1f} GiB")
+    if SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(SHARED_MEMORY).free / 2**30
         few = free < _SHARED_MEMORY_GB
         advice = "; a container gets more with `--shm-size`, or use `weights: file`" if few else ""
         yield Observation("warning" if few else "ok", "shared memory", f"{free:.1f} GiB free{advice}")

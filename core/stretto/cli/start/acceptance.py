@@ -21,6 +21,7 @@ def accepted(
     *,
     starting: bool,
     resumed: bool = False,
+    memory_limit: bool = True,
     show: Callable[[str, str], None] = print_notice,
 ) -> Assembly:
     """Return the run if it has no errors.
@@ -28,6 +29,7 @@ def accepted(
     Args:
         starting: also refuse it for faults of this machine's environment.
         resumed: it continues in a folder that exists.
+        memory_limit: also refuse it if its engines take more memory than there is.
         tell: called with (`note` or `warning`, text) for each decision and each warning.
 
     Raises:
@@ -37,7 +39,9 @@ def accepted(
 
     for notice in assembly.composed.notices:
         show("note", notice)
-    faults, warnings = faults_and_warnings(assembly, starting=starting, resumed=resumed)
+    faults, warnings = faults_and_warnings(
+        assembly, starting=starting, resumed=resumed, memory_limit=memory_limit
+    )
     for warning in warnings:
         show("warning", warning)
     if faults:
@@ -47,10 +51,10 @@ def accepted(
 
 @contextmanager
 def accepted_start(
-    assembly: Assembly, show: Callable[[str, str], None] = print_notice
+    assembly: Assembly, show: Callable[[str, str], None] = print_notice, *, memory_limit: bool = True
 ) -> Generator[ForkServer | None]:
     """Refuse a run as `accepted` does, while a fork server already imports what its workers need. Give the
     server, for the duration of the block."""
     with fork_server(assembly) as forks:
-        accepted(assembly, starting=True, show=show)
+        accepted(assembly, starting=True, memory_limit=memory_limit, show=show)
         yield forks

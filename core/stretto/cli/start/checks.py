@@ -30,6 +30,7 @@ from stretto.base.remote_folder import missing_file_system
 from stretto.bus.listening import is_loopback
 from stretto.bus.probe import bus_problems
 from stretto.children.row_check import faults_of_rows, row_checks
+from stretto.cli.start.check_memory import memory_problems
 from stretto.cli.start.check_models import model_problems, path_of, source_problems, token_problems
 from stretto.cli.start.check_rows import ReadRows, RowForm, dataset_problems, leaked_rows
 from stretto.cli.start.folders import is_free
@@ -64,31 +65,35 @@ _FAR_STALENESS = 16
 """Warn about a larger `queue.max_staleness`: the project has measured no run above 8."""
 
 
-def problems(assembly: Assembly, *, starting: bool = True, resumed: bool = False) -> list[Problem]:
+def problems(
+    assembly: Assembly, *, starting: bool = True, resumed: bool = False, memory_limit: bool = True
+) -> list[Problem]:
     """Return everything wrong with the run as a whole, errors first.
 
     Args:
         starting: the run is about to start. Do not make the engines in a trial: the workers will make them.
         resumed: the run continues in its own folder. Do not check whether that folder is empty.
+        memory_limit: engines that take more memory than there is are an error, in a run that is new.
     """
-    faults = [*_problems(assembly, starting), *([] if resumed else _folder_problems(assembly))]
+    found = _problems(assembly, starting, memory_limit and not resumed)
+    faults = [*found, *([] if resumed else _folder_problems(assembly))]
     faults = list(dict.fromkeys(faults))  # a variant has the faults of the sections that it takes over
     return sorted(faults, key=lambda problem: problem.severity == "warning")
 
 
 def faults_and_warnings(
-    assembly: Assembly, *, starting: bool, resumed: bool = False
+    assembly: Assembly, *, starting: bool, resumed: bool = False, memory_limit: bool = True
 ) -> tuple[list[str], list[str]]:
     """Return the problems as texts with their places: those that refuse the run, and those that do not.
 
     Args:
         starting: a fault of this machine's environment refuses the run too.
-        resumed: see `problems`.
+        resumed, memory_limit: see `problems`.
     """
     composed = assembly.composed
     faults: list[str] = []
     warnings: list[str] = []
-    for problem in problems(assembly, starting=starting, resumed=resumed):
+    for problem in problems(assembly, starting=starting, resumed=resumed, memory_limit=memory_limit):
         fatal = problem.severity == "error" or (problem.severity == "environment" and starting)
         text = f"{composed.place(problem.path)}: {composed.redact(problem.message)}"
         (faults if fatal else warnings).append(text)
@@ -98,7 +103,7 @@ def faults_and_warnings(
 # --------------------------------------------------------------------------------------- problems
 
 
-def _problems(assembly: Assembly, starting: bool) -> Iterator[Problem]:
+def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterator[Problem]:
     config, components = assembly.config, assembly.composed.components
     placement_problems = _plugin_problems(assembly, "algorithm", partial(_placement_problems, assembly))
     section_problems = _section_problems(assembly, is_placed=not placement_problems)
@@ -130,6 +135,9 @@ def _problems(assembly: Assembly, starting: bool) -> Iterator[Problem]:
             yield Problem("checkpoint.store", fault, "environment")
         yield from _thread_problems(assembly)
         yield from _gpu_problems(assembly)
+        yield from _plugin_problems(
+            assembly, "model", partial(memory_problems, assembly, limited=memory_limit)
+        )
         yield from _plugin_problems(assembly, "launcher", partial(_launcher_problems, assembly))
         if config.metrics and not config.metrics.insecure and not is_loopback(config.metrics.address):
             yield Problem(

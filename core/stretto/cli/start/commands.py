@@ -13,6 +13,7 @@ import typer
 from stretto.cli.arguments import (
     Detach,
     DryRun,
+    NoMemoryLimit,
     Overrides,
     RunFile,
     Supervise,
@@ -33,6 +34,7 @@ def run(
     supervise: Supervise = False,
     dry_run: DryRun = False,
     ui: WithPage = False,
+    no_memory_limit: NoMemoryLimit = False,
 ) -> None:
     """Train: read the run file, start the run's processes, and show the run until it ends.
 
@@ -55,9 +57,11 @@ def run(
     if detach or supervise:
         if (folder / "config.yaml").exists():
             raise ConfigError(f"{assembly.composed.place('out')}: {folder} already holds a run", path="out")
-        _apart(["run", str(file), *(overrides or ()), f"out={folder}"], folder, [], detach, supervise)
+        arguments = ["run", str(file), *(overrides or ()), f"out={folder}"]
+        arguments += ["--no-memory-limit"] if no_memory_limit else []
+        _apart(arguments, folder, [], detach, supervise)
         return
-    with accepted_start(assembly) as forks, page_of(folder, serve=ui):
+    with accepted_start(assembly, memory_limit=not no_memory_limit) as forks, page_of(folder, serve=ui):
         from stretto.process.life import run_to_end
 
         status = run_to_end(assembly, forks)
@@ -163,6 +167,7 @@ def check(
     mermaid: Annotated[
         bool, typer.Option("--mermaid", help="Print only the dataflow, as a Mermaid flowchart.")
     ] = False,
+    no_memory_limit: NoMemoryLimit = False,
 ) -> None:
     """Check a run file, and print the run's processes, models and batches. No worker starts."""
     from stretto.assembly.assembly import Assembly
@@ -170,7 +175,8 @@ def check(
     from stretto.cli.start.acceptance import accepted
     from stretto.cli.start.describe import describe
 
-    assembly = accepted(Assembly(compose(file, overrides or ())), starting=False)
+    assembly = Assembly(compose(file, overrides or ()))
+    accepted(assembly, starting=False, memory_limit=not no_memory_limit)
     if mermaid:
         typer.echo(assembly.graph.mermaid())
     elif graph:

@@ -9,6 +9,7 @@ from stretto.assembly.placement import DEFAULT_GROUP, Placement
 from stretto.assembly.variants import own_sections, variants_of
 from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.cli.start.check_chat import chat_lines
+from stretto.cli.start.check_memory import memory_lines
 from stretto.cli.start.check_models import path_of
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
@@ -33,7 +34,7 @@ def describe(assembly: Assembly) -> str:
     for key, (number, place) in assembly.numbers.in_force().items():
         lines.append(f"number     {key} is {number}: {place}")
     lines += ["", f"model      {config.model or 'none'}", *chat_lines(assembly)]
-    lines += _placement_lines(config, placement)
+    lines += [*_placement_lines(config, placement), *memory_lines(assembly)]
     for call in graph.calls:
         reads = ", ".join(call.reads) or "-"
         writes = ", ".join(call.writes) or "-"

@@ -1,0 +1,119 @@
+"""What the engines of a run take of this machine's memory, before it starts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from stretto.assembly.assembly import Assembly
+from stretto.assembly.placement import WorkerGroup
+from stretto.base.cores import available_memory
+from stretto.cli.start.check_models import path_of
+from stretto.component import Problem
+from stretto.engine import HostMemory
+from stretto.models.files import folder_of_model, parameters_in
+from stretto.models.version_files import SHARED_MEMORY
+from stretto.training.config import ModelTrainingConfig
+
+_GIB = 2**30
+_MUCH = 0.8
+"""Share of the memory above which the check warns: activations and other processes need the rest."""
+_LIBRARIES = _GIB // 4
+"""What torch and transformers take in each process of an engine."""
+_VERSIONS = 2
+"""Versions of the weights in shared memory: the newest, and the one that is written."""
+
+
+class _Need(NamedTuple):
+    """What the processes of one kind of engine take together."""
+
+    name: str
+    number: int
+    each: HostMemory
+
+    @property
+    def size(self) -> int:
+        return self.number * (self.each.size + _LIBRARIES)
+
+    def __str__(self) -> str:
+        several = f"{self.number} x " if self.number > 1 else ""
+        parts = f" ({self.each.parts})" if self.each.parts else ""
+        return f"{self.name} {several}{(self.each.size + _LIBRARIES) / _GIB:.1f} GiB{parts}"
+
+
+def memory_lines(assembly: Assembly) -> Iterator[str]:
+    """Yield a line for each kind of engine whose memory is known, and their sum."""
+    label = "memory"
+    for processes in (known := [*_processes(assembly)]):
+        yield f"{label:10} {processes}"
+        label = ""
+    if known:
+        size = sum(processes.size for processes in known) / _GIB
+        yield f"{'':10} {size:.1f} GiB of {available_memory() / _GIB:.1f}, besides activations"
+
+
+def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
+    """Yield what is wrong with the memory of a run on this machine.
+
+    Args:
+        limited: whether engines that take more than there is are an error.
+    """
+    if assembly.config.launcher.use != "local":
+        return
+    known, memory = [*_processes(assembly)], available_memory()
+    size = sum(processes.size for processes in known)
+    if size > _MUCH * memory:
+        needs = ", ".join(map(str, known))
+        yield Problem(
+            "model",
+            f"its engines take {size / _GIB:.1f} GiB of memory, and this machine has {memory / _GIB:.1f}: "
+            f"{needs}; lower inference.slots, inference.context_length or inference.cache_gb, set "
+            "evaluation.own_engine to false, or use training.lora; `--no-memory-limit` starts it anyway",
+            "error" if size > memory and limited else "warning",
+        )
+    yield from _shared_memory_problems(assembly)
+
+
+def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:
+    """Warn if two versions of the weights do not fit into shared memory."""
+    config, folder = assembly.config, folder_of_model(assembly.config.model)
+    section = config.training
+    is_sent = assembly.graph.samples and config.weights.use == "file"
+    if not is_sent or folder is None or not isinstance(section, ModelTrainingConfig) or section.lora:
+        return
+    if getattr(config.weights, "folder", None) is not None or not SHARED_MEMORY.is_dir():
+        return
+    item = 2 if (section.publish_dtype or section.dtype) == "bfloat16" else 4
+    size, free = _VERSIONS * item * parameters_in(folder), shutil.disk_usage(SHARED_MEMORY).free
+    if size > free:
+        yield Problem(
+            "weights",
+            f"{_VERSIONS} versions of the weights take {size / _GIB:.1f} GiB, and {SHARED_MEMORY} has "
+            f"{free / _GIB:.1f} free: enlarge it (a container's --shm-size), or set weights.folder",
+            "environment",
+        )
+
+
+def _processes(assembly: Assembly) -> Iterator[_Need]:
+    """Yield the processes of each kind of engine; none for an engine that does not say what it takes."""
+    config, placement = assembly.config, assembly.placement
+    for group in placement.groups.values():
+        if (each := _of_group(assembly, group)) is not None:
+            yield _Need(group.path, len(group.workers), each)
+    engines = [worker for worker in assembly.workers if worker.role == "inference"]
+    if config.model is not None and engines:
+        each = config.inference.host_memory(config.model, assembly.samples_in_flight)
+        if each is not None:
+            yield _Need("inference", len(engines), each)
+
+
+def _of_group(assembly: Assembly, group: WorkerGroup) -> HostMemory | None:
+    """Return what each process of a worker group takes; None if a model is not on this machine."""
+    sizes = {True: 0, False: 0}
+    for name in group.models:
+        folder = folder_of_model(path_of(assembly.config, name))
+        if folder is None:
+            return None
+        sizes[assembly.graph.models[name].trainable] += parameters_in(folder)
+    return group.section.host_memory(sizes[True], sizes[False])
