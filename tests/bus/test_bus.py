@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -19,11 +20,13 @@ import psutil
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from bus_testing import raw_client, server_pid, until
 from fixture_types import OpenBus
 from patience import patience
 from stretto.array import Array
+from stretto.base.former_process import folder_id
 from stretto.bus import messages
 from stretto.bus.messages.base import Message, Refusal
 from stretto.bus.messages.inference import Confirm, Generate
@@ -205,7 +208,7 @@ def test_the_guard_ends_the_server_when_the_kernel_was_killed(tmp_path: Path) ->
     )
     assert kernel.stdout is not None
     assert kernel.stdout.readline() == "up\n"
-    guard = psutil.Process(int((tmp_path / "bus" / "guard.pid").read_text()))
+    guard = psutil.Process(int((tmp_path / "bus" / "guard.pid").read_text().split()[0]))
     server = psutil.Process(server_pid(tmp_path))
     with pytest.raises(ConfigError, match=f"owned by pid {kernel.pid}"):
         lock_run(tmp_path / "bus")
@@ -230,6 +233,32 @@ async def test_a_kernel_that_takes_over_uses_the_formers_server(tmp_path: Path) 
     assert first.process.wait(patience()) is not None
     await third.stop()
     lock.close()
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+async def test_the_guard_of_another_run_is_left_alone(tmp_path: Path, is_copy: bool) -> None:
+    """A copy of a living run's folder brings its guard's id along; after a restart of a container, another
+    run's guard has the id that a killed one has left."""
+    config = BusConfig()
+    lock = lock_run(tmp_path / "living" / "bus")
+    living = await NatsServer.start(tmp_path / "living" / "bus", "r", config, tmp_path / "living")
+    other = tmp_path / "other" / "bus"
+    if is_copy:
+        shutil.copytree(tmp_path / "living" / "bus", other, ignore=shutil.ignore_patterns("*.lock"))
+    else:
+        other.mkdir(parents=True)
+        (other / "guard.pid").write_text(f"{living.process.pid} {folder_id(other)}")
+    other_lock = lock_run(other)
+    with capture_logs() as logs:
+        second = await NatsServer.start(other, "r", config, tmp_path / "other")
+    assert "the guard of another run is left alone" in [each["event"] for each in logs]
+    assert living.process.poll() is None
+    assert psutil.pid_exists(server_pid(tmp_path / "living"))
+    assert second.url != living.url
+    await second.stop()
+    await living.stop()
+    lock.close()
+    other_lock.close()
 
 
 async def test_a_server_goes_with_its_guard(server: NatsServer, tmp_path: Path) -> None:

@@ -555,7 +555,7 @@ def test_resuming_what_cannot_be_resumed_is_refused(module_start: Start, unread:
 def test_a_run_outlives_its_guard_a_silent_server_and_a_kernel_that_stood_still(start: Start) -> None:
     run = start("steps=60")
     run.until_step(2)
-    psutil.Process(int((run.folder / "bus" / "guard.pid").read_text())).kill()
+    psutil.Process(int((run.folder / "bus" / "guard.pid").read_text().split()[0])).kill()
     run.until(lambda: "starting it again" in run.text())
     run.until_step(len(run.metrics()) + 5)
     server = psutil.Process(int((run.folder / "bus" / "nats.pid").read_text()))

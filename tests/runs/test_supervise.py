@@ -7,6 +7,8 @@ import os
 import pty
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 
 from fixture_types import Start
 from patience import patience
+from stretto.cli.start import supervise
 
 
 def kernel_of(run: Any) -> psutil.Process:
@@ -71,6 +74,37 @@ def test_a_signal_reaches_the_run_once(start: Start) -> None:
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 130
     assert run.summary()["reason"] == "SIGTERM"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause_s", [0.0, 0.5, 1.5])
+def test_a_signal_while_the_next_kernel_starts_ends_the_run(start: Start, pause_s: float) -> None:
+    run = start("--supervise", "steps=400", f"bus.grace_s={patience(3)}")
+    run.until_step(2)
+    kernel_of(run).kill()
+    run.until(lambda: "the next one continues the run" in run.text())
+    time.sleep(pause_s)  # while it imports, while it checks, while it takes the workers over
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() in (130, 128 + signal.SIGTERM)
+    run.assert_nothing_is_left()
+
+
+def test_overrides_are_kept_until_they_are_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").touch()
+    commands: list[Sequence[str]] = []
+
+    def run(arguments: Sequence[str]) -> tuple[int, bool]:
+        commands.append(arguments)
+        if len(commands) == 2:
+            (tmp_path / "config-1.yaml").touch()
+        return (-9, False) if len(commands) < 4 else (-15, True)
+
+    monkeypatch.setattr(supervise, "_run", run)
+    monkeypatch.setattr(supervise, "await_lock", Path)
+    first = ["resume", str(tmp_path), "a=1", "--accept-dataset", "--expire-batch"]
+    assert supervise.supervise(first, tmp_path, ["--accept-dataset"], ["a=1"]) == 128 + signal.SIGTERM
+    again = ["resume", str(tmp_path), "--accept-dataset"]
+    assert commands == [first, [*again[:2], "a=1", again[2]], again, again]
 
 
 @pytest.mark.slow

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from signal import Signals
 
 import anyio
 import psutil
 
-__all__ = ["UNKNOWN_STATUS", "FormerProcess"]
+__all__ = ["UNKNOWN_STATUS", "FormerProcess", "folder_id"]
 
 UNKNOWN_STATUS = 255
 """Stands for the exit status of a process that is no child of the one that asks."""
@@ -28,11 +29,11 @@ class FormerProcess:
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)
         self.pid = pid
-        self.created = self._process.create_time()
-        """Unix time at which it started: another process may have its id later."""
+        self.created = _start_of(pid) or str(self._process.create_time())
+        """When it started: another process may have its id later."""
 
     @classmethod
-    def find(cls, pid: int, created: float) -> FormerProcess | None:
+    def find(cls, pid: int, created: str) -> FormerProcess | None:
         """Return the process with this id that started at this time; None if it does not run any more."""
         with suppress(psutil.NoSuchProcess):
             process = cls(pid)
@@ -80,3 +81,18 @@ class FormerProcess:
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(Signals.SIGKILL)
+
+
+def _start_of(pid: int) -> str:
+    """Return the boot of the system and the clock tick at which a process started; empty where no /proc says
+    it. psutil's time has the wall clock in it: after a step of the clock no process would be found again."""
+    with suppress(OSError, IndexError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    return ""
+
+
+def folder_id(folder: Path) -> str:
+    """Return what a folder keeps when it is renamed, and a copy of it does not have."""
+    found = folder.stat()
+    return f"{found.st_dev}:{found.st_ino}"

@@ -29,7 +29,7 @@ import structlog
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from stretto.base import clock
-from stretto.base.former_process import FormerProcess
+from stretto.base.former_process import FormerProcess, folder_id
 from stretto.base.private_file import write_private
 from stretto.bus import guard
 from stretto.bus.listening import Listening, listening, url_host
@@ -374,13 +374,26 @@ def _start_guard(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _former_guard(pid_file: Path) -> FormerProcess | None:
-    """Return the guard of a former kernel, if it runs."""
+    """Return the guard of a former kernel, if it runs. Another run's guard may have the id that a killed one
+    has left in its file, or that a copy of a folder has brought along."""
     with suppress(OSError, ValueError, psutil.NoSuchProcess):
-        former = FormerProcess(int(pid_file.read_text()))
+        pid, folder = pid_file.read_text().split()
+        former = FormerProcess(int(pid))
         if guard.__file__ in former.command:
-            return former
+            if folder == folder_id(pid_file.parent) and _names(former.command, pid_file.parent):
+                return former
+            log.info("the guard of another run is left alone", pid=former.pid)
     pid_file.unlink(missing_ok=True)  # a killed guard leaves its file
     return None
+
+
+def _names(command: Sequence[str], folder: Path) -> bool:
+    """Return whether an argument is the path of a file in a folder, however it is written."""
+    for argument in command:
+        with suppress(OSError):
+            if Path(argument).is_absolute() and Path(argument).parent.samefile(folder):
+                return True
+    return False
 
 
 async def _end_former(former: FormerProcess, pid_file: Path) -> None:

@@ -33,8 +33,8 @@ class _ProcessRecord(msgspec.Struct, frozen=True):
     """A process, for the launcher of the run's next kernel."""
 
     pid: int
-    created: float
-    """Unix time at which it started: another process may have its id later."""
+    created: str
+    """When it started (`FormerProcess.created`)."""
     gpus: tuple[str, ...]
 
 

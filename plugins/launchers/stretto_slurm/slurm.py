@@ -56,8 +56,8 @@ class _StepRecord(msgspec.Struct, frozen=True):
 
     pid: int
     """The process id of its srun, on the kernel's node."""
-    created: float
-    """Unix time at which this srun started."""
+    created: str
+    """When this srun started (`FormerProcess.created`)."""
     spot: Spot
     step: str
     worker_pid: str

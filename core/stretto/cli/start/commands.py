@@ -142,7 +142,8 @@ def resume(
         return
     if detach or supervise:
         later = [option for option in chosen if option != "--expire-batch"]
-        _apart(["resume", str(folder), *(overrides or ()), *chosen], folder, later, detach, supervise)
+        arguments = ["resume", str(folder), *(overrides or ()), *chosen]
+        _apart(arguments, folder, later, detach, supervise, overrides or ())
         return
     from stretto.cli.start.acceptance import accepted
     from stretto.process.life import owned, resume_to_end
@@ -186,7 +187,12 @@ def check(
 
 
 def _apart(
-    arguments: Sequence[str], folder: Path, options: Sequence[str], detach: bool, supervise: bool
+    arguments: Sequence[str],
+    folder: Path,
+    options: Sequence[str],
+    detach: bool,
+    supervise: bool,
+    overrides: Sequence[str] = (),
 ) -> None:
     """Start a run in another process: in the background, under a supervisor, or both."""
     if detach:
@@ -194,7 +200,7 @@ def _apart(
         return
     from stretto.cli.start import supervise as supervisor
 
-    raise typer.Exit(supervisor.supervise(arguments, folder, options))
+    raise typer.Exit(supervisor.supervise(arguments, folder, options, overrides))
 
 
 def _detach(arguments: Sequence[str], folder: Path) -> None:

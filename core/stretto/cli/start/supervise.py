@@ -17,6 +17,7 @@ import typer
 
 from stretto.bus.guard import SUPERVISOR_LOCK
 from stretto.bus.lock import await_lock
+from stretto.kernel.durable.changes import newest_values
 from stretto.records.metrics_file import MetricsFile
 
 _MOST_DEATHS = 3
@@ -26,14 +27,20 @@ _FROM_TERMINAL = 0x80
 """`si_code` of a signal that the system sends, for Ctrl-C to all processes of the terminal."""
 
 
-def supervise(arguments: Sequence[str], folder: Path, options: Sequence[str] = ()) -> int:
+def supervise(
+    arguments: Sequence[str], folder: Path, options: Sequence[str] = (), overrides: Sequence[str] = ()
+) -> int:
     """Start a command of stretto that owns the run in a folder, and resume the run whenever its kernel is
     killed. Return the exit status of the last command.
+
+    Args:
+        options: of each `stretto resume`.
+        overrides: of each one until they are in force: a kernel may be killed before.
     """
-    deaths, reached, lock = 0, _version(folder), None
+    deaths, reached, lock, values = 0, _version(folder), None, newest_values(folder)
     while True:
-        status = _run(arguments)
-        if status >= 0 or not (folder / "config.yaml").exists():
+        status, is_stopped = _run(arguments)
+        if status >= 0 or is_stopped or not (folder / "config.yaml").exists():
             return status if status >= 0 else 128 - status
         version = _version(folder)
         deaths = 1 if version > reached else deaths + 1
@@ -45,12 +52,14 @@ def supervise(arguments: Sequence[str], folder: Path, options: Sequence[str] = (
         if lock is None:
             lock = await_lock(folder / "bus" / SUPERVISOR_LOCK)
         typer.echo(f"{killed}; the next one continues the run", err=True)
-        arguments = ["resume", str(folder), *options]
+        missing = overrides if newest_values(folder) == values else ()
+        arguments = ["resume", str(folder), *missing, *options]
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str]) -> tuple[int, bool]:
     """Run a command to its end, with the signals that this process gets. Return its exit status, negative for
-    a signal."""
+    a signal, and whether there were any: they stop the run, also if they kill a kernel that still imports."""
+    is_stopped = False
     waits_for = _HANDED_ON | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waits_for)
     try:
@@ -60,9 +69,12 @@ def _run(arguments: Sequence[str]) -> int:
         )
         while (status := process.poll()) is None:
             received = signal.sigwaitinfo(waits_for)
-            if received.si_signo in _HANDED_ON and received.si_code != _FROM_TERMINAL:
+            if received.si_signo not in _HANDED_ON:
+                continue
+            is_stopped = True
+            if received.si_code != _FROM_TERMINAL:
                 process.send_signal(received.si_signo)
-        return status
+        return status, is_stopped
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

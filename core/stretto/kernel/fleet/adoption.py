@@ -6,10 +6,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import structlog
 
+from stretto.base.former_process import folder_id
 from stretto.base.private_file import write_private
 from stretto.bus.messages.membership import Join
 from stretto.launcher import AdoptingLauncher, Handle, Job, Launcher
+
+log = structlog.get_logger(__name__)
 
 _FILE = "processes.json"
 
@@ -21,6 +25,8 @@ class _Processes(msgspec.Struct, frozen=True):
     """Number of the run's values that they have."""
     workers: dict[str, str]
     """Worker -> the launcher's record of its process."""
+    folder: str
+    """`folder_id` of the folder with this file. In a copy of it the workers are those of another run."""
 
 
 class Adoption:
@@ -47,15 +53,16 @@ class Adoption:
         """Write how a later kernel finds the processes of these workers."""
         if self._launcher is not None:
             records = {worker: self._launcher.record(worker) for worker in workers}
-            write_private(self._file, msgspec.json.encode(_Processes(self._values, records)))
+            write_private(
+                self._file,
+                msgspec.json.encode(_Processes(self._values, records, folder_id(self._file.parent))),
+            )
 
     async def find(self, jobs: Sequence[Job]) -> list[tuple[Job, Handle]]:
         """Return the jobs whose processes a former kernel has started, and that run. Trainers belong
         together: if one is missing, the others are ended."""
-        if self._launcher is None or not self._file.exists():
-            return []
-        former = msgspec.json.decode(self._file.read_bytes(), type=_Processes)
-        if former.values != self._values:
+        former = self._former()
+        if self._launcher is None or former is None or former.values != self._values:
             return []
         found: list[tuple[Job, Handle]] = []
         for job in jobs:
@@ -69,6 +76,20 @@ class Adoption:
             found = [(job, handle) for job, handle in found if job.role != "trainer"]
         self.absent = {job.worker for job, _ in found}
         return found
+
+    def _former(self) -> _Processes | None:
+        """Return what the former kernel has recorded; None if it has recorded nothing about this folder."""
+        try:
+            former = msgspec.json.decode(self._file.read_bytes(), type=_Processes)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:  # the disk was full, or a power cut came
+            log.warning("the record of former workers is damaged", file=str(self._file), error=str(error))
+            return None
+        if former.folder != folder_id(self._file.parent):
+            log.info("this folder is a copy: the workers that its original may have are left alone")
+            return None
+        return former
 
     def admits(self, join: Join) -> bool:
         """Return whether a process may join again: its worker is adopted, or a user has started it (see

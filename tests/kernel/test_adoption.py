@@ -1,0 +1,68 @@
+"""Which processes of a former kernel the next one takes over."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from patience import patience
+from stretto.base.former_process import FormerProcess
+from stretto.component import Context
+from stretto.kernel.fleet.adoption import Adoption
+from stretto.launcher import Job, LauncherConfig, Resources
+from stretto_local import LocalLauncher
+
+JOB = Job(
+    worker="rollout-0",
+    role="rollout",
+    command=(sys.executable, "-c", "import time; time.sleep(600)"),
+    env={},
+    resources=Resources(),
+    log="",
+)
+
+
+def launcher(folder: Path) -> LocalLauncher:
+    return LocalLauncher(LauncherConfig(), Context(run="r", name="n", seed=1, folder=str(folder)))
+
+
+async def test_the_workers_of_a_copied_folder_are_left_alone(tmp_path: Path) -> None:
+    bus, copy, renamed = (tmp_path / name / "bus" for name in ("run", "copy", "renamed"))
+    bus.mkdir(parents=True)
+    first, job = launcher(tmp_path), msgspec.structs.replace(JOB, log=str(tmp_path / "log"))
+    [worker] = await first.launch([job])
+    Adoption(first, bus, 0).record(["rollout-0"])
+    shutil.copytree(bus.parent, copy.parent)
+    assert await Adoption(launcher(tmp_path), copy, 0).find([job]) == []
+    bus.parent.rename(renamed.parent)
+    [(found, handle)] = await Adoption(launcher(tmp_path), renamed, 0).find([job])
+    assert (found, handle.place, handle.ended) == (job, worker.place, False)
+    await worker.stop(0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"values": 0}', b"\xff"])
+async def test_a_damaged_record_adopts_nobody(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "processes.json").write_bytes(content)
+    assert await Adoption(launcher(tmp_path), tmp_path, 0).find([JOB]) == []
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere only the wall clock says when a process started"
+)
+def test_a_process_is_the_same_after_a_step_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        created = FormerProcess(process.pid).created
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: 3600.0)
+        assert FormerProcess.find(process.pid, created) is not None
+        assert FormerProcess.find(process.pid, f"{created}1") is None
+    finally:
+        process.kill()
+        process.wait(patience())
+    assert FormerProcess.find(process.pid, created) is None
