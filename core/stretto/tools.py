@@ -212,7 +212,8 @@ def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserNam
     """Make the message of an answer with calls, for the chat template to show in the history.
 
     Templates of `hermes` and `llama3` write the content as the policy sampled it. Mistral's templates refuse
-    two consecutive answers unless the first has `tool_calls`; they write the calls again from these.
+    two consecutive answers unless the first has `tool_calls`; they write the calls again from these, behind
+    the text before them.
     """
     if parser != "mistral" or not calls:
         return OwnTurn(role="assistant", content=content)
@@ -224,7 +225,7 @@ def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserNam
         }
         for call in calls
     ]
-    return OwnTurn(role="assistant", content="", tool_calls=tool_calls)
+    return OwnTurn(role="assistant", content=content.partition("[TOOL_CALLS]")[0], tool_calls=tool_calls)
 
 
 def _hermes(text: str) -> list[ToolCall]:

@@ -144,7 +144,7 @@ async def test_a_plain_text_goes_on(tmp_path: Any) -> None:
 class Untouched(ByteTokenizer):
     """Refuses to tokenise."""
 
-    def encode_text(self, text: str, *, whole: bool = False) -> NDArray[np.int32]:
+    def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
         raise AssertionError(f"tokenises {len(text)} characters")
 
     encode_prompt = encode_text  # type: ignore[assignment]
@@ -165,9 +165,9 @@ async def test_a_long_text_is_tokenised_beside_the_event_loop() -> None:
     threads: list[threading.Thread] = []
 
     class Watched(ByteTokenizer):
-        def encode_text(self, text: str, *, whole: bool = False) -> NDArray[np.int32]:
+        def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
             threads.append(threading.current_thread())
-            return super().encode_text(text, whole=whole)
+            return super().encode_text(text, whole=whole, after=after)
 
     conversation = chat(Watched(), Policy(ByteTokenizer(), 0))
     conversation.add({"role": "user", "content": "x" * 10**6})

@@ -1,4 +1,4 @@
-"""Fourteen chat templates of our own, each with a tokenizer, that have the traits of real ones."""
+"""Seventeen chat templates of our own, each with a tokenizer, that have the traits of real ones."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ class Form:
     opened: str = ""
     lead: str = ""
     """What the policy samples before the content."""
+    tail: str = ""
+    """And after it, before the end."""
     merges: tuple[tuple[str, str], ...] = (("Ċ", "Ċ"), ("s", "Ċ"), ("t", "Ċ"), ("o", "k"))
     """Some cross a boundary that the template makes."""
     bos: bool = False
-    sentence_piece: bool = False
+    sentence_piece: str = ""
+    """Metaspace's `prepend_scheme`; empty for a byte-level tokenizer."""
     arguments: str = "mapping"
     call_content: str | None = ""
     shows_tools: bool = True
@@ -219,7 +222,7 @@ FORMS: dict[str, Form] = {
         ends=("<x>",),
         closing="<x>",
         bos=True,
-        sentence_piece=True,
+        sentence_piece="first",
     ),
     "last turn differs": Form(
         _turns(
@@ -280,6 +283,29 @@ FORMS: dict[str, Form] = {
         ),
         keeps=False,
     ),
+    "words for headers": Form(
+        _turns("{{ m.role + ':\n' + m.content }}" + _AS_JSON + "{{ '<x>\n' }}", _TOOLS, "assistant:\n"),
+        eos="<x>",
+        ends=("<x>",),
+        closing="<x>",
+        sentence_piece="always",
+    ),
+    "end on a line": Form(
+        _turns("{{ '<r>' + m.role + '\n' + m.content + '\n<e>\n' }}"),
+        tail="\n",
+        shows_tools=False,
+        shows_calls=False,
+    ),
+    "marked answer": Form(
+        _turns(
+            "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' %}{{ '<c>' + m.content + '<k>' }}"
+            + _AS_JSON
+            + "{% else %}{{ m.content }}{% endif %}{{ '<e>\n' }}",
+            _TOOLS,
+        ),
+        lead="<c>",
+        tail="<k>",
+    ),
     "no header for answers": Form(
         {
             "default": _turns("{{ m.content + ('\nAnswer: ' if m.role == 'user' else '<e>\n') }}", "", ""),
@@ -309,8 +335,9 @@ def write_model(form: Form, folder: Path) -> str:
         models.BPE(vocab={token: i for i, token in enumerate(dict.fromkeys(tokens))}, merges=merges)
     )
     if form.sentence_piece:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+        scheme: Any = form.sentence_piece
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
     else:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()

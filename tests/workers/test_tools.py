@@ -164,8 +164,9 @@ def test_what_is_malformed_says_why(parser: Any, text: str, fault: str) -> None:
 
 def test_only_mistral_is_shown_its_calls_as_data() -> None:
     assert assistant_message("x", [F], "hermes") == {"role": "assistant", "content": "x"}
-    message = assistant_message("x", [ToolCall("f", {"a": 1}, id="abcdefgh1")], "mistral")
+    message = assistant_message("x[TOOL_CALLS]…", [ToolCall("f", {"a": 1}, id="abcdefgh1")], "mistral")
     function = {"name": "f", "arguments": {"a": 1}}
+    assert message["content"] == "x"
     assert message["tool_calls"] == [{"id": "abcdefgh1", "type": "function", "function": function}]
 
 

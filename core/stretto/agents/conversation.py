@@ -140,7 +140,8 @@ class Conversation:
         if isinstance(self.history, str):
             self.history += text
         else:
-            content = self.without_end(text, answer).removeprefix(self._tokenizer.form.lead)
+            body = self.without_end(text, answer)
+            content = self._tokenizer.form.content_of(body, has_ended=body != text)
             self.history.append(OwnTurn(role="assistant", content=content))
         return answer
 
@@ -184,7 +185,9 @@ class Conversation:
         new, new_names = text[len(segment.text) :], names[len(segment.images()) :]
         if not self._has_room_for(new, segment):
             return None
-        ids = await self._encoded(new, new_names, plain=isinstance(history, str), begins=not segment.length)
+        ids = await self._encoded(
+            new, new_names, plain=isinstance(history, str), begins=not segment.length, after=segment.text
+        )
         segment.add_text(ids, text, new_names)
         if segment not in self._segments:
             if self._segments and self._segments[-1].last is None:
@@ -205,14 +208,14 @@ class Conversation:
         return text, ()
 
     async def _encoded(
-        self, text: str, names: Sequence[str], *, plain: bool, begins: bool
+        self, text: str, names: Sequence[str], *, plain: bool, begins: bool, after: str
     ) -> NDArray[np.int32]:
         tokenizer = self._tokenizer
         if self._images is not None:
             return await self._images.encode(text, names, plain=plain and begins)
         if plain and begins:  # the tokenizer may put a special token in front
             return await work_on_text(lambda: tokenizer.encode_prompt(text), len(text))
-        return await work_on_text(lambda: tokenizer.encode_text(text, whole=begins), len(text))
+        return await work_on_text(lambda: tokenizer.encode_text(text, whole=begins, after=after), len(text))
 
     def _has_room_for(self, text: str, segment: Segment) -> bool:
         """Whether the limit may leave room for a text after a segment. Only its tokens say it for sure.

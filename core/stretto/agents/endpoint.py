@@ -31,6 +31,7 @@ from stretto.agents.anthropic_api import MessageCall, anthropic_error
 from stretto.agents.api_call import MODEL, APICall, ApiError, Event, Reply
 from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, openai_error
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
+from stretto.base.chat import OwnTurn
 from stretto.errors import ConfigError, EngineError, RequestError, one_job
 from stretto.models.tokenizer import work_on_text
 from stretto.tools import ParserName, parse_calls
@@ -350,7 +351,7 @@ class Endpoint:
             message = self._with_calls(agent_run, answer, thread) or message
         # Mistral's templates refuse a message after a call unless the answer before has `tool_calls`.
         calls = self._tool_parser == "mistral" and "tool_calls" in message
-        thread.record_answer(message, template_message={**message, "content": ""} if calls else None)
+        thread.record_answer(message, template_message=OwnTurn(message) if calls else None)
         return Reply(answer, len(thread.prompt), message)
 
     def _with_calls(self, agent_run: _AgentRun, answer: Answer, thread: Thread) -> Message | None:
@@ -373,11 +374,12 @@ class Endpoint:
 
     def _visible_text(self, agent_run: _AgentRun, call: APICall, thread: Thread) -> _VisibleText:
         session = agent_run.recorder.session
-        lead = session.tokenizer.form.lead if isinstance(thread.input, list) else ""
-        marks = (*session.sampling.stop, *call.stop, *session.tokenizer.form.ends)
+        form = session.tokenizer.form
+        lead, tail = (form.lead, form.tail) if isinstance(thread.input, list) else ("", "")
+        marks = (*session.sampling.stop, *call.stop, *form.ends)
         if call.reads_tools:
             marks += _MARKS[self._tool_parser]  # some are special tokens, so decode these too
-        return _VisibleText(_AnswerReader(session.tokenizer, lead, special=call.reads_tools), marks)
+        return _VisibleText(_AnswerReader(session.tokenizer, lead, special=call.reads_tools), marks, tail)
 
 
 class _AnswerReader:
@@ -418,7 +420,11 @@ class _AnswerReader:
         if len(begun) < len(lead) and lead.startswith(begun):
             return ""
         self._tokens, self._lead = tokens[:0], ""
-        shown = self._decode(self._tokenizer.encode_text(lead)) if begun.startswith(lead) else ""
+        shown = (
+            self._decode(self._tokenizer.encode_text(lead, after=self._tokenizer.form.header))
+            if begun.startswith(lead)
+            else ""
+        )
         return self.add(tokens).removeprefix(shown)
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:
@@ -427,11 +433,12 @@ class _AnswerReader:
 
 class _VisibleText:
     """The part of a growing answer that the agent may see: up to the first mark, and without an end that may
-    be the beginning of a mark."""
+    be the beginning of a mark, or the tail of the whole answer."""
 
-    def __init__(self, reading: _AnswerReader, marks: Sequence[str]) -> None:
+    def __init__(self, reading: _AnswerReader, marks: Sequence[str], tail: str) -> None:
         self._reading = reading
         self._marks = [mark for mark in marks if mark]
+        self._unsent = [*self._marks, *([tail] if tail else [])]
         self._text = ""
         self._sent = 0
         """Characters of `_text` that the agent has got."""
@@ -454,11 +461,11 @@ class _VisibleText:
 
     def _uncertain(self) -> int:
         """Return the number of characters at the end that may begin a mark."""
-        longest = max(map(len, self._marks), default=0)
+        longest = max(map(len, self._unsent), default=0)
         end = self._text[self._sent :][-longest:] if longest else ""
         suffixes = (end[at:] for at in range(len(end)))
         return next(
-            (len(suffix) for suffix in suffixes if any(mark.startswith(suffix) for mark in self._marks)), 0
+            (len(suffix) for suffix in suffixes if any(mark.startswith(suffix) for mark in self._unsent)), 0
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from stretto.base.chat import Message, OwnTurn
 from stretto.errors import ConfigError
 
-__all__ = ["ChatForm", "form_of", "opened_in", "pieces_of", "plain_text"]
+__all__ = ["ChatForm", "form_of", "opened_in", "plain_text", "sections_of"]
 
 _Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, whether to open the answer -> the text that the template writes."""
@@ -58,6 +58,8 @@ class ChatForm:
     lead: str = ""
     """What the template writes between the header and the content of an answer in a history, such as GLM's
     line feed: the policy samples it, and it is no part of the content. Empty if a content may have it."""
+    tail: str = ""
+    """What the template writes between the content and the token that ends the last turn, likewise."""
     arguments: Literal["mapping", "text"] = "mapping"
     """The form in which the template wants the arguments of tool calls."""
     call_content: str | None = ""
@@ -77,6 +79,15 @@ class ChatForm:
     def is_closed(self, answer: str) -> bool:
         """Return whether an answer ends its turn by itself, but for white space."""
         return any(not answer[found.end() :].strip() for found in self.ends_of(answer))
+
+    def content_of(self, answer: str, *, has_ended: bool) -> str:
+        """Return the content of an answer to a prompt that opens a turn.
+
+        Args:
+            answer: its text without the token that ended it.
+            has_ended: whether there was such a token.
+        """
+        return (answer.removesuffix(self.tail) if has_ended else answer).removeprefix(self.lead)
 
     def end_at(self, text: str, place: int) -> str:
         """Return the end token at a place of a text; empty if there is none."""
@@ -120,12 +131,18 @@ def plain_text(text: str, mark: str = "") -> str:
     return text.replace(_CUT, mark)
 
 
-def pieces_of(text: str) -> list[tuple[str, bool]]:
-    """Return the parts of a rendered text, each with whether its special tokens are text."""
-    if _CUT not in text:
-        return [(text, False)]
-    parts = re.split(f"(.{_CUT}[^{_CUT}]*{_CUT})", text, flags=re.DOTALL)
-    return [(plain_text(part), _CUT in part) for part in parts if part]
+def sections_of(text: str, special: re.Pattern[str] | None) -> list[tuple[str, bool]]:
+    """Return the sections of a rendered text, each with whether special tokens in it are text. Such a section
+    begins and ends at special tokens that are tokens."""
+    if _CUT not in text or special is None:
+        return [(plain_text(text), _CUT in text)] if text else []
+    sections: list[tuple[str, bool]] = []
+    for part in filter(None, re.split(f"({special.pattern})", text)):
+        if _CUT not in part and sections and not sections[-1][1]:
+            sections[-1] = (sections[-1][0] + part, False)
+        else:
+            sections.append((plain_text(part), _CUT in part))
+    return sections
 
 
 def opened_in(prompt: str | Sequence[Message], form: ChatForm) -> str:
@@ -173,8 +190,23 @@ def form_of(
     def token_at(text: str) -> str:
         return max(filter(text.lstrip().startswith, added), key=len, default="")
 
-    written = [token_at(text.partition(_REPLY)[2]) for text in (last, inner)]
-    last_end = written[0] or written[1]
+    engines_end = own_ends | model_ends
+
+    def end_in(text: str) -> tuple[str, str]:
+        """Return what comes before the end of the turn whose content a text follows, and this token: of
+        several in a row the one at which engines end."""
+        row = list[str]()
+        while token := token_at(text[sum(map(len, row)) :]):
+            rest = text[sum(map(len, row)) :]
+            row.append(rest[: rest.index(token) + len(token)])
+            if added[token] in engines_end:
+                return "".join(row).removesuffix(token), token
+        first = row[0] if row else ""
+        return first[: len(first) - len(first.lstrip())], first.lstrip()
+
+    (tail, last_end), (_, inner_end) = (end_in(text.partition(_REPLY)[2]) for text in (last, inner))
+    written = [last_end, inner_end]
+    last_end = last_end or inner_end
     closing = last_end or next((text_of(each) for each in own_ends), "")
     forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
     calls = [  # a template may show calls only beside no content at all
@@ -190,9 +222,12 @@ def form_of(
     next_role = token_at(answered[len(called) :]) if called and answered.startswith(called) else ""
     found = {added[token] for token in written if token}
     lead = last[len(prompt) :].partition(_REPLY)[0] if prompt and last.startswith(prompt) else ""
-    doubled = probe([ask, _assistant(f"{lead}{_REPLY}"), more])
+    doubled = probe([ask, _assistant(f"{lead}{_REPLY}"), more]) if lead.strip() else None
     if doubled is not None and f"{lead}{lead}{_REPLY}" not in doubled:
         lead = ""  # the template reads it in the content
+    doubled = probe([ask, _assistant(f"{_REPLY}{tail}")]) if tail.strip() else None
+    if doubled is not None and f"{_REPLY}{tail}{tail}" not in doubled:
+        tail = ""
     end_ids = frozenset(found | own_ends | model_ends)
     ends = tuple(filter(None, map(text_of, sorted(end_ids))))
     ends_call = next(filter(called.endswith, ends), "") or (next_role if next_role in ends else "")
@@ -211,6 +246,7 @@ def form_of(
         opened=_opened(prompt, [last, inner]),
         header=prompt.removeprefix(probe([ask]) or ""),
         lead=lead,
+        tail=tail,
         arguments="text" if form == "text" else "mapping",
         call_content=call_content,
         content="parts" if in_parts else "text",

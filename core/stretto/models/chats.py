@@ -25,12 +25,13 @@ from stretto.models.chat_form import plain_text
 from stretto.models.prompts import name_of_tool
 from stretto.models.tokenizer import Tokenizer
 
-__all__ = ["ChatPiece", "encode_chat"]
+__all__ = ["ChatPiece", "encode_chat", "is_shown"]
 
 Tools = Sequence[Mapping[str, Any]]
 
-_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")
+_TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "tool_plan")
 """Keys of a message that have text."""
+_OTHER = "othertext"
 
 
 class ChatPiece(NamedTuple):
@@ -96,13 +97,14 @@ class _Chat:
             if known == 0:
                 ids = tokenizer.encode_prompt(self._messages[:number], tools=self._tools)
             else:
-                ids = tokenizer.encode_text(context)
+                ids = tokenizer.encode_text(context, after=self._text[:end])
             yield ChatPiece(ids, trained=False)
             end, known = begin + len(turn), number + 1
             if not any(tokenizer.form.ends_of(turn)) and not self._text[end:].strip():
                 calls = self._messages[number].get("tool_calls")
                 turn += tokenizer.form.call_closing if calls else tokenizer.form.closing
-            yield ChatPiece(tokenizer.encode_text(turn), trained=self._is_trained(number))
+            ids = tokenizer.encode_text(turn, after=self._text[:begin])
+            yield ChatPiece(ids, trained=self._is_trained(number))
 
     def _is_trained(self, number: int) -> bool:
         """Return whether a turn of the assistant is trained: others have OpenAI's `weight: 0`, or `train:
@@ -166,8 +168,11 @@ class _Chat:
                 key
                 for key in (_TEXTS[:1] if in_prompt else _TEXTS)
                 if not all(_has(packed, each) for each in _texts(turn.get(key), all_of_it=not in_prompt))
+                or not is_shown(self._messages, number, key, self._tokenizer, self._tools)
             ]
-            if not all(_is_shown(call, packed) for call in turn.get("tool_calls") or ()):
+            if not all(_is_shown(call, packed) for call in turn.get("tool_calls") or ()) or not is_shown(
+                self._messages, number, "tool_calls", self._tokenizer, self._tools
+            ):
                 missing.append("tool_calls")
             if missing:
                 raise ConfigError(
@@ -183,6 +188,31 @@ class _Chat:
         place = number - self._start
         whose = f"message {place + 1} of the answer" if place >= 0 else f"message {number + 1} of the prompt"
         return f"{whose} (role {self._messages[number]['role']!r})"
+
+
+def is_shown(
+    messages: Sequence[Message], number: int, key: str, tokenizer: Tokenizer, tools: Tools = ()
+) -> bool:
+    """Return whether what the chat template writes depends on the text, or the tool calls, under a key of a
+    message. The text itself may also stand elsewhere.
+
+    Raises:
+        ConfigError: if the template refuses the messages.
+    """
+    value = messages[number].get(key)
+    if key == "tool_calls" and value:
+        other: Any = [{**call, "function": {"name": _OTHER, "arguments": {}}} for call in value]
+    elif isinstance(value, str) and value.strip():
+        other = f"{value.rstrip()}{_OTHER}"
+    else:
+        return True  # nothing, or parts, which may be images
+    changed = [*messages]
+    changed[number] = type(messages[number])({**messages[number], key: other})  # type: ignore[reportCallIssue]
+    before = tokenizer.render(messages, tools=tools, add_generation_prompt=False)
+    try:
+        return tokenizer.render(changed, tools=tools, add_generation_prompt=False) != before
+    except ConfigError:
+        return True  # it reads them: it refuses such ones
 
 
 # ------------------------------------------------------------------------------------- tool calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stretto.base.chat import Message
 from stretto.errors import ConfigError
-from stretto.models.chat_form import ChatForm, form_of, pieces_of
+from stretto.models.chat_form import ChatForm, form_of, sections_of
 from stretto.models.files import end_tokens_in, folder_of_model
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ _MOST = 2**22
 Tokenising a text of `_MOST` characters takes about 6 s and some 500 MB."""
 _text_thread: RunVar[anyio.CapacityLimiter] = RunVar("stretto_text_thread")
 
-_CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_DIRECTIVES = "aAbBcdeFGHIjklmMpSuUVwWxXyYZ"
+"""Letters of `strftime`."""
 CLOCK = "strftime_now"
 """The function that gives chat templates the date, and the key of `dataset.template` with another one."""
 
@@ -98,10 +99,15 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_text(self, text: str, *, whole: bool = False) -> NDArray[np.int32]:
+    def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
         """Return (L,) ids of a text that follows others, or with `whole` of one that begins. No token is
         added before or after it. The text of a special token becomes that token, except where `render` says
-        that it is text."""
+        that it is text.
+
+        Args:
+            after: the text that it follows; empty if that ends with a special token. Some tokenizers put a
+                space before a text that follows a special token, and none before one that goes on.
+        """
         ...
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
@@ -212,17 +218,19 @@ def _with_no_content(
 
 def pinned(template: Any, arguments: Mapping[str, Any]) -> Any:
     """Return a chat template whose clock stands at the date in `arguments`, if it has one, so that the
-    prompts of a run stay the same from day to day.
+    prompts of a run stay the same from day to day: a macro takes the place of the clock.
 
     Args:
         template: a text, texts by name, or None.
     """
     if isinstance(template, dict):
         return {name: pinned(each, arguments) for name, each in cast("dict[str, Any]", template).items()}
-    day = arguments.get(CLOCK)
-    if not isinstance(template, str) or day is None:
+    if not isinstance(template, str) or arguments.get(CLOCK) is None:
         return template
-    return _CLOCK.sub(lambda found: repr(date.fromisoformat(day).strftime(found[2])), template)
+    day = date.fromisoformat(str(arguments[CLOCK]))
+    directives = [f"%{flag}{each}" for flag in ("", "-") for each in _DIRECTIVES]
+    written = "".join(f"|replace('{each}',{day.strftime(each)!r})" for each in directives)
+    return f"{{%- macro {CLOCK}(format) -%}}{{{{ format{written} }}}}{{%- endmacro %}}\n{template}"
 
 
 def fault_of(prompt: Any) -> str:
@@ -281,7 +289,7 @@ def answer_text(
     special: bool = False,
 ) -> str:
     """Return the text of an answer to a prompt, without the token that ended its turn. Where the prompt opens
-    a turn, `ChatForm.lead` is left out, too.
+    a turn, `ChatForm.lead` and `ChatForm.tail` are left out, too.
 
     Args:
         prompt: (P,) ids; None if it opens no turn.
@@ -290,11 +298,18 @@ def answer_text(
     """
     body, form = body_of(answer, finish, tokenizer), tokenizer.form
     text = tokenizer.decode(body, special=special)
-    if prompt is None or not form.lead or not tokenizer.decode(body, special=True).startswith(form.lead):
+    if prompt is None or not (form.lead or form.tail):
         return text
-    before = tokenizer.decode(prompt[-len(form.header.encode()) :], special=True)
-    lead = tokenizer.decode(tokenizer.encode_text(form.lead), special=special)
-    return text.removeprefix(lead) if before.endswith(form.header) else text
+    if not tokenizer.decode(prompt[-len(form.header.encode()) :], special=True).endswith(form.header):
+        return text
+    full = tokenizer.decode(body, special=True)
+    if full.startswith(form.lead):
+        lead = tokenizer.encode_text(form.lead, after=form.header)
+        text = text.removeprefix(tokenizer.decode(lead, special=special))
+    if len(body) < len(answer) and full.endswith(form.tail):
+        tail = tokenizer.encode_text(form.tail, after="a")
+        text = text.removesuffix(tokenizer.decode(tail, special=special))
+    return text
 
 
 async def work_on_text(work: Callable[[], T], characters: int) -> T:
@@ -335,7 +350,7 @@ class ByteTokenizer:
         del tools, add_generation_prompt
         return "".join(f"{message['content']}\n" for message in self.form.prepared(messages, None))
 
-    def encode_text(self, text: str, *, whole: bool = False) -> NDArray[np.int32]:
+    def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
         """Return the UTF-8 bytes of the text."""
         return self.encode_prompt(text)
 
@@ -358,6 +373,12 @@ class ByteTokenizer:
         """Return the bytes as text; bytes that are not UTF-8 are replaced."""
         del special
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what finds one of these texts, the longest first; None if there are none."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 TOKENIZER_FILES = (
@@ -431,31 +452,52 @@ class ModelTokenizer:
             arguments=self._arguments,
         )
 
-    def encode_text(self, text: str, *, whole: bool = False) -> NDArray[np.int32]:
+    def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
         """See `Tokenizer`."""
         ids: list[int] = []
-        for piece, is_text in pieces_of(text):
-            if is_text:
-                ids += self._plain_ids(piece)
-            elif whole and not ids:
-                ids += self._ids(piece)
-            else:
-                ids += self._ids(self._anchor + piece)[bool(self._anchor) :]
+        goes_on = not self._ends_special(after)
+        for section, is_text in sections_of(text, self._any_special):
+            encode = self._as_text if is_text else self._ids
+            ids += encode(section) if whole and not ids else self._continued(section, goes_on, encode)
+            goes_on = not self._ends_special(section)
         return np.asarray(ids, np.int32)
 
     def _ids(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
-    def _plain_ids(self, text: str) -> list[int]:
-        """Return the ids of a part of a text in which a special token is text."""
-        for before in ("\n", "a") if self._anchor else ():
-            ids, known = self._as_text(before + text), self._as_text(before)
+    def _as_text(self, text: str) -> list[int]:
+        """Return the ids of a text in which special tokens are text."""
+        return self._plain_backend.encode(text, add_special_tokens=False).ids
+
+    def _continued(self, text: str, goes_on: bool, encode: Callable[[str], list[int]]) -> list[int]:
+        """Return the ids of a text that follows a special token, or goes on after other text."""
+        if not self._adds_space or (self._spaces_after_special and not goes_on):
+            return encode(text)
+        for before in ("\n", "a"):  # one of them does not merge with the text
+            ids, known = encode(before + text), encode(before)
             if ids[: len(known)] == known:
                 return ids[len(known) :]
-        return self._as_text(text)
+        return encode(text)
 
-    def _as_text(self, text: str) -> list[int]:
-        return self._plain_backend.encode(text, add_special_tokens=False).ids
+    def _ends_special(self, text: str) -> bool:
+        return not text or text.endswith(tuple(self._special))
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer puts a space before a text that begins, as SentencePiece does."""
+        bare = self._ids("a")
+        return self._ids("\na")[-len(bare) :] != bare
+
+    @cached_property
+    def _spaces_after_special(self) -> bool:
+        """Whether it also does so behind each special token."""
+        known = (text for text, each in self._special.items() if not each.rstrip)
+        return any(self._ids(f"{token}a") == [self._added[token], *self._ids("a")] for token in known)
+
+    @cached_property
+    def _any_special(self) -> re.Pattern[str] | None:
+        """What finds the special tokens in a text."""
+        return _any_of(self._special)
 
     @cached_property
     def _before(self) -> list[int]:
@@ -464,16 +506,6 @@ class ModelTokenizer:
         whole: list[int] = self._backend.encode("a", add_special_tokens=True).ids
         starts = range(len(whole) - len(bare) + 1)
         return next((whole[:at] for at in starts if whole[at : at + len(bare)] == bare), [])
-
-    @cached_property
-    def _anchor(self) -> str:
-        """A token that comes before a part of a text when it is tokenised, if the tokenizer puts a space
-        before a text that begins: SentencePiece does. Empty for other tokenizers."""
-        for token in (text for text, each in self._special.items() if not each.rstrip):
-            ids, bare = self._ids(f"{token}a"), self._ids("a")
-            if ids[:1] == [self._added[token]] and ids[1:] != bare:
-                return token
-        return ""
 
     @cached_property
     def _plain_backend(self) -> Any:
@@ -485,8 +517,7 @@ class ModelTokenizer:
     @cached_property
     def _special_texts(self) -> re.Pattern[str] | None:
         """What finds the special tokens in a text; the places of images are none."""
-        texts = [text for text in self._special if not self._has_images or not _OF_IMAGES.search(text)]
-        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
+        return _any_of(text for text in self._special if not self._has_images or not _OF_IMAGES.search(text))
 
     @property
     def form(self) -> ChatForm:
@@ -540,7 +571,7 @@ class ModelTokenizer:
 
     def encode_answer(self, answer: str, *, prompt: str = "") -> NDArray[np.int32]:
         """See `Tokenizer`."""
-        ids, form = self.encode_text(answer).tolist(), self.form
+        ids, form = self.encode_text(answer, after=prompt).tolist(), self.form
         has_turns = form.closing in self._added and form.closing in prompt
         end = self._added[form.closing] if has_turns else self._tokenizer.eos_token_id
         if end is not None and not form.is_closed(answer):

@@ -305,9 +305,9 @@ class RowTokenizer:
             with_images=bool(self.images),
         )
 
-    def encode_text(self, text: str, *, whole: bool = False) -> NDArray[np.int32]:
+    def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
         """Return the same as for a row without images."""
-        return self._vision.tokenizer.encode_text(text, whole=whole)
+        return self._vision.tokenizer.encode_text(text, whole=whole, after=after)
 
     def most_characters(self, tokens: int | None) -> int:
         """Return the same as for a row without images."""

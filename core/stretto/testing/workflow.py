@@ -215,7 +215,7 @@ class FakeSession:
             text = self._answers(self.tokenizer.decode(prompt_ids), number)
         else:
             text = self._answers[len(self.generated) % len(self._answers)]
-        tokens = self.tokenizer.encode_text(text)
+        tokens = self.tokenizer.encode_text(text, after=self.tokenizer.decode(prompt_ids, special=True))
         finish = "stop" if len(tokens) <= sampling.max_tokens else "length"
         tokens = tokens[: sampling.max_tokens]
         positions = np.arange(len(tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from stretto.component import Problem
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.models.chat_form import plain_text
+from stretto.models.chats import is_shown
 from stretto.models.files import known_config, text_config
 from stretto.models.prompts import as_meant, name_of_tool, prompt_ids, tools_of
 from stretto.models.tokenizer import Tokenizer, fault_of
@@ -42,7 +43,7 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
         calls = f"with arguments as {form.arguments}" if form.shows_calls else "not shown"
         given = ", ".join(f"{key}: {value}" for key, value in config.dataset.template.items()) or "none"
         alone = f"none: of the turns of a supervised row, only the last one has {form.closing!r}"
-        written = repr(form.closing) if form.writes_end else alone
+        written = repr(form.tail + form.closing) if form.writes_end else alone
         yield f"chat form  a turn ends with {ends}; the template writes {written}"
         yield f"           the prompt {opened} of the answer{lead}; content is {form.content}"
         yield f"           system messages are {form.system}; reasoning of earlier answers is " + (
@@ -109,10 +110,12 @@ def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> It
         return
     if (tools := tools_of(row)) and not tokenizer.form.shows_tools:
         yield "have tools that the chat template does not show", ", ".join(map(name_of_tool, tools))
-    yield from _odd_messages(prompt, text, tokenizer)
+    yield from _odd_messages(prompt, text, tokenizer, tools)
 
 
-def _odd_messages(messages: Sequence[Message], text: str, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+def _odd_messages(
+    messages: Sequence[Message], text: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
     if messages[-1].get("role") == "assistant":
         yield "end with a turn of the assistant: the model begins another answer after it", ""
     packed = "".join(text.split())
@@ -121,7 +124,8 @@ def _odd_messages(messages: Sequence[Message], text: str, tokenizer: Tokenizer) 
         parts = cast("list[Any]", content) if isinstance(content, list) else [{"text": content}]
         words = "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
         place = f"message {number}, role {message.get('role')!r}"
-        if "".join(words.rpartition("</think>")[2].split()) not in packed:
+        answer = "".join(words.rpartition("</think>")[2].split())
+        if answer not in packed or not is_shown(messages, number - 1, "content", tokenizer, tools):
             yield "have a message that the chat template does not show, or not as it is written", place
         if message.get("tool_calls") and not tokenizer.form.shows_calls:
             yield "have tool calls that the chat template does not show", place
