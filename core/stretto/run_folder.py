@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from stretto.assembly.trust import require_trust
 from stretto.bus.guard import is_locked
 from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
@@ -150,6 +151,14 @@ class RunFolder:
         """Forget what may have changed. Of the metrics, only appended lines are read again."""
         for name in ("config", "summary", "status", "state", "_metrics"):
             self.__dict__.pop(name, None)
+
+    def require_trust(self, *, trusted: bool) -> None:
+        """Refuse to import what the run's config names if another user owns the folder, unless `trusted`.
+
+        Raises:
+            ConfigError: with the plugin files that would be imported.
+        """
+        require_trust(self.folder, trusted=trusted)
 
     @property
     def name(self) -> str:

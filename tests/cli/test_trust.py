@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from commands import stretto
-from stretto.cli.start.trust import require_trust
+from stretto.assembly.trust import require_trust
 from stretto.errors import ConfigError
 
 STRANGER = 54321  # the id of no user
@@ -61,7 +61,7 @@ def test_a_strangers_config_that_is_nested_too_deeply_is_refused(folder: Path) -
 
 
 @as_root
-@pytest.mark.parametrize("command", ["resume", "evaluate"])
+@pytest.mark.parametrize("command", ["resume", "evaluate", "plan"])
 def test_no_command_imports_a_strangers_plugins_unasked(folder: Path, command: str) -> None:
     os.chown(folder, STRANGER, -1)
     imported = folder.parent / "imported"
@@ -72,4 +72,4 @@ def test_no_command_imports_a_strangers_plugins_unasked(folder: Path, command: s
     assert not imported.exists()
     trusted = stretto(command, str(folder), "--trust-plugins")
     assert "belongs to" not in trusted.stderr
-    assert imported.exists() == (command == "resume")  # an evaluation first looks for a checkpoint
+    assert imported.exists() == (command != "evaluate")  # which first looks for a checkpoint

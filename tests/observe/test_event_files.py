@@ -82,6 +82,19 @@ def test_the_files_of_another_store_go_aside(tmp_path: Path) -> None:
     assert newest_stored(tmp_path, below=99) == 0
 
 
+def test_a_damaged_end_is_written_again_and_foreign_files_are_no_events(tmp_path: Path) -> None:
+    file = write(tmp_path, 1, 2, 3, 4)
+    content = bytearray(file.read_bytes())
+    content[37] ^= 1  # in the message 3: heads have 16 bytes, messages 4
+    file.write_bytes(content)
+    for name in ("1.bak-2.events", "000000000001-000000000002.events.bak", "0-1.events"):
+        (tmp_path / FOLDER / name).write_bytes(b"of somebody else")
+    assert read(tmp_path) == [(2, "1: 2"), (3, None), (4, "1: 4")]
+    assert newest_stored(tmp_path, below=99) == 2
+    write(tmp_path, 5, 3, 4, 6)  # the next kernel copies it from the store
+    assert read(tmp_path) == [(2, "1: 2"), (3, "5: 3"), (4, "1: 4"), (6, "5: 6")]
+
+
 @pytest.mark.parametrize("place", range(0, 40, 3))
 def test_a_flipped_bit_is_seen(tmp_path: Path, place: int) -> None:
     file = write(tmp_path, 1, 2, 3)

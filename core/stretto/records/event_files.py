@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import heapq
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +23,7 @@ from stretto.base.private_file import write_private
 from stretto.records.files import open_record, read_record
 
 FOLDER = "events"
+_NAME = re.compile(r"\d{12,}-\d{12,}\.events")
 _HEAD = struct.Struct("<QII")
 _STORE = "store.txt"
 """File with the identity of the store that has the messages."""
@@ -41,35 +44,35 @@ def record_of(sequence: int, message: bytes) -> bytes:
 
 def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
     """Yield sequence number and bytes of each message in the files of the run in `folder`, in order; None
-    for bytes that are damaged. Nothing is known of what follows a damaged head in its file.
+    for bytes that are damaged in all files that have them. Nothing is known of what follows a damaged head in
+    its file.
 
     Raises:
         OSError: if a file cannot be read.
     """
-    newest = 0
     every = [_records(file, below) for file, below in _files(folder)]
-    for sequence, message in heapq.merge(*every, key=lambda record: record[0]):
-        if sequence > newest:
-            yield sequence, message
-            newest = sequence
+    records = heapq.merge(*every, key=itemgetter(0))
+    for sequence, copies in groupby(records, key=itemgetter(0)):
+        yield sequence, next((message for _, message in copies if message is not None), None)
 
 
 def newest_stored(folder: Path, *, below: int) -> int:
-    """Return the highest sequence number below a lease epoch in the files of the run in `folder`; 0 without
-    one.
+    """Return the highest sequence number below a lease epoch in the newest file of the run in `folder`,
+    before what is damaged there; 0 without one. The next kernel writes what follows from its store.
 
     Raises:
         OSError: if a file cannot be read.
     """
     for file, next_epoch in reversed(_files(folder)):
-        if sequences := [sequence for sequence, _ in _records(file, min(below, next_epoch))]:
+        whole = takewhile(lambda record: record[1] is not None, _records(file, min(below, next_epoch)))
+        if sequences := [sequence for sequence, _ in whole]:
             return sequences[-1]
     return 0
 
 
 def event_files(folder: Path) -> list[Path]:
     """Return the files of the run in `folder`, in order."""
-    return sorted((folder / FOLDER).glob("[0-9]*-*.events"))
+    return sorted(file for file in (folder / FOLDER).glob("*.events") if _NAME.fullmatch(file.name))
 
 
 def sync_files(folder: Path, files: Iterable[Path]) -> None:

@@ -55,6 +55,10 @@ def plan(
     only: Annotated[
         bool, typer.Option("--only", help="Forecast the file alone, try no other values.")
     ] = False,
+    trust_plugins: Annotated[
+        bool,
+        typer.Option("--trust-plugins", help="Import the plugin files of a run that another user owns."),
+    ] = False,
 ) -> None:
     """Forecast how fast a run is, on virtual time, and recommend values that make it faster.
 
@@ -67,6 +71,8 @@ def plan(
     from stretto_plan.fitting import on_gpus
 
     ran = RunFolder(file) if file.is_dir() else None
+    if ran:
+        ran.require_trust(trusted=trust_plugins)
     file = file / "config.yaml" if ran else file
     run = composed(file, overrides or ())
     number = cores or len(os.sched_getaffinity(0))

@@ -537,7 +537,9 @@ class _Checker:
 
     def _repetitions(self) -> tuple[int, int]:
         """Return how many steps the kernels repeated to the same digest and to another one, by their log."""
-        events = Counter(line.get("event") for line in read_lines(self._folder / "logs" / "kernel.jsonl"))
+        events = Counter(
+            line.get("event") for line in read_lines(self._folder / "logs" / "kernel.jsonl", is_log=True)
+        )
         return events["step repeated"], events["repetition differs"]
 
     # --------------------------------------------------------------------------- metrics, evaluations

@@ -399,21 +399,33 @@ def _sha256(opened: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path, *, is_log: bool = False) -> list[dict[str, Any]]:
     """Return the complete lines of a file of JSON objects; none if there is no file.
+
+    Args:
+        is_log: leave out lines that are not JSON: one that did not fit on a full disk, with the next behind.
 
     Raises:
         RunError: if it cannot be read, or if a line is not JSON.
     """
     try:
         lines = read_record(file).splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        complete = (line for line in lines if line.endswith(b"\n"))
+        return [json.loads(line) for line in complete if not is_log or _is_json(line)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error}") from error
     except ValueError as error:
         raise RunError(f"{file}: a line is not JSON: {error}") from error
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamState
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
+from stretto.assembly.trust import require_own_server
 from stretto.bus.connection import open_once, without_logins
 from stretto.bus.guard import is_locked
 from stretto.bus.messages.base import Message
@@ -36,7 +37,6 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.payloads import decoder, join_stored
 from stretto.bus.server import STORE, Bootstrap, binary
 from stretto.children.protocol import die_with_parent
-from stretto.cli.start.trust import require_own_server
 from stretto.errors import BusError, RunError
 from stretto.records.event_files import FOLDER as EVENTS
 from stretto.records.files import open_record, read_record

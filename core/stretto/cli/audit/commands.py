@@ -91,9 +91,9 @@ def replay(
     Nothing is generated. Without overrides the weights are the same bit for bit, on the same machine. Exit
     status: 0 the replay is complete, and without overrides identical; 1 it differs, or failed.
     """
+    from stretto.assembly.trust import require_trust
     from stretto.cli.audit.replay import ReplayOptions, replay_run
     from stretto.cli.audit.replay_report import report_lines, report_tables
-    from stretto.cli.start.trust import require_trust
 
     require_trust(folder.absolute(), trusted=trust_plugins)
     replayed = replay_run(folder, ReplayOptions(start, stop, out), overrides or ())

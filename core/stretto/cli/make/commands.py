@@ -61,9 +61,9 @@ def evaluate(
 ) -> None:
     """Evaluate a model, or a checkpoint of a run: avg@n and pass@k with 95 % intervals."""
     from stretto.assembly.assembly import Assembly
+    from stretto.assembly.trust import require_trust
     from stretto.cli.make.evaluate import EvaluationOptions, compose_evaluation, run_evaluation
     from stretto.cli.start.acceptance import accepted_start
-    from stretto.cli.start.trust import require_trust
 
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {json_file}: no folder {str(json_file.absolute().parent)!r}")

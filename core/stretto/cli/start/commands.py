@@ -120,8 +120,8 @@ def resume(
 
     With the launcher of a cluster, submit the run instead.
     """
+    from stretto.assembly.trust import require_trust
     from stretto.cli.start.submit import submitted_resume
-    from stretto.cli.start.trust import require_trust
     from stretto.kernel.durable.changes import (
         assemble_in_force,
         compose_changes,
