@@ -190,19 +190,17 @@ def form_of(
     def token_at(text: str) -> str:
         return max(filter(text.lstrip().startswith, added), key=len, default="")
 
-    engines_end = own_ends | model_ends
-
     def end_in(text: str) -> tuple[str, str]:
         """Return what comes before the end of the turn whose content a text follows, and this token: of
         several in a row the one at which engines end."""
-        row = list[str]()
-        while token := token_at(text[sum(map(len, row)) :]):
-            rest = text[sum(map(len, row)) :]
-            row.append(rest[: rest.index(token) + len(token)])
-            if added[token] in engines_end:
-                return "".join(row).removesuffix(token), token
-        first = row[0] if row else ""
-        return first[: len(first) - len(first.lstrip())], first.lstrip()
+        place, first = 0, ("", "")
+        while token := token_at(text[place:]):
+            start = text.index(token, place)
+            if added[token] in own_ends | model_ends:
+                return text[:start], token
+            first = first if first[1] else (text[:start], token)
+            place = start + len(token)
+        return first
 
     (tail, last_end), (_, inner_end) = (end_in(text.partition(_REPLY)[2]) for text in (last, inner))
     written = [last_end, inner_end]
