@@ -428,6 +428,10 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         (("model=bare", *TORCH[1:]), "bare' has no weights: expected *.safetensors"),
         ((*TORCH, "training.lr=1e-30"), "warning training.lr: is 1e-30: such steps change no weight"),
         (
+            (*TORCH, "training.lr=1e-5", "training.lora.rank=4"),
+            "warning training.lr: is 1e-05, and adapters need about ten times the rate",
+        ),
+        (
             (*TORCH, f"dataset.path={MODEL.parent}/train.jsonl", "sampling.max_tokens=1"),
             "warning sampling.max_tokens: is 1, but the answer in the first",
         ),
@@ -515,7 +519,13 @@ def test_a_slip_is_found_before_the_run_starts(
 @pytest.mark.parametrize(
     "overrides",
     [
-        (*TORCH, HELD, "training.lora={}", "inference.context_length=512", "sampling.stop_token_ids=[3]"),
+        (
+            *TORCH,
+            HELD,
+            "training={lora: {}, lr: 1e-4}",
+            "inference.context_length=512",
+            "sampling.stop_token_ids=[3]",
+        ),
         (*TORCH, "training={schedule: cosine, decay_steps: '${steps}', warmup_steps: 1}"),
         (HELD, "workflow={use: multi_turn, environment: user.py:fine}", "reward=null"),
         ("workflow={use: agent, command: 'cd /tmp && X=1 nosuchprogram'}", "sandbox=unsafe"),

@@ -71,6 +71,16 @@ def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> Non
     assert "have tool calls that the chat template does not show (row 1: message 2" in said
 
 
+def test_a_prompt_that_opens_no_answer_is_named(tmp_path: Path) -> None:
+    opens = "{% if loop.last and add_generation_prompt and m.role == 'user' %}<a>{% endif %}"
+    form = replace(
+        FORMS["plain lines"], template="{% for m in messages %}{{ m.content }}<e>" + opens + "{% endfor %}"
+    )
+    write_model(form, tmp_path / "model")
+    said = checked(tmp_path, [{"role": "system", "content": "Be kind."}], [ASK])
+    assert "1 of 2 prompts open no answer in the chat template: the model has to write the header" in said
+
+
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     write_model(FORMS["plain lines"], tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 7}')

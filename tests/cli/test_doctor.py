@@ -85,7 +85,16 @@ def test_stretto_itself_is_well() -> None:
 
 def test_the_machine_has_what_a_run_needs() -> None:
     subjects = {finding.subject: finding for finding in examine_machine()}
-    assert {"python", "stretto", "cores", "memory", "nats-server", "sandbox", "libraries"} <= subjects.keys()
+    assert {
+        "python",
+        "stretto",
+        "cores",
+        "bfloat16",
+        "memory",
+        "nats-server",
+        "sandbox",
+        "libraries",
+    } <= subjects.keys()
     assert subjects["nats-server"].text.startswith("v2.")
     assert not [finding for finding in subjects.values() if finding.level == "fault"]
 

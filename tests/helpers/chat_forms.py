@@ -1,4 +1,4 @@
-"""Seventeen chat templates of our own, each with a tokenizer, that have the traits of real ones."""
+"""Eighteen chat templates of our own, each with a tokenizer, that have the traits of real ones."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class Form:
     bos: bool = False
     sentence_piece: str = ""
     """Metaspace's `prepend_scheme`; empty for a byte-level tokenizer."""
+    rstrips: bool = False
+    """Whether special tokens take the white space behind them."""
     arguments: str = "mapping"
     call_content: str | None = ""
     shows_tools: bool = True
@@ -290,6 +292,11 @@ FORMS: dict[str, Form] = {
         closing="<x>",
         sentence_piece="always",
     ),
+    "tokens that strip": Form(
+        _turns("{{ '<r>' + m.role + '\n' + m.content }}" + _AS_JSON + "{{ '<e>\n' }}", _TOOLS),
+        sentence_piece="always",
+        rstrips=True,
+    ),
     "end on a line": Form(
         _turns("{{ '<r>' + m.role + '\n' + m.content + '\n<e>\n' }}"),
         tail="\n",
@@ -341,7 +348,7 @@ def write_model(form: Form, folder: Path) -> str:
     else:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL))
+    backend.add_special_tokens([AddedToken(each, special=True, rstrip=form.rstrips) for each in SPECIAL])
     backend.add_tokens([AddedToken(each, special=False) for each in ADDED])
     if form.bos:
         token = backend.token_to_id("<b>")

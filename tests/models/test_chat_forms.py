@@ -1,4 +1,4 @@
-"""Real models' chat templates: what a turn is, whichever of seventeen forms it has."""
+"""Real models' chat templates: what a turn is, whichever of eighteen forms it has."""
 
 from __future__ import annotations
 
@@ -362,6 +362,11 @@ ELSEWHERE: dict[str, tuple[str, list[Any]]] = {
     ),
 }
 """What a template drops, while its text stands elsewhere: key -> form, answer."""
+
+
+def test_a_character_that_is_none_is_refused(models: Models) -> None:
+    with pytest.raises(ConfigError, match=r"has the character U\+FDD0"):
+        models("plain lines").render([{"role": "user", "content": "c\ufdd0d"}])
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)

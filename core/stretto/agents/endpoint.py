@@ -420,12 +420,10 @@ class _AnswerReader:
         if len(begun) < len(lead) and lead.startswith(begun):
             return ""
         self._tokens, self._lead = tokens[:0], ""
-        shown = (
-            self._decode(self._tokenizer.encode_text(lead, after=self._tokenizer.form.header))
-            if begun.startswith(lead)
-            else ""
-        )
-        return self.add(tokens).removeprefix(shown)
+        text = self.add(tokens)
+        if not begun.startswith(lead):
+            return text
+        return text.removeprefix(lead if self._special else self._tokenizer.form.plain_lead)
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:
         return self._tokenizer.decode(tokens, special=self._special)

@@ -60,6 +60,9 @@ class ChatForm:
     line feed: the policy samples it, and it is no part of the content. Empty if a content may have it."""
     tail: str = ""
     """What the template writes between the content and the token that ends the last turn, likewise."""
+    plain_lead: str = ""
+    plain_tail: str = ""
+    """Both without special tokens."""
     arguments: Literal["mapping", "text"] = "mapping"
     """The form in which the template wants the arguments of tool calls."""
     call_content: str | None = ""
@@ -160,6 +163,7 @@ def form_of(
     added: Mapping[str, int],
     own_ends: frozenset[int],
     model_ends: frozenset[int],
+    special: re.Pattern[str] | None,
     text_of: Callable[[int], str],
     in_parts: bool = False,
 ) -> ChatForm:
@@ -170,6 +174,7 @@ def form_of(
         added: the ids of the tokenizer's added tokens by their texts.
         own_ends: the tokenizer's end-of-sequence token.
         model_ends: the tokens at which engines stop by themselves.
+        special: what finds special tokens in a text.
         in_parts: whether contents have to be parts, because others of them are images.
     """
 
@@ -245,6 +250,8 @@ def form_of(
         header=prompt.removeprefix(probe([ask]) or ""),
         lead=lead,
         tail=tail,
+        plain_lead=special.sub("", lead) if special else lead,
+        plain_tail=special.sub("", tail) if special else tail,
         arguments="text" if form == "text" else "mapping",
         call_content=call_content,
         content="parts" if in_parts else "text",
@@ -331,6 +338,8 @@ def _joined(parts: Sequence[Any], number: int, role: str) -> str:
 def _cut(value: Any, special: re.Pattern[str]) -> Any:
     """Return plain data whose texts have no special token, only its text in two parts."""
     if isinstance(value, str):
+        if _CUT in value:
+            raise ConfigError("a message has the character U+FDD0, which is none of Unicode: leave it out")
         return special.sub(lambda found: found[0][0] + _CUT + found[0][1:] + _CUT, value)
     if isinstance(value, Mapping):
         return {

@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 _SHORT = 2**14
 """Tokenising a text of this many characters takes about 20 ms."""
+_NEAR = 256
+"""Characters before a text in which a special token may matter for its first token."""
 _LEAST = 2**20
 _MOST = 2**22
 """`_LEAST` and `_MOST` are the bounds of `Tokenizer.most_characters` where only the model limits the text.
@@ -304,11 +306,9 @@ def answer_text(
         return text
     full = tokenizer.decode(body, special=True)
     if full.startswith(form.lead):
-        lead = tokenizer.encode_text(form.lead, after=form.header)
-        text = text.removeprefix(tokenizer.decode(lead, special=special))
+        text = text.removeprefix(form.lead if special else form.plain_lead)
     if len(body) < len(answer) and full.endswith(form.tail):
-        tail = tokenizer.encode_text(form.tail, after="a")
-        text = text.removesuffix(tokenizer.decode(tail, special=special))
+        text = text.removesuffix(form.tail if special else form.plain_tail)
     return text
 
 
@@ -373,6 +373,15 @@ class ByteTokenizer:
         """Return the bytes as text; bytes that are not UTF-8 are replaced."""
         del special
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
+
+
+def _behind_text(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Return the ids of a text that goes on behind others, without a space of its own."""
+    for near in ("\n", "a"):  # one of them does not merge with the text
+        ids, known = encode(near + text), encode(near)
+        if ids[: len(known)] == known:
+            return ids[len(known) :]
+    return encode(text)
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
@@ -455,11 +464,12 @@ class ModelTokenizer:
     def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
         """See `Tokenizer`."""
         ids: list[int] = []
-        goes_on = not self._ends_special(after)
         for section, is_text in sections_of(text, self._any_special):
-            encode = self._as_text if is_text else self._ids
-            ids += encode(section) if whole and not ids else self._continued(section, goes_on, encode)
-            goes_on = not self._ends_special(section)
+            if whole and not ids:
+                ids += self._as_text(section) if is_text else self._ids(section)
+            else:
+                ids += self._text_behind(after, section) if is_text else self._ids_behind(after, section)
+            after = section
         return np.asarray(ids, np.int32)
 
     def _ids(self, text: str) -> list[int]:
@@ -469,18 +479,36 @@ class ModelTokenizer:
         """Return the ids of a text in which special tokens are text."""
         return self._plain_backend.encode(text, add_special_tokens=False).ids
 
-    def _continued(self, text: str, goes_on: bool, encode: Callable[[str], list[int]]) -> list[int]:
-        """Return the ids of a text that follows a special token, or goes on after other text."""
-        if not self._adds_space or (self._spaces_after_special and not goes_on):
-            return encode(text)
-        for before in ("\n", "a"):  # one of them does not merge with the text
-            ids, known = encode(before + text), encode(before)
-            if ids[: len(known)] == known:
-                return ids[len(known) :]
-        return encode(text)
+    def _ids_behind(self, before: str, text: str) -> list[int]:
+        """Return the ids of a text behind another one, of which the part from its last special token on
+        matters: that may take a space from the text, or give it one."""
+        if not (self._adds_space or self._strips):
+            return self._ids(text)
+        last = max((found.start() for found in self._finds(before[-_NEAR:])), default=None)
+        near = before[-_NEAR:][last:] if last is not None else ("\na" if before else self._boundary)
+        ids, known = self._ids(near + text), self._ids(near)
+        return ids[len(known) :] if ids[: len(known)] == known else _behind_text(text, self._ids)
 
-    def _ends_special(self, text: str) -> bool:
-        return not text or text.endswith(tuple(self._special))
+    def _text_behind(self, before: str, text: str) -> list[int]:
+        """Return the ids of a text behind another one, where special tokens in it are text."""
+        token = next((each for name, each in self._special.items() if before.endswith(name)), None)
+        text = text.lstrip() if token is not None and token.rstrip else text
+        if not self._adds_space or (self._spaces_after_special and (token is not None or not before)):
+            return self._as_text(text)
+        return _behind_text(text, self._as_text)
+
+    def _finds(self, text: str) -> Iterable[re.Match[str]]:
+        return () if self._any_special is None else self._any_special.finditer(text)
+
+    @cached_property
+    def _strips(self) -> bool:
+        """Whether a special token takes white space from the text beside it."""
+        return any(each.rstrip or each.lstrip for each in self._special.values())
+
+    @cached_property
+    def _boundary(self) -> str:
+        """A special token that leaves the text behind it as it is; empty if there is none."""
+        return next((name for name, each in self._special.items() if not each.rstrip), "")
 
     @cached_property
     def _adds_space(self) -> bool:
@@ -491,8 +519,8 @@ class ModelTokenizer:
     @cached_property
     def _spaces_after_special(self) -> bool:
         """Whether it also does so behind each special token."""
-        known = (text for text, each in self._special.items() if not each.rstrip)
-        return any(self._ids(f"{token}a") == [self._added[token], *self._ids("a")] for token in known)
+        token = self._boundary
+        return bool(token) and self._ids(f"{token}a") == [self._added[token], *self._ids("a")]
 
     @cached_property
     def _any_special(self) -> re.Pattern[str] | None:
@@ -537,6 +565,7 @@ class ModelTokenizer:
             added=self._added,
             own_ends=own,
             model_ends=model,
+            special=self._any_special,
             text_of=self._text_of,
             in_parts=self._has_images,
         )

@@ -153,6 +153,8 @@ class GroupTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid
 _LARGE_LR = 0.01
 """AdamW changes each weight by about the learning rate in a step, and typical weights are about 0.02."""
 _SMALL_LR = 1e-9
+_SMALL_LORA_LR = 2e-5
+"""SmolLM2-135M with rank 16: reward 0.12 -> 0.16 in 14 steps at 1e-5, 0.12 -> 0.46 at 1e-4."""
 
 
 def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:
@@ -172,6 +174,13 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
             "training.lr",
             f"is {config.lr:g}: with AdamW, a learning rate above {_LARGE_LR:g} destroys what a model knows; "
             "usual values are 1e-6 (large models) to 1e-3 (tiny models)",
+            "warning",
+        )
+    if config.lora is not None and _SMALL_LR <= config.lr < _SMALL_LORA_LR:
+        yield Problem(
+            "training.lr",
+            f"is {config.lr:g}, and adapters need about ten times the rate of a whole model: below "
+            f"{_SMALL_LORA_LR:g} they hardly learn; usual values are 5e-5 to 1e-3",
             "warning",
         )
     if config.lr < _SMALL_LR:

@@ -537,9 +537,8 @@ class _Checker:
 
     def _repetitions(self) -> tuple[int, int]:
         """Return how many steps the kernels repeated to the same digest and to another one, by their log."""
-        events = Counter(
-            line.get("event") for line in read_lines(self._folder / "logs" / "kernel.jsonl", is_log=True)
-        )
+        lines = read_lines(self._folder / "logs" / "kernel.jsonl", is_log=True)
+        events = Counter(line.get("event") for line in lines)
         return events["step repeated"], events["repetition differs"]
 
     # --------------------------------------------------------------------------- metrics, evaluations

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -75,6 +76,7 @@ def examine_machine() -> list[Observation]:
         ),
         Observation("ok", "stretto", f"{version('stretto')}, API {API_VERSION}"),
         Observation("ok", "cores", f"{available_cores():g} of {os.cpu_count()}"),
+        Observation("ok", "bfloat16", _bfloat16()),
         *_memory(),
         Observation("ok", "gpus", ", ".join(visible_gpus(os.environ)) or "none visible"),
         _server(),
@@ -165,6 +167,15 @@ def _warnings_of(component: Component[Any]) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------ machine
+
+
+def _bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Say whether the processors have instructions for bfloat16."""
+    flags = set(cpu_info.read_text().split()) if cpu_info.is_file() else set[str]()
+    found = sorted(flags & {"amx_bf16", "avx512_bf16"})
+    if not found:
+        return "no instructions for it: float32 is as fast on these processors"
+    return f"fast on these processors ({', '.join(found)}): `dtype: bfloat16` for training and inference"
 
 
 def _memory() -> Iterator[Observation]:

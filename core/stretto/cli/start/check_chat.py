@@ -110,6 +110,9 @@ def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> It
         return
     if (tools := tools_of(row)) and not tokenizer.form.shows_tools:
         yield "have tools that the chat template does not show", ", ".join(map(name_of_tool, tools))
+    header = tokenizer.form.header
+    if header and not text.endswith(header) and prompt[-1].get("role") != "tool":
+        yield "open no answer in the chat template: the model has to write the header", repr(header)
     yield from _odd_messages(prompt, text, tokenizer, tools)
 
 
