@@ -32,6 +32,7 @@ import nats.nuid
 import numpy.random.bit_generator
 from anyio._backends import _asyncio as backend
 
+from stretto.kernel.fleet import adoption
 from stretto.testing.simulation.files import SimulatedFiles
 from stretto.testing.simulation.loop import Escaped, SimulatedLoop, current_process
 from stretto.testing.simulation.transport import SimulatedTransport
@@ -204,6 +205,12 @@ def _disk_usage(path: object) -> _DiskUsage:
     return _DiskUsage(2**40, 2**39, 2**39)
 
 
+def _folder_id(folder: object) -> str:
+    """Take the place of `former_process.folder_id`: an inode has another number each time."""
+    del folder
+    return "a folder"
+
+
 def _escape(*args: object, **options: object) -> Any:
     raise Escaped(f"{args[:1]}: sockets, threads and processes are not there in the simulation")
 
@@ -258,6 +265,7 @@ def patched(world: World) -> Generator[None]:
         (asyncio, "run", world.run),
         (os, "getpid", _process_id),
         (shutil, "disk_usage", _disk_usage),
+        (adoption, "folder_id", _folder_id),
         (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
         (uuid, "_generate_time_safe", None),
         (uuid, "_node", 1),
