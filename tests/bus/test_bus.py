@@ -26,8 +26,8 @@ from bus_testing import raw_client, server_pid, until
 from fixture_types import OpenBus
 from patience import patience
 from stretto.array import Array
-from stretto.base.former_process import folder_id
 from stretto.bus import messages
+from stretto.bus.guard import folder_id
 from stretto.bus.messages.base import Message, Refusal
 from stretto.bus.messages.inference import Confirm, Generate
 from stretto.bus.messages.membership import Heartbeat, Join, RunStatus, Welcome

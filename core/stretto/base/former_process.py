@@ -9,7 +9,7 @@ from signal import Signals
 import anyio
 import psutil
 
-__all__ = ["UNKNOWN_STATUS", "FormerProcess", "folder_id"]
+__all__ = ["UNKNOWN_STATUS", "FormerProcess"]
 
 UNKNOWN_STATUS = 255
 """Stands for the exit status of a process that is no child of the one that asks."""
@@ -90,9 +90,3 @@ def _start_of(pid: int) -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
     return ""
-
-
-def folder_id(folder: Path) -> str:
-    """Return what a folder keeps when it is renamed, and a copy of it does not have."""
-    found = folder.stat()
-    return f"{found.st_dev}:{found.st_ino}"

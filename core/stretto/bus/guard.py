@@ -49,6 +49,12 @@ def has_owner(lock: Path) -> bool:
     return is_locked(lock) or is_locked(lock.with_name(SUPERVISOR_LOCK))
 
 
+def folder_id(folder: Path) -> str:
+    """Return what a folder keeps when it is renamed, and a copy of it does not have."""
+    found = folder.stat()
+    return f"{found.st_dev}:{found.st_ino}"
+
+
 def _start(server: str, configuration: str) -> subprocess.Popen[bytes]:
     def die_with_guard() -> None:
         if sys.platform == "linux":
@@ -93,8 +99,7 @@ def main(binary: str, configuration: str, lock: Path, grace_s: float, cleaner: l
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     pid_file = lock.with_name("guard.pid")
-    folder = lock.parent.stat()
-    pid_file.write_text(f"{os.getpid()} {folder.st_dev}:{folder.st_ino}")
+    pid_file.write_text(f"{os.getpid()} {folder_id(lock.parent)}")
     _end_former(lock.with_name("nats.pid"), configuration)
     server = _start(binary, configuration)
     last_locked = time.monotonic()

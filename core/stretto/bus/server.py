@@ -29,7 +29,7 @@ import structlog
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from stretto.base import clock
-from stretto.base.former_process import FormerProcess, folder_id
+from stretto.base.former_process import FormerProcess
 from stretto.base.private_file import write_private
 from stretto.bus import guard
 from stretto.bus.listening import Listening, listening, url_host
@@ -380,7 +380,7 @@ def _former_guard(pid_file: Path) -> FormerProcess | None:
         pid, folder = pid_file.read_text().split()
         former = FormerProcess(int(pid))
         if guard.__file__ in former.command:
-            if folder == folder_id(pid_file.parent) and _names(former.command, pid_file.parent):
+            if folder == guard.folder_id(pid_file.parent) and _names(former.command, pid_file.parent):
                 return former
             log.info("the guard of another run is left alone", pid=former.pid)
     pid_file.unlink(missing_ok=True)  # a killed guard leaves its file

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from stretto.base.chat import Message, OwnTurn
 from stretto.errors import ConfigError
 
-__all__ = ["ChatForm", "form_of", "opened_in", "plain_text", "sections_of"]
+__all__ = ["ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
 
 _Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, whether to open the answer -> the text that the template writes."""
@@ -77,7 +77,7 @@ class ChatForm:
 
     def ends_of(self, text: str) -> Iterable[re.Match[str]]:
         """Return the places of end tokens in a text."""
-        return self._pattern.finditer(text) if self.ends else ()
+        return self._pattern.finditer(text) if self._pattern else ()
 
     def is_closed(self, answer: str) -> bool:
         """Return whether an answer ends its turn by itself, but for white space."""
@@ -94,12 +94,12 @@ class ChatForm:
 
     def end_at(self, text: str, place: int) -> str:
         """Return the end token at a place of a text; empty if there is none."""
-        found = self._pattern.match(text, place) if self.ends else None
+        found = self._pattern.match(text, place) if self._pattern else None
         return found[0] if found else ""
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, sorted(self.ends, key=len, reverse=True))))
+    def _pattern(self) -> re.Pattern[str] | None:
+        return any_of(self.ends)
 
     def prepared(self, messages: Sequence[Message], special: re.Pattern[str] | None) -> list[dict[str, Any]]:
         """Return messages in the form that the template wants.
@@ -127,6 +127,12 @@ class ChatForm:
             content = [{"type": "text", "text": content}]
         found["content"] = content or (self.call_content if calls else "")
         return found
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what finds one of these texts, the longest first; None if there are none."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def plain_text(text: str, mark: str = "") -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -168,10 +168,11 @@ class _Chat:
                 key
                 for key in (_TEXTS[:1] if in_prompt else _TEXTS)
                 if not all(_has(packed, each) for each in _texts(turn.get(key), all_of_it=not in_prompt))
-                or not is_shown(self._messages, number, key, self._tokenizer, self._tools)
+                or not self._depends_on(number, key)
             ]
-            if not all(_is_shown(call, packed) for call in turn.get("tool_calls") or ()) or not is_shown(
-                self._messages, number, "tool_calls", self._tokenizer, self._tools
+            calls = turn.get("tool_calls") or ()
+            if not all(_is_shown(call, packed) for call in calls) or not self._depends_on(
+                number, "tool_calls"
             ):
                 missing.append("tool_calls")
             if missing:
@@ -180,8 +181,13 @@ class _Chat:
                     f"{_short(text)!r} there"
                 )
 
+    def _depends_on(self, number: int, key: str) -> bool:
+        return is_shown(self._messages, number, key, self._text, self._write)
+
     def _render(self, count: int, *, opens_answer: bool) -> str:
-        messages = self._messages[:count]
+        return self._write(self._messages[:count], opens_answer=opens_answer)
+
+    def _write(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
         return self._tokenizer.render(messages, tools=self._tools, add_generation_prompt=opens_answer)
 
     def _name(self, number: int) -> str:
@@ -191,13 +197,14 @@ class _Chat:
 
 
 def is_shown(
-    messages: Sequence[Message], number: int, key: str, tokenizer: Tokenizer, tools: Tools = ()
+    messages: Sequence[Message], number: int, key: str, text: str, write: Callable[[list[Message]], str]
 ) -> bool:
     """Return whether what the chat template writes depends on the text, or the tool calls, under a key of a
-    message. The text itself may also stand elsewhere.
+    message. What stands there may also stand elsewhere.
 
-    Raises:
-        ConfigError: if the template refuses the messages.
+    Args:
+        text: what the template writes of the messages.
+        write: returns what it writes of others.
     """
     value = messages[number].get(key)
     if key == "tool_calls" and value:
@@ -208,9 +215,8 @@ def is_shown(
         return True  # nothing, or parts, which may be images
     changed = [*messages]
     changed[number] = type(messages[number])({**messages[number], key: other})  # type: ignore[reportCallIssue]
-    before = tokenizer.render(messages, tools=tools, add_generation_prompt=False)
     try:
-        return tokenizer.render(changed, tools=tools, add_generation_prompt=False) != before
+        return write(changed) != text
     except ConfigError:
         return True  # it reads them: it refuses such ones
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stretto.base.chat import Message
 from stretto.errors import ConfigError
-from stretto.models.chat_form import ChatForm, form_of, sections_of
+from stretto.models.chat_form import ChatForm, any_of, form_of, sections_of
 from stretto.models.files import end_tokens_in, folder_of_model
 
 if TYPE_CHECKING:
@@ -384,12 +384,6 @@ def _behind_text(text: str, encode: Callable[[str], list[int]]) -> list[int]:
     return encode(text)
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return what finds one of these texts, the longest first; None if there are none."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
@@ -525,7 +519,7 @@ class ModelTokenizer:
     @cached_property
     def _any_special(self) -> re.Pattern[str] | None:
         """What finds the special tokens in a text."""
-        return _any_of(self._special)
+        return any_of(self._special)
 
     @cached_property
     def _before(self) -> list[int]:
@@ -545,7 +539,7 @@ class ModelTokenizer:
     @cached_property
     def _special_texts(self) -> re.Pattern[str] | None:
         """What finds the special tokens in a text; the places of images are none."""
-        return _any_of(text for text in self._special if not self._has_images or not _OF_IMAGES.search(text))
+        return any_of(text for text in self._special if not self._has_images or not _OF_IMAGES.search(text))
 
     @property
     def form(self) -> ChatForm:

@@ -71,8 +71,9 @@ def plan(
     from stretto_plan.fitting import on_gpus
 
     ran = RunFolder(file) if file.is_dir() else None
-    if ran:
-        ran.require_trust(trusted=trust_plugins)
+    for each in (ran, RunFolder(record) if record else None):
+        if each is not None:
+            each.require_trust(trusted=trust_plugins)
     file = file / "config.yaml" if ran else file
     run = composed(file, overrides or ())
     number = cores or len(os.sched_getaffinity(0))

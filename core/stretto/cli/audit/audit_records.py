@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -410,22 +411,17 @@ def read_lines(file: Path, *, is_log: bool = False) -> list[dict[str, Any]]:
     """
     try:
         lines = read_record(file).splitlines(keepends=True)
-        complete = (line for line in lines if line.endswith(b"\n"))
-        return [json.loads(line) for line in complete if not is_log or _is_json(line)]
+        found: list[dict[str, Any]] = []
+        for line in lines:
+            with suppress(*([ValueError] if is_log else [])):
+                found += [json.loads(line)] if line.endswith(b"\n") else []
+        return found
     except FileNotFoundError:
         return []
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error}") from error
     except ValueError as error:
         raise RunError(f"{file}: a line is not JSON: {error}") from error
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

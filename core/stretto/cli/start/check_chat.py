@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,11 +86,13 @@ _OUTSIDE = "have tokens outside of the model's vocabulary: its tokenizer is that
 def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> Iterator[tuple[str, str]]:
     """Yield what is odd in a row's prompt: a kind, and the place."""
     prompt = as_meant(row["prompt"], tokenizer)
+
+    def write(messages: Sequence[Message]) -> str:
+        return plain_text(tokenizer.render(messages, tools=tools_of(row)))
+
     try:
         ids = prompt_ids(row, tokenizer)
-        text = (
-            prompt if isinstance(prompt, str) else plain_text(tokenizer.render(prompt, tools=tools_of(row)))
-        )
+        text = prompt if isinstance(prompt, str) else write(prompt)
     except ConfigError as error:
         yield "are refused", str(error)
         return
@@ -113,11 +115,11 @@ def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> It
     header = tokenizer.form.header
     if header and not text.endswith(header) and prompt[-1].get("role") != "tool":
         yield "open no answer in the chat template: the model has to write the header", repr(header)
-    yield from _odd_messages(prompt, text, tokenizer, tools)
+    yield from _odd_messages(prompt, text, tokenizer, write)
 
 
 def _odd_messages(
-    messages: Sequence[Message], text: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]
+    messages: Sequence[Message], text: str, tokenizer: Tokenizer, write: Callable[[Sequence[Message]], str]
 ) -> Iterator[tuple[str, str]]:
     if messages[-1].get("role") == "assistant":
         yield "end with a turn of the assistant: the model begins another answer after it", ""
@@ -128,7 +130,7 @@ def _odd_messages(
         words = "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
         place = f"message {number}, role {message.get('role')!r}"
         answer = "".join(words.rpartition("</think>")[2].split())
-        if answer not in packed or not is_shown(messages, number - 1, "content", tokenizer, tools):
+        if answer not in packed or not is_shown(messages, number - 1, "content", text, write):
             yield "have a message that the chat template does not show, or not as it is written", place
         if message.get("tool_calls") and not tokenizer.form.shows_calls:
             yield "have tool calls that the chat template does not show", place

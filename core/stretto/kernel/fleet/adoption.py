@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from stretto.base.former_process import folder_id
 from stretto.base.private_file import write_private
+from stretto.bus.guard import folder_id
 from stretto.bus.messages.membership import Join
 from stretto.launcher import AdoptingLauncher, Handle, Job, Launcher
 

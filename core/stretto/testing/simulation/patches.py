@@ -206,7 +206,7 @@ def _disk_usage(path: object) -> _DiskUsage:
 
 
 def _folder_id(folder: object) -> str:
-    """Take the place of `former_process.folder_id`: an inode has another number each time."""
+    """Take the place of `guard.folder_id`: an inode has another number each time."""
     del folder
     return "a folder"
 
