@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -56,6 +56,7 @@ from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.records.metrics_file import MetricsFile
 from stretto.weights import WeightsNote
 
+T = TypeVar("T")
 Checkpoint = tuple[Path | None, KernelState]
 FOLDER = Path("checkpoint")
 """Of every checkpoint here; nothing is read from it."""
@@ -138,6 +139,9 @@ class History:
 
 class Trainers:
     """Trainers whose digests depend on the version alone."""
+
+    async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await work()
 
     async def load(
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...]

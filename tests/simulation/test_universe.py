@@ -138,6 +138,29 @@ def test_a_fault_of_each_kind_changes_what_happens_and_no_result() -> None:
         assert outcome.digest != undisturbed.digest, tape.faults
 
 
+@pytest.mark.parametrize(("processes", "seconds"), [(1, 0.05), (1, 0.7), (1, 1.1), (2, 0.9)])
+def test_a_trainer_that_is_lost_in_a_takeover_is_replaced(processes: int, seconds: float) -> None:
+    """While it joins again, loads, and repeats a step."""
+    tape = small(6, 0)
+    run = tape.run | {"training": {**tape.run["training"], "processes": processes}, "steps": 6}
+    faults = [Fault(kind="kill", at=3.3, who="trainer")] if seconds > 0.5 else []
+    faults += [Fault(kind="takeover", at=3.3, who="trainer", pick=0.9, seconds=seconds)]
+    outcome = run_tape(msgspec.structs.replace(tape, run=run, faults=tuple(faults)))
+    assert not outcome.failed, "\n".join(describe(tape, outcome))
+    assert outcome.kernels == 2
+
+
+def test_a_signal_to_all_processes_saves_without_a_repetition() -> None:
+    """As a cluster that wants its machines back sends it. The run is continued."""
+    tape = small(6, 0)
+    roles = ("trainer", "inference", "rollout", "verifier", "kernel")
+    faults = tuple(Fault(kind="term", at=3.3, who=role) for role in roles)
+    outcome = run_tape(msgspec.structs.replace(tape, faults=faults))
+    assert not outcome.failed, "\n".join(describe(tape, outcome))
+    assert outcome.kernels == 2
+    assert not any("lost=trainer" in line for line in outcome.log)
+
+
 @pytest.mark.slow
 def test_a_replaced_kernel_that_wakes_up_while_the_next_one_starts_changes_nothing() -> None:
     wakes = (1.0, 1.1, 1.25, 1.5, 1.9, 2.3)

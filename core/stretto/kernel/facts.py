@@ -28,6 +28,8 @@ class RunFacts:
         self._began = clock.now()
         self.note = "starting"
         """What the run is doing while it does not train."""
+        self.loss = ""
+        """Which trainer was lost, while it is replaced; empty otherwise."""
         self.started = False
         """Whether the kernel has issued its first tickets."""
         self.begun = resumed is None

@@ -127,7 +127,6 @@ class Kernel:
             engines=self._engines,
             routes=self._routes,
             on_gone=lambda worker, drained: self._hear(WorkerGone(worker, drained)),
-            on_trainer_lost=lambda worker, how: self._replacement.lost(worker, how),
         )
         self._operation = Operation(setup, bus, ending, self._scaler)
         self._steps = Steps(
@@ -176,7 +175,7 @@ class Kernel:
             stored = await self._resumption.read()
             if self._resumption.hands_over(stored):
                 return
-        resumed = self._setup.resumed
+        resumed, adopts_trainers = self._setup.resumed, False
         version = resumed[1].version if resumed else 0
         self._journal.hear(KernelBegan(self._lease_epoch, version, self._facts.wall_s))
         await self._journal.flush()  # observers may refuse the run's files
@@ -184,7 +183,8 @@ class Kernel:
         if self._resumption is not None and self._setup.replays is None:
             await self._fleet.adopt(self._setup.workers, self._tasks)  # before they hear of this kernel
             self._adopts = bool(self._fleet.adoption.absent)
-            self._admission.trainers_may_end = self._fleet.adoption.has_trainers
+            if adopts_trainers := self._fleet.adoption.has_trainers:  # new ones may take their place
+                self._admission.on_trainer_lost = lambda worker, how: None
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(watch_bus, self._setup, self._bus, self._ending)
@@ -196,7 +196,7 @@ class Kernel:
             self._tasks.start_soon(self._samples.run)
         try:
             await self._fleet.launch(self._setup.workers, self._tasks)
-            self._tasks.start_soon(self._begin, stored)
+            self._tasks.start_soon(self._begin, stored, adopts_trainers)
             await self._ending.over.wait()
         finally:
             with anyio.CancelScope(shield=True):
@@ -217,11 +217,13 @@ class Kernel:
         await bus.subscribe(names.tickets_started, TicketsStarted, self._take_starts)
         await bus.subscribe(names.progress, Progress, self._hear)
 
-    async def _begin(self, stored: Stored | None) -> None:
+    async def _begin(self, stored: Stored | None, adopts_trainers: bool) -> None:
         """Wait for the workers, load the weights or repeat the journal, and issue the first tickets."""
         living: Living | None = None
-        if self._admission.trainers_may_end and stored is not None:
-            living = await self._living_trainers(stored)
+        if self._resumption is not None and stored is not None:
+            if adopts_trainers:
+                living = await self._living_trainers(self._resumption, stored)
+            self._replace_lost_trainers()
         nonces = await self._admission.until_trainers_ready()
         self._trainers.nonces = nonces
         first = self._trainers.placement.lead.workers[0]
@@ -232,9 +234,14 @@ class Kernel:
             if self._adopts:
                 version, repeated = self._scheduler.version, recovered.repeated
                 self._journal.hear(Replaced(stored.journal.heard_at, "kernel", "killed", version, repeated))
-        notes = recovered.notes if recovered else await self._trainers.load(None, 0)
+        if recovered is not None:
+            notes = tuple(self._steps.current(note) for note in recovered.notes)
+        else:
+            notes = await self._trainers.load(None, 0)
         if self._ending.over.is_set():
             return
+        if recovered is None:
+            self._replace_lost_trainers()
         self._steps.begin(notes[-1])
         self._engines.remember(notes)
         self._engines.announce(notes[-1])
@@ -254,7 +261,6 @@ class Kernel:
         self._tasks.start_soon(self._routes.refresh)
         self._facts.note = ""
         self._facts.started = True
-        self._tasks.start_soon(self._replacement.run)
         self._tasks.start_soon(self._trainers.ahead.run)
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._setup.waits.begin()
@@ -266,19 +272,24 @@ class Kernel:
             for each in held:
                 await self._tickets.withdraw(each.purpose, each.ticket, each.attempt)
 
-    async def _living_trainers(self, stored: Stored) -> Living | None:
+    async def _living_trainers(self, resumption: Resumption, stored: Stored) -> Living | None:
         """Return the state of the former kernel's trainers. If they cannot go on, end them."""
-        assert self._resumption is not None
         living: Living | None = None
-        with anyio.move_on_after(_JOIN_AGAIN_S), suppress(BusError):
+        with anyio.move_on_after(_JOIN_AGAIN_S) as waiting, suppress(BusError):
+            self._admission.on_trainer_lost = lambda worker, how: waiting.cancel()
             self._trainers.nonces = await self._admission.until_trainers_ready()
-            living = await self._resumption.living(stored)
-        if living is None:
-            log.info("the trainers start again: they cannot go on")
-            self._fleet.lose_all("trainer", "it cannot go on")
-            await self._fleet.end_all("trainer")
-        self._admission.trainers_may_end = False
-        return living
+            living = await resumption.living(stored)
+        if living is not None and not waiting.cancel_called:
+            return living
+        log.info("the trainers start again: they cannot go on")
+        self._fleet.lose_all("trainer", "it cannot go on")
+        await self._fleet.end_all("trainer")
+        return None
+
+    def _replace_lost_trainers(self) -> None:
+        """From now on a trainer that is lost does not end the run."""
+        self._admission.on_trainer_lost = self._replacement.lost
+        self._tasks.start_soon(self._replacement.run)
 
     # -------------------------------------------------------------------------------------- the end
 
@@ -292,6 +303,7 @@ class Kernel:
         await ending.drain_requested.wait()
         if self._facts.started:
             self._hear(RunClosing())
+            self._fleet.needs = lambda role: role == "trainer"  # the signal may have reached all processes
             self._facts.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
             await self._steps.until_over()
             try:
@@ -305,7 +317,7 @@ class Kernel:
 
     async def _dismiss(self) -> None:
         """Ask the workers to leave, and stop those that do not leave in time."""
-        self._facts.note = "stopping the workers"
+        self._facts.loss, self._facts.note = "", "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
                 await self._bus.publish(self._names.beacon, Beacon(self._lease_epoch, "over"))

@@ -92,11 +92,11 @@ class TrainerReplacement:
             self._news = anyio.Event()
             with anyio.CancelScope() as self._replacing:
                 await self._replace()
-                self._setup.facts.note = ""
+                self._setup.facts.loss = ""
 
     async def _replace(self) -> None:
         worker, how, began = self._loss
-        self._setup.facts.note = f"{worker} was lost ({how}); generation goes on while it starts again"
+        self._setup.facts.loss = f"{worker} was lost ({how}) and starts again{self._meanwhile}"
         await self._setup.fleet.end_all("trainer")
         nonces = await self._admission.until_trainers_ready()
         self._trainers.nonces = nonces
@@ -119,6 +119,7 @@ class TrainerReplacement:
         """Load the newest checkpoint and train the later batches again. Return their number; None if the run
         begins again."""
         folder, state = self._checkpointer.newest()
+        self._steps.published_again.clear()
         rounds = self._scheduler.evaluation
         needed = tuple(note for note in state.needed if note.version in rounds.needed_versions)
         notes = await self._trainers.load(folder, state.version, needed)
@@ -130,7 +131,7 @@ class TrainerReplacement:
         version = state.version
         while version < self._steps.reached:
             step, checkpoint = version + 1, f"from the checkpoint of {state.version}"
-            self._setup.facts.note = f"repeating step {step} {checkpoint}; generation goes on"
+            self._setup.facts.loss = f"repeating step {step} {checkpoint}{self._meanwhile}"
             if (rows := self._steps.rows.get(version)) is None:
                 self._begin_again(f"the batch of version {version} is not known any more")
                 return None
@@ -144,10 +145,14 @@ class TrainerReplacement:
             self._remember(note)
         return version - state.version
 
+    @property
+    def _meanwhile(self) -> str:
+        return "; generation goes on" if self._setup.facts.started else ""
+
     def _remember(self, note: WeightsNote) -> None:
         """Give the engines the new address of a version that they need."""
         newest = self._engines.note
-        self._steps.published_again = note
+        self._steps.published_again[note.version] = note
         if newest is not None and newest.version == note.version:
             self._engines.publish_again(note)
         elif note.version in self._scheduler.evaluation.needed_versions:

@@ -50,7 +50,7 @@ class Steps:
         self._checkpointer = checkpointer
         self._hear = hear
         self._meter = StepMeter(setup)
-        self.reached = 0
+        self.reached = setup.resumed[1].version if setup.resumed else 0
         """Version of the weights that the trainers have, or have to have after one was lost."""
         self.under_way: tuple[RowRef, ...] | None = None
         """Rows of the batch that is trained now."""
@@ -58,8 +58,8 @@ class Steps:
         """Version -> rows of the batch that was trained on it, since the newest checkpoint."""
         self.digests: dict[int, str] = {}
         """Version -> digest of its weights, of versions that are published."""
-        self.published_again: WeightsNote | None = None
-        """The newest version as trainers publish it that have taken the place of lost ones."""
+        self.published_again: dict[int, WeightsNote] = {}
+        """Version -> its note by the trainers that have taken the place of lost ones."""
         self._engine_errors = EngineErrors()
         self._ended = anyio.Event()
         """Set by the end of each step."""
@@ -69,6 +69,10 @@ class Steps:
         """Begin with these weights."""
         self.reached = note.version
         self.digests[note.version] = note.digest
+
+    def current(self, note: WeightsNote) -> WeightsNote:
+        """Return the note of the same version by the present trainers, which may have been replaced."""
+        return self.published_again.get(note.version, note)
 
     async def until_over(self) -> None:
         """Wait until no batch is trained, and the newest version is announced."""
@@ -104,7 +108,7 @@ class Steps:
         if note is None:
             self._tasks.start_soon(self._publish_beside, version)
         else:
-            self._announce(note)
+            self._engines.announce(self.current(note))
         self._ended.set()
         self._ended = anyio.Event()
         if due:
@@ -161,9 +165,4 @@ class Steps:
     async def _publish_beside(self, version: int) -> None:
         note = await self._trainers.attempt(partial(self._trainers.published, version))
         await self._note(note)
-        self._announce(note)
-
-    def _announce(self, note: WeightsNote) -> None:
-        """Announce a version. While its digest was written, its trainers may have been lost."""
-        again = self.published_again
-        self._engines.announce(again if again is not None and again.version == note.version else note)
+        self._engines.announce(self.current(note))

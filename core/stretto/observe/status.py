@@ -157,8 +157,8 @@ class StatusWriter:
         scheduler = self._scheduler
         if not self._fleet.hears():
             return "waiting for nats-server"
-        if self._facts.note:
-            return self._facts.note
+        if text := self._facts.loss or self._facts.note:
+            return text
         cause = self._waits.cause
         if cause is not None and cause.kind != "groups":
             return f"waiting for {cause}"

@@ -3,7 +3,7 @@
 A worker leaves when the kernel's beacon says that the run is over, when it gets SIGTERM, and by itself when
 the kernel is gone and no other one comes. It joins a later kernel of the run with the work that it has. If
 the kernel asks it to, or at SIGINT, it first drains: it takes no new work and finishes what it has. A trainer
-cannot drain; it leaves at once. Between joining and leaving, the code of its role works.
+cannot drain, and leaves only at the second signal. Between joining and leaving, the code of its role works.
 """
 
 from __future__ import annotations
@@ -220,10 +220,16 @@ async def _announce_leaving(bus: Bus, subject: str, leaving: Leaving) -> None:
 
 
 async def _obey_signals(context: WorkerContext) -> None:
+    """Leave at a signal. A cluster that wants its machines back signals all processes of a run at once: the
+    kernel then finishes the step under way and saves, for which it needs its trainers."""
+    is_needed = context.role == "trainer"
     with context.process.signals() as signals:
         async for number in signals:
             reason = f"asked by {number.name}"
-            if number == signal.SIGINT and context.role != "trainer" and not context.drain.is_set():
+            if is_needed:
+                is_needed = False
+                log.info("stays until the kernel ends, or until the next signal", signal=number.name)
+            elif number == signal.SIGINT and context.role != "trainer" and not context.drain.is_set():
                 context.request_drain(reason)
             else:
                 context.request_shutdown(reason)

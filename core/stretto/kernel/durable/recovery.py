@@ -16,10 +16,11 @@ resume before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -57,12 +58,15 @@ from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 Name = tuple[Purpose, int, int]
 """(purpose, ticket, attempt) of an outcome."""
 
 
 class _RepeatedSteps(Protocol):
     """The part of `Trainers` that a repetition needs."""
+
+    async def attempt(self, work: Callable[[], Awaitable[T]]) -> T: ...
 
     async def load(
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...]
@@ -389,7 +393,8 @@ class Repetition:
         if self._living is not None:
             self._notes = [*self._living.notes]
             return self._living.notes
-        self._notes = [*await self._trainers.load(folder, state.version, state.needed)]
+        load = partial(self._trainers.load, folder, state.version, state.needed)
+        self._notes = [*await self._trainers.attempt(load)]
         if folder is not None and self._notes[-1].digest != state.digest:
             raise RunError(f"the weights loaded from {folder} differ from those that were saved there")
         return tuple(self._notes)
@@ -413,6 +418,7 @@ class Repetition:
                 step = None if is_done else await self._train(start)
                 event = msgspec.structs.replace(event, hold=event.hold or self._differs)
                 start = _batch_in(self._take_in_step(start, step, event))
+                await self._writer.flush()
             else:
                 start = _batch_in(self._take_in(event, outcome)) or start
             if self._differs:
@@ -422,7 +428,8 @@ class Repetition:
             # Trainers that are ahead have no note of this version, only of those that evaluations need.
             newest = self._notes[-1] if self._living is not None and self._notes else None
             if newest is not None and newest.version == scheduler.version > self._state.version:
-                await self._compare(newest)
+                self._compare(newest)
+                await self._writer.flush()
             if expires_batch and scheduler.training:
                 self.has_expired, expired = True, BatchExpired(scheduler.version)
                 self._writer.hear(expired)
@@ -447,6 +454,7 @@ class Repetition:
         event = StepTrained(step.version, hold=True, skipped=bool(step.skipped))
         self._writer.hear(event)
         self._record(self._take_in_step(start, step, event))
+        await self._writer.flush()
 
     def _take_in_step(self, start: StartBatch, step: StepResult | None, event: StepTrained) -> list[Command]:
         commands = self._take_in(event)
@@ -467,22 +475,26 @@ class Repetition:
             self._writer.hear(decision)
 
     async def _train(self, start: StartBatch) -> StepResult:
-        """Train a batch again, and compare the digest."""
-        step = await self._trainers.step(self._state.incarnation, start.version, refs_of(start.groups))
-        await self._trainers.end(start.version, self._scheduler.evaluation.needed_versions)
-        note = await self._trainers.published(step.version)
+        """Train a batch again, and compare the digest. No await follows: if a trainer is lost later, those
+        that take its place train the batch, too."""
+
+        async def train() -> tuple[StepResult, WeightsNote]:
+            step = await self._trainers.step(self._state.incarnation, start.version, refs_of(start.groups))
+            await self._trainers.end(start.version, self._scheduler.evaluation.needed_versions)
+            return step, await self._trainers.published(step.version)
+
+        step, note = await self._trainers.attempt(train)
         self._notes.append(note)
         self._trained += 1
-        await self._compare(note)
+        self._compare(note)
         log.info("step repeated", version=note.version)
         return step
 
-    async def _compare(self, note: WeightsNote) -> None:
+    def _compare(self, note: WeightsNote) -> None:
         """Compare the digest of a version with the recorded one, or record it."""
         recorded = self._stored.journal.digests.get(note.version)
         if recorded is None:
             self._writer.hear(VersionPublished(self._state.incarnation, note.version, note.digest))
-            await self._writer.flush()
         elif recorded != note.digest:
             log.error("repetition differs", version=note.version, digest=note.digest, expected=recorded)
             self._differs = True

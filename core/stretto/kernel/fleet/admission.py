@@ -40,7 +40,6 @@ class Admission:
 
     Args:
         on_gone: called when a rollout worker is no member any more, with its id and whether it has drained.
-        on_trainer_lost: called with a trainer that was lost while the run trains, and how.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Admission:
         engines: Engines,
         routes: RouteSender,
         on_gone: Callable[[str, bool], None],
-        on_trainer_lost: Callable[[str, str], None],
     ) -> None:
         self._setup = setup
         self._fleet = fleet = setup.fleet
@@ -66,10 +64,9 @@ class Admission:
         self._engines = engines
         self._routes = routes
         self._on_gone = on_gone
-        self._on_trainer_lost = on_trainer_lost
+        self.on_trainer_lost: Callable[[str, str], None] = self._end_start
+        """Called with a trainer that is lost, and how."""
         self._changed = anyio.Event()
-        self.trainers_may_end = False
-        """Whether the trainers are those of a former kernel, and new ones may take their place."""
         fleet.on_ready = self._on_ready
         fleet.on_lost = self._on_lost
         fleet.on_left = self._on_left
@@ -94,10 +91,9 @@ class Admission:
             RunError: if this takes too long.
         """
         with self._in_time():
-            nonces = await self._nonces_of_trainers()
-            while nonces.keys() - {member.worker for member in self._fleet.of("trainer")}:
+            while not self._trainers <= {member.worker for member in self._fleet.of("trainer")}:
                 await self._changed.wait()
-        return nonces
+        return self._nonces_of_trainers()
 
     async def until_all_callable(self) -> None:
         """Wait until all workers can be called.
@@ -158,15 +154,18 @@ class Admission:
 
     async def _send_ranks(self, message: AskRanks) -> Ranks:
         del message
-        return Ranks(await self._nonces_of_trainers())
-
-    async def _nonces_of_trainers(self) -> dict[str, str]:
-        """Wait until all trainers have joined, and return the nonces of their processes. If one of them is
-        lost, all are replaced, so they belong together."""
-        trainers = [worker.id for worker in self._setup.workers if worker.role == "trainer"]
-        while not all(worker in self._fleet.members for worker in trainers):
+        while not self._trainers <= self._fleet.members.keys():
             await self._changed.wait()
-        return {worker: self._fleet.members[worker].nonce for worker in trainers}
+        return Ranks(self._nonces_of_trainers())
+
+    @property
+    def _trainers(self) -> set[str]:
+        return {worker.id for worker in self._setup.workers if worker.role == "trainer"}
+
+    def _nonces_of_trainers(self) -> dict[str, str]:
+        """Return the nonces of the trainers' processes. If one of them is lost, all are replaced, so they
+        belong together."""
+        return {worker: self._fleet.members[worker].nonce for worker in self._trainers}
 
     def _missing(self) -> list[str]:
         """Return the workers that cannot be called yet. The evaluator can be when it has an evaluation."""
@@ -210,14 +209,13 @@ class Admission:
         self._on_change(member)
         if final:
             self._ending.end("failed", f"{member.worker}: {how}")
-        elif member.role == "trainer" and self.trainers_may_end:
-            pass
-        elif member.role == "trainer" and not self._setup.facts.started:
-            self._ending.end("failed", f"{member.worker} was lost while the run was starting ({how})")
         elif member.role == "trainer":
-            self._on_trainer_lost(member.worker, how)
+            self.on_trainer_lost(member.worker, how)
         elif member.role == "rollout":
             self._on_gone(member.worker, False)
+
+    def _end_start(self, worker: str, how: str) -> None:
+        self._ending.end("failed", f"{worker} was lost while the run was starting ({how})")
 
     def _notify(self) -> None:
         """Wake the tasks that wait for a change."""

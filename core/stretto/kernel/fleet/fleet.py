@@ -151,6 +151,8 @@ class Fleet:
         """Called with each worker that begins to drain."""
         self.explain: Callable[[str], str] = lambda worker: ""
         """Returns what is known of why a worker ends again and again."""
+        self.needs: Callable[[Role], bool] = lambda role: True
+        """Whether lost workers of a role start again."""
         self.hears: Callable[[], bool] = lambda: True
         """Whether heartbeats can arrive now: the kernel has a connection to the bus."""
         self.reconnect_s = 0.0
@@ -282,7 +284,7 @@ class Fleet:
         while not self.hears():  # a worker that cannot connect would only end again
             await anyio.sleep(0.2)
         async with self._launching:
-            if self._ending:
+            if self._ending or not self.needs(job.role):
                 return False
             if job.worker in self._retired:  # since it ended
                 self._forget(job.worker)

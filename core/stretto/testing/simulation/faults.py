@@ -104,6 +104,7 @@ KINDS = {
     "slow": 1,
     "fail": 1,
     "scale": 3,
+    "takeover": 2,
     "rival": 0,  # only if it is named: a replaced kernel without a connection removes weights of the next one
     "clock": 1,
     "tear": 1,
@@ -115,6 +116,8 @@ _OF_THE_SERVER = ("outage", "hang", "full store", "full disk")
 _SILENCING = ("stop", "cut")
 _DRAINING = ("int", "scale")
 _SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0, 100.0)
+_TAKEN_OVER_S = 3.0
+"""Longest time from the moment at which a kernel takes the run of a killed one to its own mishap."""
 
 
 def draw(rng: Random, number: int, until_s: float, kinds: Collection[str] = ()) -> tuple[Fault, ...]:
@@ -137,6 +140,8 @@ def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
         who = rng.choice(["inference", "rollout", "verifier", "training"])
     if kind == "rival":  # stopped for so long that the other one has taken the run over
         who, seconds = "kernel", max(1.0, seconds)
+    if kind == "takeover":  # the kernel is killed, and then this happens while the next one begins
+        seconds = round(rng.random() ** 2 * _TAKEN_OVER_S, 6)
     if kind == "tear":
         who = rng.choice(["kernel", "kernel", "trainer"])
     place: dict[str, Any] = {"at": round(rng.uniform(0.2, until_s), 3)}
@@ -197,7 +202,7 @@ def happen(universe: Universe, fault: Fault) -> None:
     if universe.over:
         return
     hit = _HITS.get(fault.kind)
-    living = universe.machine.alive(fault.who) if hit else []
+    living = universe.machine.alive("kernel" if fault.kind == "takeover" else fault.who) if hit else []
     victim = living[min(int(fault.pick * len(living)), len(living) - 1)] if living else None
     universe.report("fault", fault.kind, victim.name if victim else "", f"{fault.seconds:g} s")
     universe.be_patient(max(_lasts_s(fault, victim), _CALM_S))
@@ -243,6 +248,18 @@ def _change_world(universe: Universe, fault: Fault) -> None:
             pass  # one of `_SHARES`
 
 
+def _take_over(universe: Universe, kernel: SimulatedProcess, fault: Fault) -> None:
+    """Kill a kernel. While the next one begins, set the clock, and kill a worker or interrupt that kernel."""
+    kernel.end(-signal.SIGKILL)
+
+    def begun() -> None:
+        happen(universe, msgspec.structs.replace(fault, kind="clock", seconds=60.0))
+        kind = "term" if fault.who == "kernel" else "kill"
+        universe.later(fault.seconds, happen, universe, msgspec.structs.replace(fault, kind=kind))
+
+    universe.at_next_lease.append(begun)
+
+
 _SHARES = {
     "late": ("late",),
     "lose": ("lost", "untaken"),
@@ -259,6 +276,7 @@ _HITS: dict[str, Callable[[Universe, SimulatedProcess, Fault], None]] = {
     "int": lambda universe, victim, fault: victim.signal(signal.SIGINT),
     "stop": lambda universe, victim, fault: victim.stop(fault.seconds),
     "block": lambda universe, victim, fault: victim.block(fault.seconds),
+    "takeover": _take_over,
     "rival": lambda universe, victim, fault: universe.replace(victim, fault.seconds),
     "tear": lambda universe, victim, fault: universe.world.files.tear(victim),
     "break": lambda universe, victim, fault: universe.server.break_connections(victim.name),

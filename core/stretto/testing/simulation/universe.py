@@ -109,6 +109,8 @@ class Universe:
         """The newest kernel; None from the moment on in which another one is about to replace it."""
         self.over = False
         """Whether the run has ended: no fault happens any more."""
+        self.at_next_lease: list[Callable[[], None]] = []
+        """What happens as soon as a kernel owns the run."""
         self.summary: dict[str, Any] | None = None
         """Of the newest kernel, if it has ended by itself."""
         self._began = self._expects_from = self.loop.time()
@@ -129,6 +131,9 @@ class Universe:
             self.be_patient(0)
         elif subject.endswith(".leases"):
             self._has_lease = self._owner
+            due, self.at_next_lease = self.at_next_lease, []
+            for happen in due:
+                happen()
 
     def report(self, *words: object) -> None:
         """Add a line to the log and the trace."""
@@ -243,7 +248,7 @@ class Universe:
                 ends = [kernel.ended, self._replaced]
                 await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             summary = self.summary
-            if summary is not None and not _resumable(summary):
+            if summary is not None and not _resumable(summary, first=self._kernels == 1):
                 for replaced_one in self.machine.alive("kernel"):
                     if not (await asyncio.wait([replaced_one.ended], timeout=self.tape.patience_s))[0]:
                         return {"status": "stuck", "reason": "a kernel that was replaced does not end"}
@@ -354,12 +359,12 @@ class Universe:
         self.server.send("operator", subject, reply, b"", data)
 
 
-def _resumable(summary: dict[str, Any]) -> bool:
-    """Whether a run ended as it has to, so that somebody resumes it: by a signal, because a trainer is gone,
-    because the disk is full, or because too many tickets failed."""
+def _resumable(summary: dict[str, Any], *, first: bool) -> bool:
+    """Whether a run ended as it has to, so that somebody resumes it: by a signal, because the disk is full,
+    because too many tickets failed, or because the first kernel lost a trainer while it began."""
     reason = summary["reason"]
     is_full = "No space left" in reason or "insufficient resources" in reason
-    lost = (reason.startswith("trainer-") and "was lost" in reason) or is_full or PLANTED in reason
+    lost = (first and "was lost while the run was starting" in reason) or is_full or PLANTED in reason
     return summary["status"] == "interrupted" or (summary["status"] != "completed" and lost)
 
 
