@@ -114,7 +114,7 @@ class FakeSession:
         assert sampling is not None
         if self.fault:
             raise EngineError(self.fault)
-        tokens, stopped = self._draw(sampling)
+        tokens, stopped = self._draw(sampling, self.tokenizer.decode(prompt_ids, special=True))
         self.asked.append((prompt_ids.tolist(), tokens.tolist()))
         self.asked_images.append(images)
         self.samplings.append(sampling)
@@ -135,15 +135,17 @@ class FakeSession:
                 logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
                 versions=np.full(len(tokens), version, np.int32),
                 finish="stop" if stopped else "length",
-                text=self.tokenizer.decode(body_of(tokens, "stop" if stopped else "length", self.tokenizer)),
+                text=self.tokenizer.decode(
+                    body_of(tokens, "stop" if stopped else "length", self.tokenizer), after=prompt_ids
+                ),
                 engine="inference-0",
             )
         ]
 
-    def _draw(self, sampling: Sampling) -> tuple[NDArray[np.int32], bool]:
+    def _draw(self, sampling: Sampling, prompt: str) -> tuple[NDArray[np.int32], bool]:
         draw = self.random
         if self.texts:
-            tokens, stopped = self.tokenizer.encode_text(self.texts.pop(0)).tolist(), True
+            tokens, stopped = self.tokenizer.encode_text(self.texts.pop(0), after=prompt).tolist(), True
             ended = not self.tokenizer.form.ends or (tokens and self.tokenizer.ends_turn(tokens[-1]))
             tokens += [] if ended else [END]
         else:

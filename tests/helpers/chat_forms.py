@@ -1,4 +1,4 @@
-"""Eighteen chat templates of our own, each with a tokenizer, that have the traits of real ones."""
+"""Twenty chat templates of our own, each with a tokenizer, that have the traits of real ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -42,7 +42,10 @@ class Form:
     """Some cross a boundary that the template makes."""
     bos: bool = False
     sentence_piece: str = ""
-    """Metaspace's `prepend_scheme`; empty for a byte-level tokenizer."""
+    """Metaspace's `prepend_scheme`, or `llama` for a normaliser in its place; empty for a byte-level
+    tokenizer."""
+    unigram: bool = False
+    """Whether the tokenizer finds whole pieces in a text, also those of special tokens."""
     rstrips: bool = False
     """Whether special tokens take the white space behind them."""
     arguments: str = "mapping"
@@ -297,6 +300,17 @@ FORMS: dict[str, Form] = {
         sentence_piece="always",
         rstrips=True,
     ),
+    "line before the text": Form(
+        _turns(
+            "{{ ('<a>' if m.role == 'assistant' else '<u>') + '\n ' + m.content }}" + _AS_JSON, _TOOLS, "<a>"
+        ),
+        eos="<x>",
+        ends=("<x>", "<u>"),
+        closing="<u>",
+        lead="\n ",
+        sentence_piece="llama",
+    ),
+    "pieces": Form(_LINES, sentence_piece="first", unigram=True),
     "end on a line": Form(
         _turns("{{ '<r>' + m.role + '\n' + m.content + '\n<e>\n' }}"),
         tail="\n",
@@ -338,10 +352,16 @@ def write_model(form: Form, folder: Path) -> str:
         pieces = ["▁", *(piece for piece in pieces if piece not in "▁")]
         merges = [("▁", "o"), ("o", "k")]
     tokens = [*SPECIAL, *pieces, *(a + b for a, b in merges), "\n", "é"]
-    backend = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(dict.fromkeys(tokens))}, merges=merges)
-    )
-    if form.sentence_piece:
+    vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    if form.unigram:
+        backend = Tokenizer(models.Unigram([(token, -10.0 / len(token)) for token in vocab], unk_id=0))
+    if form.sentence_piece == "llama":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    elif form.sentence_piece:
         scheme: Any = form.sentence_piece
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
         backend.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)

@@ -1,4 +1,4 @@
-"""Real models' chat templates: what a turn is, whichever of eighteen forms it has."""
+"""Real models' chat templates: what a turn is, whichever of twenty forms it has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stretto.dataset import DatasetConfig
 from stretto.engine import Sampling
 from stretto.errors import ConfigError
 from stretto.models.chat_form import opened_in, plain_text
-from stretto.models.tokenizer import Tokenizer, load_tokenizer
+from stretto.models.tokenizer import Tokenizer, answer_text, load_tokenizer
 from stretto.rl.supervised import prompt_and_answer
 from stretto.testing.workflow import FakeSession
 from stretto.workflow import Prompt, Score, Trajectory
@@ -106,7 +106,8 @@ def renders_as_one(
     """The last trajectory is the beginning of what the template writes for the whole chat, token by token."""
     assert isinstance(conversation.history, list)
     text = tokenizer.render(conversation.history, add_generation_prompt=False)
-    whole = tokenizer.encode_text(text, whole=True)
+    end = "" if tokenizer.form.is_closed(text) else tokenizer.form.closing  # the token of the next role
+    whole = tokenizer.encode_text(text + end, whole=True)
     tokens = trajectories[-1].tokens
     assert whole[: len(tokens)].tolist() == tokens.tolist()
 
@@ -275,7 +276,7 @@ def test_a_supervised_row_trains_what_the_policy_would_sample(name: str, models:
         return
     tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
     turns = [tokenizer.decode(tokens[start:end], special=True) for start, end in spans(mask)]
-    bodies = [re.sub(r"<think>\s*</think>\s*|<[xe]>", "", turn) for turn in turns]
+    bodies = [re.sub(r"<think>\s*</think>\s*|<[xeu]>", "", turn) for turn in turns]
     assert bodies == [f"{form.lead}ok one{form.tail}", f"{form.lead}two{form.tail}"]
     assert all(tokenizer.ends_turn(int(tokens[end - 1])) for _, end in spans(mask))
     assert not re.search(r"<[xe]>\s*<[xe]>", tokenizer.decode(tokens, special=True).replace("more <e>", ""))
@@ -306,7 +307,10 @@ def test_turns_end_as_the_template_ends_them_before_what_follows(name: str, mode
             continue
         tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
         text = tokenizer.render([ASK, *completion], add_generation_prompt=False)
-        if form.sentence_piece == "always":  # which writes a space behind each special token, as for a whole
+        if form.sentence_piece in (
+            "always",
+            "llama",
+        ):  # which writes a space behind each special token, as for a whole
             assert tokenizer.encode_text(text, whole=True)[: len(tokens)].tolist() == tokens.tolist()
         else:
             assert plain_text(text).startswith(tokenizer.decode(tokens, special=True))
@@ -317,6 +321,36 @@ def test_turns_end_as_the_template_ends_them_before_what_follows(name: str, mode
     if form.shows_calls and not form.sft:
         tokens, _ = prompt_and_answer({"prompt": [ASK], "completion": [CALLING]}, "completion", tokenizer)
         assert tokenizer.decode(np.array(tokens[-1:]), special=True) == (form.call_closing or form.closing)
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if not form.strips and not form.sft])
+def test_white_space_at_the_end_is_trained_wherever_the_turn_is(name: str, models: Models) -> None:
+    tokenizer = models(name)
+    turn = {"role": "assistant", "content": "ok \n"}
+    tokens, mask = map(
+        np.array,
+        prompt_and_answer({"prompt": [ASK], "completion": [turn, ASK, turn]}, "completion", tokenizer),
+    )
+    first, last = (
+        tokenizer.decode(tokens[start : end - 1], after=tokens[:start]) for start, end in spans(mask)
+    )
+    lead = tokenizer.form.plain_lead
+    assert first == last
+    assert first.removeprefix("<think></think>") == f"{lead}ok \n{tokenizer.form.plain_tail}"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_reward_reads_the_text_that_follows_the_prompt(name: str, models: Models) -> None:
+    """Also its first spaces, which decoders drop, and not the one that a tokenizer puts before a text."""
+    form, tokenizer = FORMS[name], models(name)
+    prompt = tokenizer.encode_prompt([ASK])
+    for text in ("    ok", "ok", " <think>"):
+        answer = tokenizer.encode_text(f"{form.lead}{text}", after=tokenizer.render([ASK]))
+        if not form.rstrips:  # a token takes the spaces
+            assert answer_text(prompt, answer, "length", tokenizer) == text
+    code = tokenizer.encode_prompt("def f():\n")
+    answer = tokenizer.encode_text("    ok", after="def f():\n")
+    assert answer_text(code, answer, "length", tokenizer) == "    ok"
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.lead])

@@ -134,7 +134,7 @@ class Conversation:
             sampling = msgspec.structs.replace(sampling, max_tokens=min(room, sampling.max_tokens))
         ids = segment.prompt()
         answer = await self._generate(ids, sampling, None if self._images is None else segment.images())
-        text = self._text_of(ids, answer)
+        text = self._tokenizer.decode(answer.tokens, special=True, after=ids)
         segment.add_answer(answer, text)
         self.answers.append(answer)
         if isinstance(self.history, str):
@@ -229,15 +229,6 @@ class Conversation:
         if len(text) > most:
             raise RequestError(f"a text of {len(text)} characters; the model reads at most {most}")
         return True
-
-    def _text_of(self, ids: NDArray[np.int32], answer: Answer) -> str:
-        """Return the answer's text as it follows the prompt, with special tokens. Decode it together with the
-        prompt's last token: some tokenizers drop a space before the first token."""
-        before = self._tokenizer.decode(ids[-1:], special=True)
-        full_text = self._tokenizer.decode(np.concatenate([ids[-1:], answer.tokens]), special=True)
-        if full_text.startswith(before):
-            return full_text[len(before) :]
-        return self._tokenizer.decode(answer.tokens, special=True)
 
 
 def conversation_in(

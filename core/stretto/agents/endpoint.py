@@ -379,14 +379,16 @@ class Endpoint:
         marks = (*session.sampling.stop, *call.stop, *form.ends)
         if call.reads_tools:
             marks += _MARKS[self._tool_parser]  # some are special tokens, so decode these too
-        return _VisibleText(_AnswerReader(session.tokenizer, lead, special=call.reads_tools), marks, tail)
+        reader = _AnswerReader(session.tokenizer, thread, lead, special=call.reads_tools)
+        return _VisibleText(reader, marks, tail)
 
 
 class _AnswerReader:
     """The text of tokens as they arrive, in complete characters, without the lead of an answer."""
 
-    def __init__(self, tokenizer: Tokenizer, lead: str, *, special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, thread: Thread, lead: str, *, special: bool) -> None:
         self._tokenizer = tokenizer
+        self._thread = thread
         self._lead = lead
         """Empty once the answer has begun with it, or with something else."""
         self._special = special
@@ -403,9 +405,8 @@ class _AnswerReader:
         self._tokens = np.concatenate([self._tokens, tokens])
         if self._lead:
             return self._begin()
-        text = self._decode(np.concatenate([self._context_tokens, self._tokens]))[
-            len(self._decode(self._context_tokens)) :
-        ]
+        context = self._context_tokens
+        text = self._decode(np.concatenate([context, self._tokens]))[len(self._decode(context)) :]
         complete = text.rstrip("\ufffd")
         new = complete[self._num_returned :]
         self._num_returned += len(new)
@@ -416,7 +417,7 @@ class _AnswerReader:
     def _begin(self) -> str:
         """Return the first text, once it is known whether it is the lead."""
         tokens, lead = self._tokens, self._lead
-        begun = self._tokenizer.decode(tokens, special=True).rstrip("\ufffd")
+        begun = self._tokenizer.decode(tokens, special=True, after=self._thread.prompt).rstrip("\ufffd")
         if len(begun) < len(lead) and lead.startswith(begun):
             return ""
         self._tokens, self._lead = tokens[:0], ""
@@ -426,7 +427,7 @@ class _AnswerReader:
         return text.removeprefix(lead if self._special else self._tokenizer.form.plain_lead)
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:
-        return self._tokenizer.decode(tokens, special=self._special)
+        return self._tokenizer.decode(tokens, special=self._special, after=self._thread.prompt)
 
 
 class _VisibleText:

@@ -112,9 +112,8 @@ class Thread:
     def text_of(self, answer: Answer, *, special: bool = False) -> str:
         """Return the text of the last answer. Only a chat's has no `ChatForm.lead`: to a prompt of its own an
         agent appends all that was sampled."""
-        prompt = self.prompt if isinstance(self.input, list) else None
-        tokenizer = self._session.tokenizer
-        return answer_text(prompt, answer.tokens, answer.finish, tokenizer, special=special)
+        tokenizer, whole = self._session.tokenizer, not isinstance(self.input, list)
+        return answer_text(self.prompt, answer.tokens, answer.finish, tokenizer, special=special, whole=whole)
 
     @property
     def length(self) -> int:

@@ -73,7 +73,7 @@ class ChatForm:
     shows_calls: bool = False
     system: Literal["shown", "ignored", "refused"] = "ignored"
     drops_reasoning: bool = True
-    """Whether the reasoning of earlier answers is not shown."""
+    """Whether what earlier answers have in `<think>` tags is not shown."""
 
     def ends_of(self, text: str) -> Iterable[re.Match[str]]:
         """Return the places of end tokens in a text."""
@@ -241,7 +241,7 @@ def form_of(
     ends = tuple(filter(None, map(text_of, sorted(end_ids))))
     ends_call = next(filter(called.endswith, ends), "") or (next_role if next_role in ends else "")
     ruled = probe([{"role": "system", "content": _RULE}, ask])
-    thought = probe([ask, {**reply, "reasoning_content": _THOUGHT}, more])
+    thought = probe([ask, _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_REPLY}"), more])
     tool = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
     return ChatForm(
         has_template=True,

@@ -121,9 +121,10 @@ class _Chat:
         if self._text.startswith(opened):
             return len(opened)
         same = next(at for at, (a, b) in enumerate(zip(opened, f"{self._text}\0", strict=False)) if a != b)
-        written = plain_text(self._text[same : same + 40])
+        near = same - opened[:same].endswith(("<", "["))  # they begin the tags of both
+        written = plain_text(self._text[near : near + 40])
         raise ConfigError(
-            f"{self._name(number)}: the chat template opens the answer with {opened[same:][-40:]!r}, and "
+            f"{self._name(number)}: the chat template opens the answer with {opened[near:][-40:]!r}, and "
             f"writes the whole conversation with {written!r} there: it changes earlier "
             "turns, or the answer lacks what the template puts before it; write one row for each turn of the "
             "assistant, or prompt and answer as text"
@@ -145,13 +146,23 @@ class _Chat:
                 turn = prefix[begin:]
                 if inside := [*form.ends_of(turn)]:
                     return turn[: inside[-1].end()]
-                # White space before the end may be the turn's own, or stand between the two.
-                at = len(turn) if form.end_at(self._text, begin + len(turn)) else len(turn.rstrip())
-                return turn[:at] + form.end_at(self._text, begin + at)
+                if end := form.end_at(self._text, len(prefix)):
+                    return turn + end
+                # The token of the next role would end it here, too.
+                ends_here = form.writes_end and len(prefix) == len(self._text)
+                return turn if ends_here else turn.rstrip() + self._space_after(number, turn)
         # Some templates write a turn in another way while it is the last one.
         if ends and (first := next(iter(form.ends_of(self._text[begin:limit])), None)):
             return self._text[begin : begin + first.end()]
         raise ConfigError(f"{self._name(number)}: the chat template changes it once other messages follow")
+
+    def _space_after(self, number: int, turn: str) -> str:
+        """Return the white space at the end of a message that ends a turn, not what the template writes."""
+        content, body = self._messages[number].get("content"), plain_text(turn.rstrip())
+        if not isinstance(content, str) or not body.endswith(content.rstrip()):
+            return ""
+        space = content[len(content.rstrip()) :]
+        return space if turn[len(turn.rstrip()) :].startswith(space) else ""
 
     def _check(self, first: int, last: int, text: str) -> None:
         """Check that a part of the conversation's text shows the messages from `first` to `last` - 1."""

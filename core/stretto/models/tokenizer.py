@@ -112,8 +112,15 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
-        """Return the text of tokens. Special tokens are left out unless `special` is True."""
+    def decode(
+        self, ids: NDArray[np.int32], *, special: bool = False, after: NDArray[np.int32] | None = None
+    ) -> str:
+        """Return the text of tokens. Special tokens are left out unless `special` is True.
+
+        Args:
+            after: (P,) ids of the tokens before them. Without any, the tokens are a text that begins: a
+                tokenizer that puts a space before such a text takes it away again.
+        """
         ...
 
     def ends_turn(self, token: int) -> bool:
@@ -283,28 +290,30 @@ def body_of(tokens: NDArray[np.int32], finish: Finish, tokenizer: Tokenizer) -> 
 
 
 def answer_text(
-    prompt: NDArray[np.int32] | None,
+    prompt: NDArray[np.int32],
     answer: NDArray[np.int32],
     finish: Finish,
     tokenizer: Tokenizer,
     *,
     special: bool = False,
+    whole: bool = False,
 ) -> str:
-    """Return the text of an answer to a prompt, without the token that ended its turn. Where the prompt opens
-    a turn, `ChatForm.lead` and `ChatForm.tail` are left out, too.
+    """Return the text of an answer as it follows its prompt, without the token that ended its turn. Where the
+    prompt opens a turn, `ChatForm.lead` and `ChatForm.tail` are left out, too.
 
     Args:
-        prompt: (P,) ids; None if it opens no turn.
+        prompt: (P,) ids.
         answer: (A,) ids.
         special: whether the text has special tokens.
+        whole: leave lead and tail in.
     """
     body, form = body_of(answer, finish, tokenizer), tokenizer.form
-    text = tokenizer.decode(body, special=special)
-    if prompt is None or not (form.lead or form.tail):
+    text = tokenizer.decode(body, special=special, after=prompt)
+    if whole or not (form.lead or form.tail):
         return text
     if not tokenizer.decode(prompt[-len(form.header.encode()) :], special=True).endswith(form.header):
         return text
-    full = tokenizer.decode(body, special=True)
+    full = tokenizer.decode(body, special=True, after=prompt)
     if full.startswith(form.lead):
         text = text.removeprefix(form.lead if special else form.plain_lead)
     if len(body) < len(answer) and full.endswith(form.tail):
@@ -369,9 +378,11 @@ class ByteTokenizer:
         """Return the number of tokens, because each character has at least one."""
         return _MOST if tokens is None else tokens
 
-    def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
+    def decode(
+        self, ids: NDArray[np.int32], *, special: bool = False, after: NDArray[np.int32] | None = None
+    ) -> str:
         """Return the bytes as text; bytes that are not UTF-8 are replaced."""
-        del special
+        del special, after
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
 
 
@@ -384,11 +395,31 @@ def _behind_text(text: str, encode: Callable[[str], list[int]]) -> list[int]:
     return encode(text)
 
 
+def _hide(tokenizer: dict[str, Any], special: Iterable[str]) -> None:
+    """Let no text become a special token that is also a piece of the model's vocabulary: these models find
+    whole pieces in a text, before anybody looks for added tokens."""
+    model = tokenizer["model"]
+    hidden = {*special} - {model.get("unk_token")}
+    pieces: Any = model["vocab"]
+    known = {piece for piece, *_ in pieces} if isinstance(pieces, list) else {*pieces}
+    if isinstance(pieces, list):
+        named = enumerate(cast("list[list[Any]]", pieces))
+        model["vocab"] = [
+            [f"{_NO_TEXT}{id}" if piece in hidden else piece, score] for id, (piece, score) in named
+        ]
+    else:
+        model["vocab"] = {f"{_NO_TEXT}{id}" if piece in hidden else piece: id for piece, id in pieces.items()}
+    added = tokenizer["added_tokens"]
+    tokenizer["added_tokens"] = [each for each in added if each["content"] not in hidden & known]
+
+
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
 )
 """The files of a tokenizer. Not every model has all of them."""
+_NO_TEXT = "\ufdd0"
+"""Begins what no text has: it is no character of Unicode."""
 _OF_IMAGES = re.compile("image|vision|video|audio", re.IGNORECASE)
 """In the names of special tokens that stand for images."""
 
@@ -424,9 +455,10 @@ class ModelTokenizer:
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
-        self._special = {
-            each.content: each for each in tokenizer.added_tokens_decoder.values() if each.special
-        }
+        self._added_tokens = {each.content: each for each in tokenizer.added_tokens_decoder.values()}
+        self._begins: dict[str, bool] = {}
+        """Texts of tokens -> see `_begins_behind`."""
+        self._special = {text: each for text, each in self._added_tokens.items() if each.special}
 
     def encode_prompt(
         self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -474,7 +506,7 @@ class ModelTokenizer:
         return self._plain_backend.encode(text, add_special_tokens=False).ids
 
     def _ids_behind(self, before: str, text: str) -> list[int]:
-        """Return the ids of a text behind another one, of which the part from its last special token on
+        """Return the ids of a text behind another one, of which the part from its last added token on
         matters: that may take a space from the text, or give it one."""
         if not (self._adds_space or self._strips):
             return self._ids(text)
@@ -485,19 +517,23 @@ class ModelTokenizer:
 
     def _text_behind(self, before: str, text: str) -> list[int]:
         """Return the ids of a text behind another one, where special tokens in it are text."""
-        token = next((each for name, each in self._special.items() if before.endswith(name)), None)
-        text = text.lstrip() if token is not None and token.rstrip else text
-        if not self._adds_space or (self._spaces_after_special and (token is not None or not before)):
+        name = max(filter(before.endswith, self._added), key=len, default="") if before else self._boundary
+        text = text.lstrip() if before and name and self._added_tokens[name].rstrip else text
+        if not self._adds_space or self._begins_behind(name):
             return self._as_text(text)
         return _behind_text(text, self._as_text)
 
     def _finds(self, text: str) -> Iterable[re.Match[str]]:
-        return () if self._any_special is None else self._any_special.finditer(text)
+        return () if self._any_added is None else self._any_added.finditer(text)
+
+    @cached_property
+    def _any_added(self) -> re.Pattern[str] | None:
+        return any_of(self._added)
 
     @cached_property
     def _strips(self) -> bool:
-        """Whether a special token takes white space from the text beside it."""
-        return any(each.rstrip or each.lstrip for each in self._special.values())
+        """Whether an added token takes white space from the text beside it."""
+        return any(each.rstrip or each.lstrip for each in self._added_tokens.values())
 
     @cached_property
     def _boundary(self) -> str:
@@ -510,11 +546,12 @@ class ModelTokenizer:
         bare = self._ids("a")
         return self._ids("\na")[-len(bare) :] != bare
 
-    @cached_property
-    def _spaces_after_special(self) -> bool:
-        """Whether it also does so behind each special token."""
-        token = self._boundary
-        return bool(token) and self._ids(f"{token}a") == [self._added[token], *self._ids("a")]
+    def _begins_behind(self, token: str) -> bool:
+        """Whether it takes the text behind a token for one that begins: some do behind special tokens."""
+        if token not in self._begins:
+            added = self._added.get(token)
+            self._begins[token] = added is not None and self._ids(f"{token}a") == [added, *self._ids("a")]
+        return self._begins[token]
 
     @cached_property
     def _any_special(self) -> re.Pattern[str] | None:
@@ -532,7 +569,10 @@ class ModelTokenizer:
     @cached_property
     def _plain_backend(self) -> Any:
         """The tokenizer for which the text of a special token is text."""
-        backend = type(self._backend).from_str(self._backend.to_str())
+        written = json.loads(self._backend.to_str())
+        if written["model"]["type"] in ("Unigram", "WordLevel"):
+            _hide(written, self._special)
+        backend = type(self._backend).from_str(json.dumps(written))
         backend.encode_special_tokens = True
         return backend
 
@@ -601,6 +641,21 @@ class ModelTokenizer:
             ids.append(end)
         return np.asarray(ids, np.int32)
 
-    def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
+    def decode(
+        self, ids: NDArray[np.int32], *, special: bool = False, after: NDArray[np.int32] | None = None
+    ) -> str:
         """See `Tokenizer`."""
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=not special)
+        goes_on = after is not None and len(after) and not self._begins_behind(self._text_of(int(after[-1])))
+        known, text = self._word if goes_on else ([], "")
+        return self._tokenizer.decode([*known, *ids.tolist()], skip_special_tokens=not special)[len(text) :]
+
+    @cached_property
+    def _word(self) -> tuple[list[int], str]:
+        """A token of some text, and this text; nothing if there is none. Decoders drop a space before the
+        first token that they see."""
+        added = self._added.values()
+        for token in sorted({*self._tokenizer.get_vocab().values()}.difference(added)):
+            text = self._tokenizer.decode([token])
+            if text.strip() and "\ufffd" not in text:
+                return [token], text
+        return [], ""

@@ -331,9 +331,11 @@ class RowTokenizer:
         """The section of the rows."""
         return self._vision.tokenizer.rows
 
-    def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
+    def decode(
+        self, ids: NDArray[np.int32], *, special: bool = False, after: NDArray[np.int32] | None = None
+    ) -> str:
         """Return the same as for a row without images."""
-        return self._vision.tokenizer.decode(ids, special=special)
+        return self._vision.tokenizer.decode(ids, special=special, after=after)
 
 
 def place_images(messages: Sequence[Message], digests: Sequence[str]) -> list[Message]:
