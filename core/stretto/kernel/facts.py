@@ -27,7 +27,7 @@ class RunFacts:
         self._resumed = resumed or KernelState.initial()
         self._began = clock.now()
         self.note = "starting"
-        """What the run is doing while it does not train."""
+        """What the run is doing while it does not train; empty while it waits for workers."""
         self.loss = ""
         """Which trainer was lost, while it is replaced; empty otherwise."""
         self.started = False

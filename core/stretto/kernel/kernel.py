@@ -196,6 +196,7 @@ class Kernel:
             self._tasks.start_soon(self._samples.run)
         try:
             await self._fleet.launch(self._setup.workers, self._tasks)
+            self._facts.note = ""
             self._tasks.start_soon(self._begin, stored, adopts_trainers)
             await self._ending.over.wait()
         finally:
@@ -251,7 +252,7 @@ class Kernel:
         for sequence, outcome in recovered.later if recovered else ():
             self._tickets.take_in(sequence, outcome, self._take_in)
         self._tasks.start_soon(self._engines.look_after_lending)
-        self._facts.note = "waiting for all workers"
+        self._facts.note = ""
         await self._admission.until_all_callable()
         await self._samples.until_followed()
         if self._ending.over.is_set():
@@ -259,7 +260,6 @@ class Kernel:
         # Not before: workers of a former kernel would leave the engines that do not serve this one yet.
         self._tasks.start_soon(self._routes.send_changes)
         self._tasks.start_soon(self._routes.refresh)
-        self._facts.note = ""
         self._facts.started = True
         self._tasks.start_soon(self._trainers.ahead.run)
         self._tasks.start_soon(self._tickets.follow, self._take_in)

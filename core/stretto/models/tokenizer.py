@@ -436,7 +436,8 @@ class ModelTokenizer:
         try:
             return cls(PreTrainedTokenizerFast.from_pretrained(model), model, rows)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model {model!r} has no tokenizer that can be loaded: {error}") from error
+            why = " ".join(str(error).split())  # the library writes it on five lines
+            raise ConfigError(f"model {model!r} has no tokenizer that can be loaded: {why}") from error
 
     def __init__(self, tokenizer: Any, model: str, rows: DatasetConfig | None, processor: Any = None) -> None:
         template = {} if rows is None else rows.template

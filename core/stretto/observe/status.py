@@ -42,6 +42,7 @@ _NEWEST = (
 )
 _EVALUATIONS = 5
 _REASONS = 3
+_MOST_LATE = 8
 
 
 class StatusWriter:
@@ -159,6 +160,8 @@ class StatusWriter:
             return "waiting for nats-server"
         if text := self._facts.loss or self._facts.note:
             return text
+        if not self._facts.started:
+            return f"waiting for {', '.join(self._fleet.late()[:_MOST_LATE]) or 'workers'}"
         cause = self._waits.cause
         if cause is not None and cause.kind != "groups":
             return f"waiting for {cause}"

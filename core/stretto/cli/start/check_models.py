@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from stretto.models.files import known_config, text_config
 from stretto.models.vision import is_vision_language
 from stretto.training.config import ModelTrainingConfig
 
+_NAMED = 3
+_GENERATES = ("ForCausalLM", "LMHead", "ForConditionalGeneration", "ForSequenceClassification")
+"""In the names of architectures that a trainer can load."""
 _FILE_SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -142,11 +146,14 @@ def _has_weights(folder: Path) -> bool:
 def source_problems(path: str, model: str) -> Iterator[Problem]:
     """Check that a model is a folder with a model, or a hub id that exists."""
     if Path(model).is_file():
-        yield Problem(path, f"{model!r} is a file; expected the folder of a model, or a hub id")
+        what = f"a file of GGUF weights; {_OF_GGUF}" if model.endswith(".gguf") else "a file"
+        yield Problem(path, f"{model!r} is {what}; expected the folder of a model, or a hub id")
         return
     if Path(model).is_dir():
         if not Path(model, "config.json").exists():
-            yield Problem(path, f"{model!r} is not a model: the folder has no config.json")
+            yield Problem(path, f"{model!r} is not a model: {_what_is(Path(model))}")
+        else:
+            yield from _architecture_problems(path, model)
         return
     parts = model.split("/")
     looks_like_path = model.startswith((".", "/", "~")) or len(parts) > 2 or model.endswith(_FILE_SUFFIXES)
@@ -156,6 +163,44 @@ def source_problems(path: str, model: str) -> Iterator[Problem]:
         yield Problem(path, f"{model!r} is neither a folder nor a hub id such as 'org/name'")
     else:
         yield from _hub_problems(path, model)
+
+
+_OF_GGUF = "transformers converts them: from_pretrained(…, gguf_file=…), then save_pretrained"
+
+
+def _what_is(folder: Path) -> str:
+    """Return what a folder without a `config.json` is, and which path is meant."""
+    if (adapter := folder / "adapter_config.json").is_file():
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+        return (
+            f"it is a LoRA adapter of {base!r}; merge them first: "
+            "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(…)"
+        )
+    steps = sorted(folder.glob("checkpoints/step-*/model"), key=lambda each: each.stat().st_mtime)
+    if (folder / "config.yaml").is_file():
+        newest = f"{str(steps[-1])!r}" if steps else "not there yet: it has no checkpoint"
+        return f"it is the folder of a run; the model of its newest checkpoint is {newest}"
+    models = sorted(folder.glob("*/config.json"))
+    if models:
+        meant = " or ".join(repr(str(each.parent)) for each in models[:_NAMED])
+        return f"the folder has no config.json; {meant} has one"
+    if next(folder.glob("*.gguf"), None):
+        return f"it has GGUF weights; {_OF_GGUF}"
+    return "the folder has no config.json"
+
+
+def _architecture_problems(path: str, model: str) -> Iterator[Problem]:
+    """Find models that write no text token by token."""
+    config = known_config(model)
+    names: list[str] = config.get("architectures") or []
+    if config.get("is_encoder_decoder"):
+        yield Problem(path, f"{model!r} is an encoder with a decoder; stretto trains models of one decoder")
+    elif names and not any(part in name for name in names for part in _GENERATES):
+        yield Problem(
+            path,
+            f"{model!r} is a {names[0]}, which has no head that writes text; the run needs a causal model",
+            "warning",
+        )
 
 
 def _hub_problems(path: str, model: str) -> Iterator[Problem]:

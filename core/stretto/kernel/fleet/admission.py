@@ -108,7 +108,7 @@ class Admission:
                     with anyio.move_on_after(_WAITING_LOG_S) as waiting:
                         await self._changed.wait()
                     if waiting.cancelled_caught:
-                        log.info("waiting", workers=", ".join(self._missing()))
+                        log.info("waiting", workers=", ".join(self._fleet.late()))
 
     def held(self) -> tuple[TicketStarted, ...]:
         """Return the attempts of a former kernel on which rollout workers go on."""
@@ -182,7 +182,7 @@ class Admission:
         with anyio.move_on_after(_START_S) as waiting:
             yield
         if waiting.cancelled_caught:
-            raise RunError(f"workers not ready after {_START_S:.0f} s: {self._fleet.starting}")
+            raise RunError(f"workers not ready after {_START_S:.0f} s: {', '.join(self._fleet.late())}")
 
     def _on_ready(self, member: FleetMember) -> None:
         log.info("worker ready", worker=member.worker)

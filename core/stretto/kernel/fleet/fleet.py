@@ -193,16 +193,19 @@ class Fleet:
         """
         jobs = [self._job(worker) for worker in workers if worker.id not in self._handles]
         async with self._launching:
-            self.starting |= {job.worker: "starting" for job in jobs}  # some may be ready before all run
+            # Some may be ready, or have failed for good, before all run.
+            self.starting |= {job.worker: "starting" for job in jobs}
+            self._jobs |= {job.worker: job for job in jobs}
             try:
                 handles = await self._launcher.launch(jobs)
             except LaunchError:
                 for job in jobs:
                     self.starting.pop(job.worker, None)
+                    self._jobs.pop(job.worker, None)
                 raise
             for job, handle in zip(jobs, handles, strict=True):
                 expect_contract(handle, Handle, f"the handle of {job.worker}")
-                self._handles[job.worker], self._jobs[job.worker] = handle, job
+                self._handles[job.worker] = handle
                 tasks.start_soon(self._look_after, job)
             self.adoption.record(self._handles)
 
@@ -498,7 +501,7 @@ class Fleet:
         self._remove(member)
         if not self._ending:
             log.warning("worker lost", worker=worker, how=how)
-            self.on_lost(member, how, worker in self._given_up and worker in self._handles)
+            self.on_lost(member, how, worker in self._given_up and worker in self._jobs)
 
     def _leave(self, member: FleetMember, why: str) -> None:
         self._remove(member)
@@ -509,7 +512,7 @@ class Fleet:
     def _remove(self, member: FleetMember) -> None:
         """Remove a member, and keep its figures."""
         del self.members[member.worker]
-        if member.worker not in self._handles:  # nobody starts it again
+        if member.worker not in self._jobs:  # nobody starts it again
             self.starting.pop(member.worker, None)
         self._ended_busy[member.kind] = self._ended_busy.get(member.kind, 0.0) + member.busy_s
         self._ended_tokens += member.load.generated_tokens if member.load else 0
@@ -520,6 +523,14 @@ class Fleet:
     def of(self, role: Role) -> list[FleetMember]:
         """Return the ready members of a role, without the evaluator."""
         return [member for member in self.members.values() if member.kind == role and member.ready]
+
+    def late(self) -> list[str]:
+        """Return the workers that cannot be called yet, each with its state."""
+        states = dict(self.starting)
+        for member in self.members.values():
+            if member.ready and not (member.callable or member.leaving):
+                states[member.worker] = "gets the weights"
+        return [f"{worker} ({state})" for worker, state in sorted(states.items()) if worker != EVALUATOR]
 
     def evaluators(self) -> frozenset[str]:
         """Return the evaluator's id, if it is ready and stays."""

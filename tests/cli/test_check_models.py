@@ -1,0 +1,45 @@
+"""A `model` that is no model of this kind: the message says what it is, and which path is meant."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from stretto.cli.start.check_models import source_problems
+
+BERT = {"architectures": ["BertModel"], "model_type": "bert"}
+T5 = {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
+QWEN = {"architectures": ["Qwen2ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "message"),
+    [
+        (
+            {"adapter_config.json": {"base_model_name_or_path": "org/base"}},
+            "",
+            "a LoRA adapter of 'org/base'",
+        ),
+        ({"config.yaml": {}, "checkpoints/step-000002/model/config.json": QWEN}, "", "step-000002/model'"),
+        ({"config.yaml": {}}, "", "it is the folder of a run; .* it has no checkpoint"),
+        ({"model/config.json": QWEN}, "", "no config.json; '.*/model' has one"),
+        ({"w.gguf": {}}, "", "it has GGUF weights; transformers converts them"),
+        ({"w.gguf": {}}, "w.gguf", "is a file of GGUF weights"),
+        ({"config.json": T5}, "", "is an encoder with a decoder"),
+        ({"config.json": BERT}, "", "is a BertModel, which has no head that writes text"),
+        ({"config.json": QWEN}, "", ""),
+        ({"config.json": {}}, "", ""),
+    ],
+)
+def test_what_is_no_model_says_what_it_is(
+    files: dict[str, dict[str, object]], source: str, message: str, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    found = [problem.message for problem in source_problems("model", str(tmp_path / source))]
+    assert len(found) == bool(message)
+    assert all(re.search(message, text) for text in found)

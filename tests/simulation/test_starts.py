@@ -1,0 +1,78 @@
+"""Whatever happens to a worker while a run starts, the run starts all the same, or says what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from stretto.errors import ConfigError
+from stretto.launcher import ROLES, Job, Role
+from stretto.testing.simulation import Fault, describe, run_tape
+from stretto.testing.simulation.processes import SimulatedLauncher
+from stretto.testing.simulation.universe import Outcome
+from stretto.workers import worker as workers
+from stretto.workers.context import RoleWorker, WorkerContext
+from universes import small
+
+MOMENTS = (0.1, 0.45, 0.6, 0.8)
+"""Seconds after the start: no process has joined, some have, some are ready, almost all can be called."""
+BEFORE_READY_S = (0.0, 0.3)
+
+
+def outcome_with(*faults: Fault) -> Outcome:
+    tape = small(6, 0)
+    return run_tape(msgspec.structs.replace(tape, faults=faults, run={**tape.run, "steps": 2}))
+
+
+def text_of(outcome: Outcome) -> str:
+    return "\n".join(describe(small(6, 0), outcome))
+
+
+class Refuses:
+    """The worker of a role that finds out that its values are wrong."""
+
+    def __init__(self, context: WorkerContext, work: RoleWorker, seconds: float) -> None:
+        self._worker, self._work, self._seconds = context.worker, work, seconds
+        self.heartbeat, self.drain = work.heartbeat, work.drain
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        await anyio.sleep(self._seconds)
+        raise ConfigError(f"{self._worker} finds no such thing")
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("seconds", BEFORE_READY_S)
+def test_a_worker_that_refuses_ends_the_start(
+    role: Role, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before all others are launched: a launcher starts one after the other."""
+    launch = SimulatedLauncher.launch
+
+    async def launch_slowly(launcher: SimulatedLauncher, jobs: Sequence[Job]) -> Any:
+        handles = await launch(launcher, jobs)
+        await anyio.sleep(3.0)
+        return handles
+
+    monkeypatch.setattr(SimulatedLauncher, "launch", launch_slowly)
+    make = workers._WORKERS[role]
+    monkeypatch.setitem(workers._WORKERS, role, lambda context: Refuses(context, make(context), seconds))
+    outcome = outcome_with()
+    assert outcome.status == "failed", text_of(outcome)
+    assert f"{role}-0 finds no such thing" in outcome.reason
+    assert outcome.virtual_s < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "moment"), [*product(ROLES, MOMENTS)])
+def test_a_worker_that_is_killed_or_late_does_not_stop_the_start(role: Role, moment: float) -> None:
+    for other in ROLES:  # at any other moment
+        faults = [Fault(kind="kill", who=role, at=moment)]
+        faults += [Fault(kind="stop", who=other, at=0.2 + moment / 2, seconds=5.0)]
+        outcome = outcome_with(*faults)
+        is_named = role == "trainer" and outcome.reason.startswith("trainer-0 was lost while the run was sta")
+        assert is_named or not outcome.failed, text_of(outcome)
