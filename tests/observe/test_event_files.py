@@ -28,7 +28,15 @@ from stretto.observe.advice import Adviser
 from stretto.observe.event_log import EventLog
 from stretto.observe.report import Report
 from stretto.observe.timeline import Timeline
-from stretto.records.event_files import FOLDER, file_name, move_lost, newest_stored, record_of, stored_events
+from stretto.records.event_files import (
+    FOLDER,
+    event_files,
+    file_name,
+    move_lost,
+    newest_stored,
+    record_of,
+    stored_events,
+)
 from stretto.records.timeline import KernelEnded, read_timeline
 from worlds import in_both_worlds, in_simulation
 
@@ -229,6 +237,23 @@ def test_the_server_keeps_only_what_a_resume_may_need(start: Start) -> None:
     resumed.assert_completed(42)
     resumed.assert_audit_is_clean()
     assert [number for number, _ in stored_events(run.folder)][: len(numbers)] == numbers
+
+
+@in_simulation
+def test_the_audit_writes_what_only_the_store_has(start: Start) -> None:
+    """After that, the store may be deleted."""
+    run = start("steps=4")
+    run.assert_completed(4)
+    known = [*stored_events(run.folder)]
+    newest = event_files(run.folder)[-1]
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data[:-7])  # the last message is not whole, and another one is altered
+    assert [*stored_events(run.folder)] != known
+    report = run.audit()
+    assert (report.status, report.remark[-24:]) == ("clean", ", and are in events/ now")
+    assert [*stored_events(run.folder)] == known
+    assert run.audit().remark == ""
 
 
 async def span_of_journal(folder: Path) -> tuple[int, int]:

@@ -70,6 +70,23 @@ def newest_stored(folder: Path, *, below: int) -> int:
     return 0
 
 
+def add_messages(folder: Path, messages: Iterable[tuple[int, int, bytes]]) -> None:
+    """Write messages that no file has into files of their own, and flush them to the disk.
+
+    Args:
+        messages: lease epoch of the kernel that sent it, sequence number, and bytes of each, in order.
+
+    Raises:
+        OSError: if they cannot be written, or if a file of the same kernel begins with the same message.
+    """
+    for epoch, sent in groupby(messages, key=itemgetter(0)):
+        records = [(sequence, record_of(sequence, message)) for _, sequence, message in sent]
+        file = folder / FOLDER / file_name(epoch, records[0][0])
+        with file.open("xb") as opened:
+            opened.writelines(record for _, record in records)
+        sync_files(folder, [file])
+
+
 def event_files(folder: Path) -> list[Path]:
     """Return the files of the run in `folder`, in order."""
     return sorted(file for file in (folder / FOLDER).glob("*.events") if _NAME.fullmatch(file.name))

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from stretto.base.scratch import scratch_folder
 from stretto.errors import RunError
 from stretto.run_folder import RunFolder, SampleFilter
 from stretto.testing.simulation import composed
+from stretto.user_code.guard import end_with_parent
 
 _FIRST = 6
 """Steps before the measurement: the queue fills, and libraries warm up."""
@@ -70,8 +73,8 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
         RunError: if the run ends before enough steps are trained.
     """
     run = composed(file, overrides)
-    with tempfile.TemporaryDirectory(prefix="stretto-plan-") as folder:
-        out = Path(folder, "run")
+    with scratch_folder("stretto-plan-") as (folder, until_ended):
+        out = folder / "run"
         # Nothing of the run is to be seen elsewhere, or left there.
         fixed = (
             *(f"out={out}", f"steps={_FIRST + _MOST + 2}", "evaluation=null", "checkpoint.every=0"),
@@ -79,14 +82,20 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
             *("bus.url=null", "bus.credentials=null", "bus.tls=null", "bus.replicas=1"),
         )
         command = [sys.executable, "-m", "stretto", "run", str(file), *overrides, *fixed]
-        with Path(folder, "output").open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[until_ended],  # the run still needs the folder if this process is killed
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
+            )
         try:
             first, last = _until_measured(process, out)
         finally:
             _end(process)
         if last is None or first is None:
-            tail = Path(folder, "output").read_text(errors="replace").splitlines()[-5:]
+            tail = (folder / "output").read_text(errors="replace").splitlines()[-5:]
             raise RunError("the measured run ended too early; its last lines:\n" + "\n".join(tail))
         return _read(run, RunFolder(out), first, last)
 

@@ -8,7 +8,7 @@ not: the log that no checkpoint needs any more is purged, for example.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isclose
@@ -21,6 +21,7 @@ import msgspec
 from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.tickets import GroupDone, Member
 from stretto.bus.messages.training import RowRef
+from stretto.bus.server import lock_run
 from stretto.cli.audit.audit_records import (
     CheckpointRecord,
     JournalRecord,
@@ -39,6 +40,7 @@ from stretto.errors import ConfigError, RunError
 from stretto.kernel.durable.changes import values_file
 from stretto.process.replay import RecordedBatch
 from stretto.records.document import read_document
+from stretto.records.event_files import add_messages
 from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD
 from stretto.run_folder import RunFolder
 
@@ -71,6 +73,8 @@ class AuditReport(msgspec.Struct, kw_only=True):
     doubled: int
     """Number of tickets that were trained twice."""
     checks: list[Check]
+    remark: str = ""
+    """What became of messages of the journal that only the store had; empty if there were none."""
 
 
 def audit_run(folder: Path) -> AuditReport:
@@ -88,6 +92,7 @@ async def audit(folder: Path) -> AuditReport:
     """Do what `audit_run` does, in an event loop."""
     async with open_store(folder) as store:
         journal, log = await read_journal(folder, store), await read_log(store)
+    remark = _keep(folder, journal.only_stored)
     checker = _Checker(folder, journal, log, read_checkpoints(folder))
     checks = list(checker.checks())
     return AuditReport(
@@ -97,7 +102,21 @@ async def audit(folder: Path) -> AuditReport:
         lost=checker.lost,
         doubled=checker.doubled,
         checks=checks,
+        remark=remark,
     )
+
+
+def _keep(folder: Path, messages: Sequence[tuple[int, int, bytes]]) -> str:
+    """Write the messages into files that only the store has, which may be deleted. Return what was done."""
+    if not messages:
+        return ""
+    which = f"messages {_ranges(sequence for _, sequence, _ in messages)} were only in bus/store"
+    try:
+        with lock_run(folder / "bus"):
+            add_messages(folder, messages)
+    except (OSError, ConfigError) as error:
+        return f"{which}, and cannot be written into files: {error}"
+    return f"{which}, and are in events/ now"
 
 
 @dataclass(frozen=True)

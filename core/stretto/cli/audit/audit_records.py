@@ -7,12 +7,14 @@ from its first version on.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -30,7 +32,7 @@ from stretto.bus.messages.events import (
     VersionPublished,
 )
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, TrajectoryBundle, WireTrajectory
-from stretto.bus.payloads import decoder
+from stretto.bus.payloads import decoder, encode
 from stretto.cli.audit.audit_store import StoredMessage, StoredRun
 from stretto.errors import RunError
 from stretto.process.replay import RecordedBatch
@@ -108,6 +110,8 @@ class JournalRecord:
     """Steps without an earlier batch."""
     unreadable: list[int] = field(default_factory=list[int])
     """Sequence numbers of messages that cannot be read."""
+    only_stored: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])
+    """Lease epoch, sequence number and bytes of the messages that no file has."""
 
     @property
     def history(self) -> BatchHistory:
@@ -234,32 +238,30 @@ def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
 
 async def journal_messages(folder: Path, store: StoredRun) -> AsyncIterator[StoredMessage]:
     """Yield the messages of a run's journal: those in its files, and those that only the store has, because a
-    kernel was killed before it could write them.
+    kernel was killed before it could write them, or because a file is damaged.
 
     Raises:
         RunError: if the files cannot be read.
     """
     kinds = {store.names.events: EventBatch}
-    in_store = deque([each async for each in store.messages(store.names.journal_stream, kinds)])
+    in_store = [each async for each in store.messages(store.names.journal_stream, kinds)]
+    sequence_of = attrgetter("sequence")
+    every = heapq.merge(map(_message_of, stored_events(folder)), in_store, key=sequence_of)
     try:
-        for message in map(_message_of, stored_events(folder)):
-            while in_store and in_store[0].sequence <= message.sequence:
-                if (other := in_store.popleft()).sequence < message.sequence:
-                    yield other
-            yield message
+        for _, copies in groupby(every, key=sequence_of):
+            first, *others = copies
+            yield next((each for each in (first, *others) if each.content is not None), first)
     except OSError as error:
         raise RunError(f"the events of the run in {folder} cannot be read: {error}") from error
-    for message in in_store:
-        yield message
 
 
 def _message_of(record: tuple[int, bytes | None]) -> StoredMessage:
     """Return a message of the event files."""
     sequence, data = record
     try:
-        return StoredMessage(sequence, None if data is None else decoder(EventBatch)(data))
+        return StoredMessage(sequence, None if data is None else decoder(EventBatch)(data), in_file=True)
     except (msgspec.DecodeError, ValueError):
-        return StoredMessage(sequence, None)
+        return StoredMessage(sequence, None, in_file=True)
 
 
 async def read_journal(folder: Path, store: StoredRun) -> JournalRecord:
@@ -276,6 +278,8 @@ async def read_journal(folder: Path, store: StoredRun) -> JournalRecord:
             continue
         batch = cast("EventBatch", message.content)
         journal.messages.append(JournalMessage(message.sequence, batch.digest, batch.former))
+        if not message.in_file:
+            journal.only_stored.append((batch.lease_epoch, message.sequence, encode(batch)))
         for event in events:
             journal.add(event)
     return journal

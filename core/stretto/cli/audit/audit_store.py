@@ -60,6 +60,8 @@ class StoredMessage:
     sequence: int
     content: Message | None
     """None if the bytes are not a message of the kind that its subject carries."""
+    in_file: bool = False
+    """Whether a file of the run's folder has it."""
 
 
 @asynccontextmanager

@@ -131,6 +131,8 @@ def _show_audit(report: AuditReport) -> None:
             typer.echo(
                 f"{check.name}: {len(check.violations) - _MOST_VIOLATIONS} more; --json lists them all"
             )
+    if report.remark:
+        typer.echo(printable(report.remark))
     typer.echo(
         f"{report.status}: {report.lost} tickets lost, {report.doubled} trained twice, in {report.folder}"
     )

@@ -7,7 +7,6 @@ processes share the cores of a host.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -18,6 +17,7 @@ import msgspec
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
+from stretto.base.scratch import scratch_folder
 from stretto.engine import slots_for
 from stretto.errors import ConfigError, RunError
 from stretto.testing.simulation import patches, processes
@@ -117,10 +117,10 @@ def forecast(run: Mapping[str, Any], times: ServiceTimes, *, cores: int, compute
     """
     document = _with_measured_engines(run, times, computes=computes) if times.lengths else dict(run)
     simulated(document, Path())  # raises here, and not in a fork
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder("forecast-") as (folder, _):
 
         def work() -> bytes:
-            universe = _FaultlessUniverse(document, Path(folder), times, cores, computes=computes)
+            universe = _FaultlessUniverse(document, folder, times, cores, computes=computes)
             return msgspec.msgpack.encode(universe.forecast())
 
         data, status = in_fork(work)

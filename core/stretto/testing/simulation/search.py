@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import hashlib
 import multiprocessing
@@ -13,7 +14,8 @@ import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import msgspec
 
 from stretto.assembly.compose import compose
+from stretto.base.scratch import scratch_folder
 from stretto.errors import RunError
 from stretto.testing.simulation.faults import Fault, Tape, draw
 from stretto.testing.simulation.run_file import simulated
@@ -109,6 +112,7 @@ def search(
     tapes = [tape for tape in tapes if _digest(tape) not in done]
     if not tapes:
         return
+    _root()  # the same in all forks
     calm = msgspec.structs.replace(tapes[0], faults=())
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(jobs, fork, initializer=_warm_up, initargs=(calm,)) as pool:
@@ -129,7 +133,7 @@ def _digest(tape: Tape) -> str:
 def run_tape(tape: Tape) -> Outcome:
     """Run a universe in a forked process, with an own folder, and return what became of it. Nothing of it is
     left afterwards."""
-    folder = _new_folder()
+    folder = Path(tempfile.mkdtemp(dir=_root()))
     try:
         data, status = in_fork(partial(_run_in, folder, tape))
     finally:
@@ -182,7 +186,7 @@ def _warm_up(calm: Tape) -> None:
     """Run a universe in this process, whose forks then need not import and compose what it has. Keep the
     garbage collector away from that."""
     end_with_parent(signal.SIGKILL)
-    folder = _new_folder()
+    folder = Path(tempfile.mkdtemp(dir=_root()))
     try:
         Universe(calm, folder).run()
     finally:
@@ -191,9 +195,12 @@ def _warm_up(calm: Tape) -> None:
     gc.freeze()
 
 
-def _new_folder() -> Path:
-    memory = Path("/dev/shm")  # noqa: S108 - only where nothing has to survive
-    return Path(tempfile.mkdtemp(prefix="universe-", dir=memory if memory.is_dir() else None))
+@cache
+def _root() -> Path:
+    """Make the folder of all universes of this process and its forks. It goes with them, however they end."""
+    memory, whole = Path("/dev/shm"), ExitStack()  # noqa: S108 - only where nothing has to survive
+    atexit.register(whole.close)
+    return whole.enter_context(scratch_folder("universe-", memory if memory.is_dir() else None))[0]
 
 
 def enter_fork() -> None:

@@ -35,6 +35,7 @@ from stretto.errors import RequestError, StrettoError
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.ending import Interruptions
+from stretto.models import version_files
 from stretto.models.tokenizer import load_tokenizer
 from stretto.process import life
 from stretto.serving.intake import Intake
@@ -174,7 +175,12 @@ class Universe:
         load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
         processes.SimulatedLauncher.machine = self.machine
         self.folds = FoldOracle(self._read_log)
-        with patched(self.world), _replaced(self.server, self.folds), _logged(self.report):
+        with (
+            patched(self.world),
+            _replaced(self.server, self.folds),
+            replaced([(version_files, "SHARED_MEMORY", self.folder / "weights")]),
+            _logged(self.report),
+        ):
             self._composed = compose_mapping(self._document())
             out = self.folder / "run"
             self._run = new_run_id(out)

@@ -1,0 +1,41 @@
+"""A folder that is removed when its owner has ended, also if that one is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["scratch_folder"]
+
+_REMOVE = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
+
+
+@contextmanager
+def scratch_folder(prefix: str, parent: Path | None = None) -> Generator[tuple[Path, int]]:
+    """Make a folder for the duration of the block. A process of its own removes the folder if the block does
+    not come to its end.
+
+    Returns:
+        The folder, and a file descriptor. The folder stays as long as any process has the descriptor: this
+        one, its forks, and those to which it is passed on.
+    """
+    folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    reading, writing = os.pipe()
+    command = [sys.executable, "-I", "-S", "-c", _REMOVE, folder]
+    quiet = subprocess.DEVNULL
+    # In a session of its own, no Ctrl-C reaches it.
+    remover = subprocess.Popen(command, stdin=reading, stdout=quiet, stderr=quiet, start_new_session=True)
+    os.close(reading)
+    try:
+        yield Path(folder), writing
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(writing)
+        remover.kill()
+        remover.wait()
