@@ -42,6 +42,20 @@ def test_the_chat_form_and_the_first_prompt_are_printed(tmp_path: Path) -> None:
     assert "warning" not in shown.replace("shuffle", "")
 
 
+def test_an_end_that_the_tokenizer_reads_as_text_is_named(tmp_path: Path) -> None:
+    """As some tokenizers do whose tokens are sought in the normalised text."""
+    write_model(FORMS["plain lines"], folder := tmp_path / "model")
+    file = folder / "tokenizer.json"
+    written = json.loads(file.read_text())
+    for token in written["added_tokens"]:
+        token["normalized"] = True
+    written["normalizer"] = {"type": "Prepend", "prepend": "_"}
+    file.write_text(json.dumps(written))
+    assert "ends a turn with '<e>', but behind a text the tokenizer reads it as text" in checked(
+        tmp_path, [ASK]
+    )
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [

@@ -1,4 +1,4 @@
-"""Twenty chat templates of our own, each with a tokenizer, that have the traits of real ones."""
+"""Twenty-two chat templates of our own, each with a tokenizer, that have the traits of real ones."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ class Form:
     sentence_piece: str = ""
     """Metaspace's `prepend_scheme`, or `llama` for a normaliser in its place; empty for a byte-level
     tokenizer."""
+    prefixes: bool = False
+    """Whether a byte-level tokenizer puts a space before a text."""
     unigram: bool = False
     """Whether the tokenizer finds whole pieces in a text, also those of special tokens."""
     rstrips: bool = False
@@ -310,6 +312,21 @@ FORMS: dict[str, Form] = {
         lead="\n ",
         sentence_piece="llama",
     ),
+    "space before a text": Form(
+        _turns("{{ m.role + ':\n' + m.content }}" + _AS_JSON + "{{ '<x>\n' }}", _TOOLS, "assistant:\n"),
+        eos="<x>",
+        ends=("<x>",),
+        closing="<x>",
+        prefixes=True,
+        merges=(("a", "o"), ("Ġ", "Ċ"), ("o", "k"), ("Ġ", "ok")),
+    ),
+    "roles alone": Form(
+        _turns("{{ ('<a>' if m.role == 'assistant' else '<u>') + m.content }}" + _AS_JSON, _TOOLS, "<a>"),
+        eos="<x>",
+        ends=("<x>",),
+        closing="<x>",
+        keeps=False,
+    ),
     "pieces": Form(_LINES, sentence_piece="first", unigram=True),
     "end on a line": Form(
         _turns("{{ '<r>' + m.role + '\n' + m.content + '\n<e>\n' }}"),
@@ -366,7 +383,7 @@ def write_model(form: Form, folder: Path) -> str:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
         backend.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
     else:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=form.prefixes, use_regex=False)
         backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(each, special=True, rstrip=form.rstrips) for each in SPECIAL])
     backend.add_tokens([AddedToken(each, special=False) for each in ADDED])

@@ -1,4 +1,4 @@
-"""Real models' chat templates: what a turn is, whichever of twenty forms it has."""
+"""Real models' chat templates: what a turn is, whichever of twenty-two forms it has."""
 
 from __future__ import annotations
 
@@ -278,11 +278,17 @@ def test_a_supervised_row_trains_what_the_policy_would_sample(name: str, models:
     turns = [tokenizer.decode(tokens[start:end], special=True) for start, end in spans(mask)]
     bodies = [re.sub(r"<think>\s*</think>\s*|<[xeu]>", "", turn) for turn in turns]
     assert bodies == [f"{form.lead}ok one{form.tail}", f"{form.lead}two{form.tail}"]
-    assert all(tokenizer.ends_turn(int(tokens[end - 1])) for _, end in spans(mask))
+    assert ends_of(tokenizer, tokens, mask)
     assert not re.search(r"<[xe]>\s*<[xe]>", tokenizer.decode(tokens, special=True).replace("more <e>", ""))
     row["completion"][2]["content"] = "two<e>"
     with pytest.raises(ConfigError, match=r"has '<e>', a special token, .* set dataset.special_tokens"):
         prompt_and_answer(row, "completion", tokenizer)
+
+
+def ends_of(tokenizer: Tokenizer, tokens: Any, mask: Any) -> bool:
+    """Whether the trained turns end: only the last one where the template writes no end."""
+    ends = [tokenizer.ends_turn(int(tokens[end - 1])) for _, end in spans(mask)]
+    return all(ends) if tokenizer.form.writes_end else ends[-1] and not any(ends[:-1])
 
 
 CALLING = {
@@ -307,17 +313,17 @@ def test_turns_end_as_the_template_ends_them_before_what_follows(name: str, mode
             continue
         tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
         text = tokenizer.render([ASK, *completion], add_generation_prompt=False)
-        if form.sentence_piece in (
-            "always",
-            "llama",
-        ):  # which writes a space behind each special token, as for a whole
+        if form.prefixes or form.sentence_piece in ("always", "llama"):
+            # These write a space behind each special token, as for a whole.
             assert tokenizer.encode_text(text, whole=True)[: len(tokens)].tolist() == tokens.tolist()
         else:
             assert plain_text(text).startswith(tokenizer.decode(tokens, special=True))
         unlearnt = {**row, "completion": [{**completion[0], "weight": 0}, *completion[1:], {**later[2]}]}
         assert len(spans(prompt_and_answer(unlearnt, "completion", tokenizer).loss_mask)) == len(spans(mask))
-        if name != "open turn" or completion is later:  # its calls have no end
-            assert all(tokenizer.ends_turn(int(tokens[end - 1])) for _, end in spans(mask))
+        if tokenizer.form.writes_end and (
+            name != "open turn" or completion is later
+        ):  # its calls have no end
+            assert ends_of(tokenizer, tokens, mask)
     if form.shows_calls and not form.sft:
         tokens, _ = prompt_and_answer({"prompt": [ASK], "completion": [CALLING]}, "completion", tokenizer)
         assert tokenizer.decode(np.array(tokens[-1:]), special=True) == (form.call_closing or form.closing)
@@ -331,6 +337,8 @@ def test_white_space_at_the_end_is_trained_wherever_the_turn_is(name: str, model
         np.array,
         prompt_and_answer({"prompt": [ASK], "completion": [turn, ASK, turn]}, "completion", tokenizer),
     )
+    if not tokenizer.form.writes_end:
+        tokens, mask = np.insert(tokens, spans(mask)[0][1], 0), np.insert(mask, spans(mask)[0][1], True)
     first, last = (
         tokenizer.decode(tokens[start : end - 1], after=tokens[:start]) for start, end in spans(mask)
     )

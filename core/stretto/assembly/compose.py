@@ -686,7 +686,8 @@ def _other_place(key: str, known: Collection[str], run: type[msgspec.Struct]) ->
     path = "" if typing_error else FOREIGN_KEYS.get(key.lower(), "")
     if not path and not nearest(key, known):
         path = min((path for path in _keys_in(run) if path.rpartition(".")[2] == key), key=len, default="")
-    return f"; did you mean {path!r}?" if path else ""
+    place = "" if "." in path else "the top-level "
+    return f"; did you mean {place}{path!r}?" if path else ""
 
 
 def _keys_in(struct: type[msgspec.Struct], path: str = "") -> Iterator[str]:

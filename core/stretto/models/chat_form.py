@@ -195,7 +195,7 @@ def form_of(
     if not in_parts and _ASK not in (probe([ask]) or ""):
         in_parts = True  # some templates write nothing else
         in_parts = _ASK in (probe([ask]) or "")
-    prompt = probe([ask], opens=True) or ""
+    asked, prompt = probe([ask]) or "", probe([ask], opens=True) or ""
     last, inner = probe([ask, reply]) or "", probe([ask, reply, more]) or ""
 
     def token_at(text: str) -> str:
@@ -214,6 +214,13 @@ def form_of(
         return first
 
     (tail, last_end), (_, inner_end) = (end_in(text.partition(_REPLY)[2]) for text in (last, inner))
+    if (
+        inner_end
+        and not last_end
+        and inner_end in asked.partition(_ASK)[0]
+        and added[inner_end] not in own_ends | model_ends
+    ):
+        inner_end = ""  # it begins the user's turn, and engines do not end there
     written = [last_end, inner_end]
     last_end = last_end or inner_end
     closing = last_end or next((text_of(each) for each in own_ends), "")
@@ -253,7 +260,7 @@ def form_of(
         writes_end=bool(last_end),
         call_closing=ends_call or closing,
         opened=_opened(prompt, [last, inner]),
-        header=prompt.removeprefix(probe([ask]) or ""),
+        header=prompt.removeprefix(asked),
         lead=lead,
         tail=tail,
         plain_lead=special.sub("", lead) if special else lead,

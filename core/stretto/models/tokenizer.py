@@ -386,13 +386,22 @@ class ByteTokenizer:
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
 
 
-def _behind_text(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Return the ids of a text that goes on behind others, without a space of its own."""
+def _behind_text(text: str, encode: Callable[[str], Any]) -> list[int]:
+    """Return the ids of a text that goes on behind others, without a space of its own.
+
+    Args:
+        encode: returns the encoding of a text.
+    """
     for near in ("\n", "a"):  # one of them does not merge with the text
-        ids, known = encode(near + text), encode(near)
+        ids, known = encode(near + text).ids, encode(near).ids
         if ids[: len(known)] == known:
             return ids[len(known) :]
-    return encode(text)
+    for near in ("\n", "a", ".", "0"):  # its own tokens may change, if the text's begin behind it
+        found = encode(near + text)
+        starts = [start for start, _ in found.offsets]
+        if len(near) in starts:
+            return found.ids[starts.index(len(near)) :]
+    return encode(text).ids
 
 
 def _hide(tokenizer: dict[str, Any], special: Iterable[str]) -> None:
@@ -493,18 +502,21 @@ class ModelTokenizer:
         ids: list[int] = []
         for section, is_text in sections_of(text, self._any_special):
             if whole and not ids:
-                ids += self._as_text(section) if is_text else self._ids(section)
+                ids += self._as_text(section).ids if is_text else self._ids(section)
             else:
                 ids += self._text_behind(after, section) if is_text else self._ids_behind(after, section)
             after = section
         return np.asarray(ids, np.int32)
 
-    def _ids(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+    def _encode(self, text: str) -> Any:
+        return self._backend.encode(text, add_special_tokens=False)
 
-    def _as_text(self, text: str) -> list[int]:
-        """Return the ids of a text in which special tokens are text."""
-        return self._plain_backend.encode(text, add_special_tokens=False).ids
+    def _ids(self, text: str) -> list[int]:
+        return self._encode(text).ids
+
+    def _as_text(self, text: str) -> Any:
+        """Return the encoding of a text in which special tokens are text."""
+        return self._plain_backend.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, before: str, text: str) -> list[int]:
         """Return the ids of a text behind another one, of which the part from its last added token on
@@ -514,14 +526,14 @@ class ModelTokenizer:
         last = max((found.start() for found in self._finds(before[-_NEAR:])), default=None)
         near = before[-_NEAR:][last:] if last is not None else ("\na" if before else self._boundary)
         ids, known = self._ids(near + text), self._ids(near)
-        return ids[len(known) :] if ids[: len(known)] == known else _behind_text(text, self._ids)
+        return ids[len(known) :] if ids[: len(known)] == known else _behind_text(text, self._encode)
 
     def _text_behind(self, before: str, text: str) -> list[int]:
         """Return the ids of a text behind another one, where special tokens in it are text."""
         name = max(filter(before.endswith, self._added), key=len, default="") if before else self._boundary
         text = text.lstrip() if before and name and self._added_tokens[name].rstrip else text
         if not self._adds_space or self._begins_behind(name):
-            return self._as_text(text)
+            return self._as_text(text).ids
         return _behind_text(text, self._as_text)
 
     def _finds(self, text: str) -> Iterable[re.Match[str]]:

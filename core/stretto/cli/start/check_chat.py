@@ -65,6 +65,7 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
         return
     if tokenizer is None:
         return
+    yield from _end_problems(tokenizer)
     counts, first, read = Counter[str](), dict[str, str](), 0
     size: int | None = text_config(assembly.config.model).get("vocab_size")
     for index in drawn_rows(len(dataset), _MAX_S):
@@ -78,6 +79,21 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
     for kind, count in counts.items():
         level = "error" if kind == _OUTSIDE else "warning"
         yield Problem(path, f"{count:,} of {read:,} prompts {kind} ({first[kind]})", level)
+
+
+def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
+    """Warn of an end of turns that the tokenizer does not find where the template writes it."""
+    form = tokenizer.form
+    if not (form.has_template and form.writes_end and form.closing):
+        return
+    [*_, last] = tokenizer.encode_text(f"a{form.closing}", whole=True)
+    if not tokenizer.ends_turn(int(last)):
+        yield Problem(
+            "model",
+            f"the chat template ends a turn with {form.closing!r}, but behind a text the tokenizer reads it "
+            'as text: turns of rows have no end; add the token with "normalized": false in tokenizer.json',
+            "warning",
+        )
 
 
 _OUTSIDE = "have tokens outside of the model's vocabulary: its tokenizer is that of another model"
