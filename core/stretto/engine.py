@@ -120,13 +120,18 @@ class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Number of sequences in the text."""
     tokens: Annotated[int, msgspec.Meta(ge=2)] = 32
     """Number of tokens in each sequence. A sequence must fit into the engine's context."""
-    bound: PositiveFloat = 0.1
+    bound: PositiveFloat | None = None
     """Maximum allowed difference between the logprobs of trainer and engine, as the mean over tokens, in
-    nats. In float32 the difference is about 1e-5; engines that compute in bfloat16 differ by a few
-    hundredths."""
+    nats. By default 0.1 for an engine that computes in float32, where the difference is about 1e-5, and 0.3
+    for others: in bfloat16 it is 0.05 to 0.1 for a model of 135 million parameters."""
     on_drift: Literal["warn", "stop"] = "warn"
     """What to do when the difference exceeds `bound`. `warn` logs a warning. `stop` ends the run before a
     sample of that version is trained on; it also refuses an engine that cannot be compared."""
+
+
+def default_canary_bound(dtype: str | None) -> float:
+    """Return `CanaryConfig.bound` for an engine that computes in this dtype, if the run file has none."""
+    return 0.1 if dtype == "float32" else 0.3
 
 
 class HostMemory(NamedTuple):
@@ -159,6 +164,13 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     """Give bitwise identical answers, whatever other requests the engine serves. This costs some speed."""
     canary: CanaryConfig | None = CanaryConfig()
     """The fixed text that trainer and engine score at every weight swap; null for none."""
+
+    @property
+    def canary_bound(self) -> float | None:
+        """The bound of the canary that holds for this engine, in nats; None without a canary."""
+        if self.canary is None:
+            return None
+        return self.canary.bound or default_canary_bound(getattr(self, "dtype", None))
 
     def host_memory(self, model: str, samples_in_flight: int) -> HostMemory | None:
         """Return what one process takes for weights and cache; None if that is not known before the start.

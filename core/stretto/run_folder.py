@@ -119,12 +119,12 @@ _SUMMARY = "summary.json"
 class _KnownSummary(msgspec.Struct, kw_only=True):
     """What views use of a summary. Summaries have more."""
 
-    status: str = ""
+    status: str
     reason: str = ""
     verdict: Verdict | None = None
     version: int = 0
     steps: int = 0
-    wall_s: float = 0.0
+    wall_s: float
     ledger: dict[str, int] = {}
     reasons: dict[str, int] = {}
     staleness: dict[int, int] = {}

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
+from stretto.kernel.durable.checkpoint import (
+    KernelState,
+    checkpoint_name,
+    find_checkpoint,
+    newest_intact,
+    prune,
+    writing,
+)
 from stretto.kernel.schedule.scheduler import Snapshot
 from stretto.process.life import newest_checkpoint
 
@@ -53,6 +60,15 @@ async def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
     assert found[0].name == "step-000010"
     assert json.loads((found[0] / "kernel.json").read_text())["version"] == 10
     assert newest_intact(tmp_path / "nowhere") is None
+
+
+async def test_a_version_with_changed_values_is_found_by_its_number(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for version, values in ((2, None), (4, 2), (4, 10)):
+        async with writing(root, checkpoint_name(version, values), state(version)):
+            pass
+    assert find_checkpoint(tmp_path, "4").name == "step-000004-values-10"
+    assert find_checkpoint(tmp_path, "2").name == "step-000002"
 
 
 async def test_a_checkpoint_of_another_format_is_refused_in_one_sentence(tmp_path: Path) -> None:

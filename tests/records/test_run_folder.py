@@ -134,6 +134,7 @@ def test_no_reader_waits_at_a_pipe(tmp_path: Path) -> None:
         ),
         ("metrics.jsonl", b'{"step": 1, "x": ' + b"[" * 3000 + b"\n", "metrics.jsonl:1: not JSON"),
         ("summary.json", b'{"staleness": [1]}', r"summary.json is not the summary .*staleness"),
+        ("summary.json", b"{}", "summary.json is not the summary of a run: .*status"),
         ("config.yaml", b"a: " + b"[" * 3000 + b"]" * 3000, "nested more than"),
         ("config.yaml", b"a: &a [*a]", "inside of what it repeats"),
         ("config.yaml", b"steps: 1" + b"0" * 5000, "config.yaml is not a run file"),
@@ -161,7 +162,7 @@ def test_state_follows_the_lock_and_then_the_summary(tmp_path: Path) -> None:
     with lock_run(run.folder / "bus"):
         run.refresh()
         assert run.state == "running"
-    (run.folder / "summary.json").write_text('{"status": "interrupted"}')
+    (run.folder / "summary.json").write_text('{"status": "interrupted", "wall_s": 1}')
     assert run.state == "running", "until the next refresh"
     run.refresh()
     assert run.state == "interrupted"

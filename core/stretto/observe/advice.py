@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from stretto.bus.messages.events import Evaluation
-from stretto.engine import MOST_SLOTS
+from stretto.engine import MOST_SLOTS, default_canary_bound
 from stretto.kernel.schedule.health import CLEARS, HOLDS, Window, held_out
 from stretto.kernel.schedule.members import OF_SAMPLES
 from stretto.kernel.step_meter import causes
@@ -384,7 +384,7 @@ def _truncation(history: History, knobs: _Knobs) -> _Finding | None:
 
 
 def _mismatch(history: History, knobs: _Knobs) -> _Finding | None:
-    bound = knobs.number("inference.canary.bound", 0.1)
+    bound = knobs.number("inference.canary.bound", default_canary_bound(knobs.get("inference.dtype")))
     for name, what in (("canary_mean", "the canary"), ("mismatch_mean", "tokens of that version")):
         known = history.known(name)
         if len(known) >= 3 and min(value for _, value in known[-3:]) > bound:
@@ -592,7 +592,7 @@ def _recoveries(history: History, knobs: _Knobs) -> _Finding | None:
         return None
     repeated = sum(each["repeated"] for each in recoveries)
     return _finding(
-        lines[0]["step"],
+        next(line["step"] for line in lines if line.get("recoveries") or line.get("recovery_s")),
         f"trainers or the kernel were lost {len(recoveries)} times, and the recoveries took "
         f"{min(1.0, took / all_s):.0%} of the time, with {repeated} repeated steps; `recoveries` in "
         "summary.json says how they were lost",

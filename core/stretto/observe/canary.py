@@ -8,7 +8,6 @@ import structlog
 
 from stretto.bus.messages.events import WeightsServed
 from stretto.bus.messages.inference import Drift
-from stretto.engine import CanaryConfig
 
 log = structlog.get_logger()
 
@@ -17,11 +16,12 @@ class CanaryRecord:
     """The canary drifts of all engines.
 
     Args:
+        bound: None for a run without a canary.
         problems: the problems of the run's summary. The record appends the first drift beyond the bound.
     """
 
-    def __init__(self, config: CanaryConfig | None, problems: list[str]) -> None:
-        self._config = config
+    def __init__(self, bound: float | None, problems: list[str]) -> None:
+        self._bound = bound
         self._problems = problems
         self._news: list[Drift] = []
         self._engine_kls: list[float] = []
@@ -57,7 +57,7 @@ class CanaryRecord:
     def summary(self) -> dict[str, Any] | None:
         """Return the section of the run's summary: the largest drift, and the workers whose canary was not
         compared, with the reasons. None if the run has no canary."""
-        if self._config is None:
+        if self._bound is None:
             return None
         figures: dict[str, Any] = {"compared": self._compared, "beyond_bound": self._beyond}
         if self._worst is not None:
@@ -71,7 +71,7 @@ class CanaryRecord:
         self._news.append(drift)
         if self._worst is None or drift.mean > self._worst[0].mean:
             self._worst = (drift, worker, version)
-        if self._config is not None and not drift.within(bound := self._config.bound):
+        if (bound := self._bound) is not None and not drift.within(bound):
             self._beyond += 1
             log.warning("canary drifts", worker=worker, version=version, mean=drift.mean, bound=bound)
             if self._beyond == 1:

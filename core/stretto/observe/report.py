@@ -113,7 +113,7 @@ class Report:
         """Since the newest step."""
         self._lost: list[dict[str, str]] = []
         """Workers that were lost since the newest step, without trainers, and how."""
-        self._drifts = CanaryRecord(setup.config.inference.canary, setup.facts.problems)
+        self._drifts = CanaryRecord(setup.config.inference.canary_bound, setup.facts.problems)
 
     def take(self, time: float, event: Event) -> None:
         """Take in an event of the kernel.

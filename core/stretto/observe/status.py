@@ -236,5 +236,5 @@ def _number(value: float) -> float | None:
 
 
 def _short(value: float) -> float:
-    """Return a number with four digits."""
-    return float(f"{value:.4g}")
+    """Return a number with six digits: who shows it rounds it once more."""
+    return float(f"{value:.6g}")

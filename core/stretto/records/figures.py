@@ -282,7 +282,9 @@ FIGURES: Mapping[str, Figure] = {
         "sampled token",
         form=".2f",
     ),
-    "samples_waiting": Figure("waiting samples", "Samples that wait for a slot, for each engine", form=".1f"),
+    "samples_waiting": Figure(
+        "waiting samples", "Samples that wait for a slot or for newer weights, for each engine", form=".1f"
+    ),
     "swap_pause_s": _seconds("swap pause", "Pause of an engine for swaps since the previous step"),
     "recovery_s": _seconds(
         "recovery", "Time from the loss of a trainer or the kernel to the end of this step"

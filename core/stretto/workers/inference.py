@@ -439,11 +439,11 @@ class InferenceWorker:
                 f"the canary of version {note.version} was not compared ({unscored}), but "
                 "inference.canary.on_drift is 'stop'"
             )
-        if not drift.within(config.bound):
+        if not drift.within(bound := self._context.composed.config.inference.canary_bound or 0.0):
             return (
                 f"the canary of version {note.version} drifts by {drift.mean:.3g} nats per token on average "
                 f"({drift.max:.3g} at most) from the trainer's logprobs; inference.canary.bound is "
-                f"{config.bound:g}"
+                f"{bound:g}"
             )
         return ""
 

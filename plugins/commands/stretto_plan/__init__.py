@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _ENGINES = {"inference": ("torch", "mock"), "training": ("torch", "mock")}
 _STALENESS = (0, 1, 2, 4, 8)
+_HOURS_FROM_S = 600
 _WORTH = 1.1
 """A value is recommended if it makes a run at least 1.1 times as fast: forecasts are not better than that."""
 
@@ -97,9 +98,10 @@ def plan(
         typer.echo(planner.advice(best))
     if on_gpus(run):
         typer.echo("not checked: that twice as many GPUs of the trainer take half of the time for a token")
-    hours = base.step_s * run["steps"] / 3600
+    seconds = base.step_s * run["steps"]
+    duration = f"{seconds / 3600:.2f} h" if seconds >= _HOURS_FROM_S else f"{seconds:.0f} s"
     typer.echo(
-        f"{run['steps']} steps take {hours:.2f} h without evaluations and checkpoints; the oldest token is "
+        f"{run['steps']} steps take {duration} without evaluations and checkpoints; the oldest token is "
         f"{base.max_staleness:.0f} steps old. On {number} cores: "
         + ", ".join(f"{role} {used:.2f}" for role, used in base.cores.items())
     )

@@ -212,8 +212,11 @@ def find_checkpoint(
         if newest is None:
             raise ConfigError(f"the run in {folder} has no checkpoint{advice}")
         return _with_all_files(newest[0])
-    name = checkpoint_name(int(version)) if version.isdecimal() else version
     names = sorted(path.name for path in root.glob(f"{_PREFIX}*"))
+    name = checkpoint_name(int(version)) if version.isdecimal() else version
+    if name not in names and version.isdecimal():  # a resume with other values may have written it
+        changed = [each for each in names if each.startswith(f"{name}-values-")]
+        name = max(changed, key=lambda each: int(each.rpartition("-")[2]), default=name)
     if name not in names:
         known = ", ".join(names) or "none"
         raise ConfigError(f"{option} {version}: no checkpoint {name!r} in {folder}; checkpoints: {known}")
