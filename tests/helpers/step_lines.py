@@ -15,7 +15,10 @@ RUN: dict[str, Any] = {
     "algorithm": {"group_size": 8, "correction": {"use": "decoupled"}, "entropy_coef": 0.0},
     "training": {"lr": 3e-4, "clip_norm": 1.0, "threads": 1, "processes": 1, "dtype": "float32"},
     "inference": {
-        **{"slots": 16, "replicas": 1, "cache_gb": 1.0, "dtype": "bfloat16"},
+        "slots": 16,
+        "replicas": 1,
+        "cache_gb": 1.0,
+        "dtype": "bfloat16",
         "canary": {"bound": None},
     },
     "queue": {"batch_size": 32, "max_staleness": 2},
