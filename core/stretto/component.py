@@ -66,7 +66,7 @@ ModelSource = Annotated[str, msgspec.Meta(extra={"stretto": "model"})]
 Importable = Annotated[
     str,
     msgspec.Meta(
-        pattern=r"^.+:\w+$(?!\n)",
+        pattern=r"^[\s\S]+:\w+$(?!\n)",
         description="`file.py:function` or `module:function`",
         extra={"stretto": "importable"},
     ),

@@ -185,7 +185,8 @@ def test_workers_go_on_under_the_next_kernel(run_file: Path) -> None:
 
 
 def test_a_run_without_staleness_ends_with_one_model(run_file: Path) -> None:
-    [tape] = tapes_of(run_file, [0], overrides=["queue.max_staleness=0"])
+    tapes = tapes_of(run_file, range(9), overrides=["queue.max_staleness=0"])
+    tape = next(tape for tape in tapes if not any(fault.changes_model for fault in tape.faults))
     assert run_tape(tape).violations == []
     violations = run_tape(msgspec.structs.replace(tape, model="another")).violations
     assert violations == [f"the last version is {tape.model}, and without faults another"]

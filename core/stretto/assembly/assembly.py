@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from stretto.algorithm import Algorithm
-from stretto.assembly.compose import Composed
+from stretto.assembly.compose import Composed, is_utf8
 from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import Placement, group_of_worker, sections
 from stretto.assembly.variants import run_of_variant
@@ -261,10 +261,12 @@ def _has_room(config: RunConfig) -> bool:
 
 def _new_folder(config: RunConfig) -> Path:
     """Return the folder that a new run will write to."""
-    if config.out is not None:
-        return Path(config.out).expanduser().absolute()
     now = datetime.now().astimezone()
-    return Path("runs", f"{config.name}-{now:%Y%m%d-%H%M%S}-{config.seed}").absolute()
+    named = f"runs/{config.name}-{now:%Y%m%d-%H%M%S}-{config.seed}" if config.out is None else config.out
+    folder = Path(named).expanduser().absolute()
+    if not is_utf8(str(folder)):
+        raise ConfigError(f"out: the name {str(folder)!r} is not UTF-8; choose another folder", path="out")
+    return folder
 
 
 def new_run_id(folder: Path) -> str:

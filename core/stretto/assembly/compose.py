@@ -565,14 +565,20 @@ class _Composer:
         return msgspec.structs.replace(struct, **changes) if changes else struct
 
     def _resolve_path(self, marks: set[str], value: str, path: str) -> str:
-        if "local_path" in marks:
-            return str(self._find_file(path, value))
-        if "model" in marks and (local := find_path(value, self.source.file)):
-            return str(local)
         module, _, name = value.rpartition(":")
-        if "importable" in marks and module.endswith(".py"):
-            return f"{self._find_file(path, module)}:{name}"
-        return value
+        if "local_path" in marks:
+            found = str(self._find_file(path, value))
+        elif "model" in marks and (local := find_path(value, self.source.file)):
+            found = str(local)
+        elif "importable" in marks and module.endswith(".py"):
+            found = f"{self._find_file(path, module)}:{name}"
+        else:
+            found = value
+        if not is_utf8(found):  # messages and records could not have it
+            raise self.source.error(
+                path, f"the name {found!r} is not UTF-8: rename the file or folder", value
+            )
+        return found
 
     def _find_file(self, key: str, path: str) -> Path:
         local = find_path(path, self.source.file)
@@ -607,6 +613,15 @@ def _default_use(kind: Kind) -> str | None:
     """Return the component of a section that names none; None if the kind has no default."""
     use = next(field for field in _fields(BASES[kind]) if field.name == "use")
     return None if use.required else use.default
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be written: file names of other encodings have bytes that no text has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def find_path(path: str, run_file: Path) -> Path | None:

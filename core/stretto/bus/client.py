@@ -132,7 +132,7 @@ class Bus:
         self._complaints: set[str] = set()
         """Errors of the connection that are logged already."""
         self._up = asyncio.Event()
-        self._confirming: set[anyio.CancelScope] = set()
+        self._confirming: list[anyio.CancelScope] = []
         """Waits for the server to confirm a subscription. They begin again when the connection breaks."""
         self._serving = True
         self.explain: Callable[[Exception], str] = _error_text
@@ -348,12 +348,12 @@ class Bus:
         while not confirmed:
             await self._up.wait()
             with anyio.CancelScope() as scope, suppress(nats.errors.FlushTimeoutError):
-                self._confirming.add(scope)
+                self._confirming.append(scope)
                 try:
                     await self._nats.flush(_FLUSH_S)
                     confirmed = True
                 finally:
-                    self._confirming.discard(scope)
+                    self._confirming.remove(scope)
 
     async def open(self, tasks: TaskGroup) -> None:
         """Start to receive answers. `connect` calls it."""

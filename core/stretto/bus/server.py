@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -532,7 +533,7 @@ def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, 
 def _configuration(
     folder: Path, run: str, place: Listening, max_payload_mb: int, passwords: dict[str, str], *, tls: bool
 ) -> str:
-    """Return the configuration of nats-server as JSON, which nats-server accepts.
+    """Return the configuration of nats-server.
 
     The streams belong to the account `store`, and the workers to the account `run`. The server
     answers a JetStream request on any subject that the request names. Because of the two accounts, such an
@@ -552,7 +553,7 @@ def _configuration(
     # The server refuses clients without a certificate of the run's authority before it reads anything else.
     certificates = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
     files = {key: str(folder / name) for key, name in certificates.items()}
-    return json.dumps(
+    return configuration_text(
         {
             "host": place.host,
             "port": place.port,
@@ -577,8 +578,13 @@ def _configuration(
                 },
             },
         },
-        indent=1,
     )
+
+
+def configuration_text(configuration: Mapping[str, Any]) -> str:
+    """Return a configuration as nats-server reads it: JSON, but with other escapes in its texts."""
+    text = json.dumps(configuration, indent=1, ensure_ascii=False)
+    return re.sub(r"(?<!\\)((?:\\\\)*)\\u00([0-9a-f]{2})", r"\1\\x\2", text)
 
 
 def _permissions_of_store(names: Subjects) -> _Permissions:

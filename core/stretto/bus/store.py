@@ -147,7 +147,7 @@ class Store:
         self._unanswered = unanswered
         self._refuse = refusals.refuse
         self._up = asyncio.Event()
-        self._pulls: set[_Pull] = set()
+        self._pulls: list[_Pull] = []  # a set's order would depend on addresses in memory
         self._questions = 0
 
     async def on_disconnected(self) -> None:
@@ -604,11 +604,11 @@ class Store:
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         pull = _Pull(self._client, subject, f"{self._inbox}.pull.{consumer}", expires_s)
         subscription = await pull.open()
-        self._pulls.add(pull)
+        self._pulls.append(pull)
         try:
             yield pull
         finally:
-            self._pulls.discard(pull)
+            self._pulls.remove(pull)
             with suppress(nats.errors.Error):
                 await subscription.unsubscribe()
 

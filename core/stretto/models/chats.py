@@ -149,7 +149,7 @@ class _Chat:
                 if end := form.end_at(self._text, len(prefix)):
                     return turn + end
                 # The token of the next role would end it here, too.
-                ends_here = form.writes_end and len(prefix) == len(self._text)
+                ends_here = bool(form.closing) and form.writes_end and len(prefix) == len(self._text)
                 return turn if ends_here else turn.rstrip() + self._space_after(number, turn)
         # Some templates write a turn in another way while it is the last one.
         if ends and (first := next(iter(form.ends_of(self._text[begin:limit])), None)):

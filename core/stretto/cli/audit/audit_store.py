@@ -35,7 +35,7 @@ from stretto.bus.guard import is_locked
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.payloads import decoder, join_stored
-from stretto.bus.server import STORE, Bootstrap, binary
+from stretto.bus.server import STORE, Bootstrap, binary, configuration_text
 from stretto.children.protocol import die_with_parent
 from stretto.errors import BusError, RunError
 from stretto.records.event_files import FOLDER as EVENTS
@@ -322,7 +322,7 @@ async def _serve(folder: Path) -> AsyncGenerator[JetStreamContext]:
         "jetstream": {"store_dir": str(folder / "store")},
         "accounts": {STORE: {"jetstream": "enabled", "users": [{"user": "audit", "password": password}]}},
     }
-    (folder / "nats.conf").write_text(json.dumps(configuration))
+    (folder / "nats.conf").write_text(configuration_text(configuration), "utf-8")
     server = subprocess.Popen(
         [binary(), "-c", str(folder / "nats.conf")],
         stdin=subprocess.DEVNULL,

@@ -42,7 +42,7 @@ class _Replica:
         """Samples of this process's calls."""
         self.other_samples = 0
         """Samples of other rollout workers' calls, from the latest figures."""
-        self.scopes: set[anyio.CancelScope] = set()
+        self.scopes: list[anyio.CancelScope] = []
         self._peak = 0
         self._clock = clock
         self._progress_at = clock()
@@ -171,7 +171,7 @@ class Router:
             await self._changed.wait()
         replica = self._choose(affinity, min_version, exact_version, avoid)
         with anyio.CancelScope() as scope:
-            replica.scopes.add(scope)
+            replica.scopes.append(scope)
             replica.begin(samples())
             try:
                 yield replica.peer
@@ -179,7 +179,7 @@ class Router:
                 log.warning("no answer", peer=replica.worker)
                 raise
             finally:
-                replica.scopes.discard(scope)
+                replica.scopes.remove(scope)
                 replica.own_samples -= samples()
 
     def finish_sample(self, worker: str) -> None:

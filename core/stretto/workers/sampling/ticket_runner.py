@@ -284,7 +284,7 @@ class _TicketLimits:
     sample for the ticket, because all are lent to other work."""
 
     def __init__(self, context: WorkerContext) -> None:
-        self._running: set[tuple[int | None, anyio.CancelScope]] = set()
+        self._running: list[tuple[int | None, anyio.CancelScope]] = []
         """(`exact_version` of the ticket, its limit) of every running ticket."""
         self._routes_s = 0.0
         self._serving: set[int | None] = set()
@@ -296,11 +296,11 @@ class _TicketLimits:
         """Raise TimeoutError if the block takes longer than `timeout_s`, extensions not counted."""
         with anyio.fail_after(timeout_s) as limit:
             entry = (ticket.exact_version, limit)
-            self._running.add(entry)
+            self._running.append(entry)
             try:
                 yield
             finally:
-                self._running.discard(entry)
+                self._running.remove(entry)
 
     def _on_routes(self, routes: Routes) -> None:
         """Extend the limits by the time for which their engines were lent. Routes come every second and at

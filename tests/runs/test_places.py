@@ -1,0 +1,52 @@
+"""Runs in folders whose names have what names of folders may have."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from commands import called, stretto
+
+NAME = 'Größe 数据 it\'s "a" $HOME #b {c} \n\t\\ %s ;*[1] -d ~e a:b'
+RUN = """\
+name: r
+steps: 2
+out: out
+algorithm: {use: grpo, group_size: 2}
+training: mock
+inference: mock
+sampling: {max_tokens: 8}
+reward: {use: function, function: 'rew.py:score'}
+dataset: {use: jsonl, path: rows.jsonl}
+queue: {batch_size: 2}
+"""
+
+
+def fill(folder: Path) -> Path:
+    for name in ("home", "tmp"):
+        (folder / name).mkdir(parents=True)
+    rows = (json.dumps({"prompt": f"{row}+1=", "answer": str(row + 1)}) for row in range(8))
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "rew.py").write_text("def score(prompt, completion): return float(len(completion) % 2)\n")
+    (folder / "run.yaml").write_text(RUN)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_anywhere(tmp_path: Path) -> None:
+    """Also where the home folder and that of temporary files have such names."""
+    folder = fill(tmp_path / NAME)
+    env = {**os.environ, "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
+    for command in (["check", "run.yaml"], ["run", "run.yaml"], ["audit", "out"], ["status", "out"]):
+        done = stretto(*command, cwd=folder, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_name_that_no_text_has_is_refused(tmp_path: Path) -> None:
+    folder = fill(tmp_path / os.fsdecode(b"a\xffb"))
+    done = called("check", "run.yaml", cwd=folder)
+    assert done.returncode == 2
+    assert "is not UTF-8: rename the file or folder" in done.stderr
