@@ -18,10 +18,11 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"]}
 @pytest.mark.parametrize(
     ("files", "source", "message"),
     [
+        ({"adapter_config.json": []}, "", "a LoRA adapter of another model"),
         (
             {"adapter_config.json": {"base_model_name_or_path": "org/base"}},
             "",
-            "a LoRA adapter of 'org/base'",
+            'a LoRA adapter of "org/base"',
         ),
         ({"config.yaml": {}, "checkpoints/step-000002/model/config.json": QWEN}, "", "step-000002/model'"),
         ({"config.yaml": {}}, "", "it is the folder of a run; .* it has no checkpoint"),

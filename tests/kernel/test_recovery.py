@@ -48,7 +48,7 @@ from stretto.kernel.durable.journal import own_journal
 from stretto.kernel.durable.recovery import Recovered, Repetition, Stored, read_store
 from stretto.kernel.ending import Ending
 from stretto.kernel.ownership import own_run
-from stretto.kernel.schedule.commands import Issue, SchedulerSettings
+from stretto.kernel.schedule.commands import Issue, SchedulerSettings, StartBatch
 from stretto.kernel.schedule.fold import apply, decisions
 from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
@@ -179,12 +179,17 @@ async def recovered(
         reached=reached,
         epoch=writer.epoch,
     )
-    repetition = Repetition(
-        *(writer, scheduler, Trainers(), checkpoint, stored),
-        on_repeated=lambda start, result, divergence: None,
-    )
+    digests: dict[int, str] = {}
+
+    def report(start: StartBatch, result: Any, divergence: float | None, digest: str) -> None:
+        digests[start.version + 1] = digest
+
+    repetition = Repetition(*(writer, scheduler, Trainers(), checkpoint, stored), on_repeated=report)
     await repetition.load()
     result = await repetition.fold()
+    # Trainers that take the place of lost ones have to reach them.
+    assert all(digest == f"digest {version}" for version, digest in digests.items())
+    assert len(digests) >= result.repeated
     scheduler.owned(1000)
     for sequence, outcome in result.later:
         apply(scheduler, OutcomeRead(sequence), outcome)

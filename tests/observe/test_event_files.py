@@ -30,6 +30,7 @@ from stretto.observe.report import Report
 from stretto.observe.timeline import Timeline
 from stretto.records.event_files import (
     FOLDER,
+    add_messages,
     event_files,
     file_name,
     move_lost,
@@ -254,6 +255,24 @@ def test_the_audit_writes_what_only_the_store_has(start: Start) -> None:
     assert (report.status, report.remark[-24:]) == ("clean", ", and are in events/ now")
     assert [*stored_events(run.folder)] == known
     assert run.audit().remark == ""
+
+
+@pytest.mark.parametrize("damage", ["empty", "first", "second"])
+def test_a_damaged_file_is_written_again(tmp_path: Path, damage: str) -> None:
+    """Also where a disk was full at its first message."""
+    (tmp_path / FOLDER).mkdir()
+    known = [(number, f"message {number}".encode()) for number in (8, 9, 10)]
+    file = tmp_path / FOLDER / file_name(7, 8)
+    data = bytearray(b"".join(record_of(*each) for each in known))
+    if damage != "empty":
+        data[data.index(b"8" if damage == "first" else b"9")] ^= 1
+    file.write_bytes(b"" if damage == "empty" else data)
+    found = dict(stored_events(tmp_path))
+    missing = [(7, number, message) for number, message in known if found.get(number) is None]
+    assert missing
+    add_messages(tmp_path, missing)
+    assert [*stored_events(tmp_path)] == known
+    assert newest_stored(tmp_path, below=99) >= 9  # what the next kernel writes again does no harm
 
 
 async def span_of_journal(folder: Path) -> tuple[int, int]:

@@ -25,15 +25,16 @@ with scratch_folder("scratch-") as (folder, until_ended):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_folder_of_a_killed_process_stays_for_those_that_use_it(number: signal.Signals) -> None:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", CODE], **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", CODE], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         name, child = process.stdout.readline().split()
         process.send_signal(number)
     assert process.returncode == -number
     folder = Path(name.decode())
-    assert (folder / "file").exists()
+    is_there = (folder / "file").exists()
     os.kill(int(child), signal.SIGKILL)
+    assert is_there
     until(lambda: not folder.exists())
 
 

@@ -15,8 +15,8 @@ from stretto.launcher import ROLES, Job, Role
 from stretto.testing.simulation import Fault, describe, run_tape
 from stretto.testing.simulation.processes import SimulatedLauncher
 from stretto.testing.simulation.universe import Outcome
-from stretto.workers import worker as workers
 from stretto.workers.context import RoleWorker, WorkerContext
+from stretto.workers.worker import _WORKERS as WORKERS  # pyright: ignore[reportPrivateUsage]
 from universes import small
 
 MOMENTS = (0.1, 0.45, 0.6, 0.8)
@@ -59,8 +59,8 @@ def test_a_worker_that_refuses_ends_the_start(
         return handles
 
     monkeypatch.setattr(SimulatedLauncher, "launch", launch_slowly)
-    make = workers._WORKERS[role]
-    monkeypatch.setitem(workers._WORKERS, role, lambda context: Refuses(context, make(context), seconds))
+    make = WORKERS[role]
+    monkeypatch.setitem(WORKERS, role, lambda context: Refuses(context, make(context), seconds))
     outcome = outcome_with()
     assert outcome.status == "failed", text_of(outcome)
     assert f"{role}-0 finds no such thing" in outcome.reason

@@ -1,4 +1,4 @@
-"""A folder that is removed when its owner has ended, also if that one is killed."""
+"""A folder that is removed when its owner has ended, even if the owner is killed."""
 
 from __future__ import annotations
 

@@ -201,6 +201,11 @@ def form_of(
     def token_at(text: str) -> str:
         return max(filter(text.lstrip().startswith, added), key=len, default="")
 
+    def last_of(text: str) -> str:
+        return max(
+            filter(text.__contains__, added), key=lambda each: (text.rfind(each), len(each)), default=""
+        )
+
     def end_in(text: str) -> tuple[str, str]:
         """Return what comes before the end of the turn whose content a text follows, and this token: of
         several in a row the one at which engines end."""
@@ -217,7 +222,7 @@ def form_of(
     if (
         inner_end
         and not last_end
-        and inner_end in asked.partition(_ASK)[0]
+        and inner_end == last_of(asked.partition(_ASK)[0])
         and added[inner_end] not in own_ends | model_ends
     ):
         inner_end = ""  # it begins the user's turn, and engines do not end there

@@ -236,5 +236,5 @@ def _number(value: float) -> float | None:
 
 
 def _short(value: float) -> float:
-    """Return a number with six digits: who shows it rounds it once more."""
+    """Return a number with six digits; views round it again."""
     return float(f"{value:.6g}")

@@ -115,7 +115,7 @@ def _keep(folder: Path, messages: Sequence[tuple[int, int, bytes]]) -> str:
         with lock_run(folder / "bus"):
             add_messages(folder, messages)
     except (OSError, ConfigError) as error:
-        return f"{which}, and cannot be written into files: {error}"
+        return f"{which}, which is needed as long as they cannot be written into files: {error}"
     return f"{which}, and are in events/ now"
 
 

@@ -238,7 +238,7 @@ def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
 
 async def journal_messages(folder: Path, store: StoredRun) -> AsyncIterator[StoredMessage]:
     """Yield the messages of a run's journal: those in its files, and those that only the store has, because a
-    kernel was killed before it could write them, or because a file is damaged.
+    kernel was killed before it wrote them, or a file is damaged.
 
     Raises:
         RunError: if the files cannot be read.

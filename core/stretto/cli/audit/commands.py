@@ -38,8 +38,8 @@ def audit(
 ) -> None:
     """Check that a run that has ended lost no ticket, trained none twice and kept its bounds.
 
-    The audit reads journal, log and checkpoints by itself, from a copy of the run's store. Exit status: 0
-    clean, 1 violations, 2 the run cannot be audited.
+    The audit reads journal, log and checkpoints by itself, from a copy of the run's store. It writes into
+    `events/` what only the store has. Exit status: 0 clean, 1 violations, 2 the run cannot be audited.
     """
     from stretto.cli.audit.audit import audit_run
     from stretto.cli.audit.ticket_history import ticket_history

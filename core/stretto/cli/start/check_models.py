@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,9 +170,9 @@ _OF_GGUF = "transformers converts them: from_pretrained(…, gguf_file=…), the
 def _what_is(folder: Path) -> str:
     """Return what a folder without a `config.json` is, and which path is meant."""
     if (adapter := folder / "adapter_config.json").is_file():
-        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+        base = re.search(r'"base_model_name_or_path": *("[^"]*")', adapter.read_text(errors="replace"))
         return (
-            f"it is a LoRA adapter of {base!r}; merge them first: "
+            f"it is a LoRA adapter of {base[1] if base else 'another model'}; merge them first: "
             "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(…)"
         )
     steps = sorted(folder.glob("checkpoints/step-*/model"), key=lambda each: each.stat().st_mtime)

@@ -60,6 +60,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 Name = tuple[Purpose, int, int]
+OnRepeated = Callable[[StartBatch, StepResult | StepMeasured | None, float | None, str], None]
 """(purpose, ticket, attempt) of an outcome."""
 
 
@@ -345,8 +346,9 @@ class Repetition:
 
     Args:
         scheduler: is brought into the state after the events.
-        on_repeated: called after each repeated step, with the batch, its result, and its divergence if that
-            is known. For a step that need not be repeated, the result is what the former kernel recorded.
+        on_repeated: called after each repeated step, with the batch, its result, its divergence if that is
+            known, and the digest of its weights. For a step that need not be repeated, they are what the
+            former kernel recorded.
         living: the state of the trainers, if they need not load the checkpoint.
     """
 
@@ -358,7 +360,7 @@ class Repetition:
         checkpoint: tuple[Path | None, KernelState],
         stored: Stored,
         *,
-        on_repeated: Callable[[StartBatch, StepResult | StepMeasured | None, float | None], None],
+        on_repeated: OnRepeated,
         living: Living | None = None,
     ) -> None:
         self._writer = writer
@@ -458,8 +460,9 @@ class Repetition:
 
     def _take_in_step(self, start: StartBatch, step: StepResult | None, event: StepTrained) -> list[Command]:
         commands = self._take_in(event)
-        measured = self._stored.journal.measured.get(start.version + 1)
-        self._on_repeated(start, step or measured, event.divergence)
+        journal, version = self._stored.journal, start.version + 1
+        digest = journal.digests.get(version, "") if step is None else self._notes[-1].digest
+        self._on_repeated(start, step or journal.measured.get(version), event.divergence, digest)
         return commands
 
     def _take_in(self, event: Input, outcome: Outcome | None = None) -> list[Command]:

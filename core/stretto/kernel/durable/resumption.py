@@ -8,17 +8,16 @@ import structlog
 import yaml
 
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import StepMeasured
 from stretto.errors import RunError
 from stretto.kernel.calls.engines import Engines
-from stretto.kernel.calls.trainers import StepResult, Trainers
+from stretto.kernel.calls.trainers import Trainers
 from stretto.kernel.durable.changes import differences, values_file
 from stretto.kernel.durable.checkpoint import checkpoint_name
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.durable.recovery import Living, Recovered, Repetition, Stored, read_store
+from stretto.kernel.durable.recovery import Living, OnRepeated, Recovered, Repetition, Stored, read_store
 from stretto.kernel.ending import Ending
-from stretto.kernel.schedule.commands import Command, StartBatch
+from stretto.kernel.schedule.commands import Command
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
 from stretto.records.metrics_file import MetricsFile
@@ -47,7 +46,7 @@ class Resumption:
         tickets: TicketQueue,
         checkpointer: Checkpointer,
         do: Callable[[Command], Awaitable[None]],
-        on_repeated: Callable[[StartBatch, StepResult | StepMeasured | None, float | None], None],
+        on_repeated: OnRepeated,
     ) -> None:
         assert setup.resumed is not None
         self._setup = setup
