@@ -299,7 +299,6 @@ def _json(text: str) -> tuple[Any, str]:
 
 
 def _call_of(value: Any) -> ToolCall:
-    """Make a call from a JSON value."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _faulty('a call is a JSON object with "name" and "arguments"')
     call = cast("dict[str, Any]", value)
@@ -336,7 +335,6 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _struct_of(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
-    """Make a struct type from the parameters of a function."""
     hints = get_type_hints(function, include_extras=True)
     fields: list[Any] = []
     for parameter in inspect.signature(function).parameters.values():

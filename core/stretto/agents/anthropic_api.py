@@ -264,7 +264,6 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 
 def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call as a block of an answer."""
     function = call["function"]
     return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
 

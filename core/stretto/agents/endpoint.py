@@ -235,7 +235,6 @@ class Endpoint:
         return await self._answer(request, agent_run, call)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        """Count the tokens of a chat as the chat template writes it."""
         agent_run, body = await self._read(request)
         session = agent_run.recorder.session
         tokenizer, images = session.tokenizer, session.images
@@ -508,7 +507,6 @@ async def _warn_of_hidden_tools(tokenizer: Tokenizer) -> None:
 
 
 def _text_before(text: str, marks: Iterable[str]) -> str:
-    """Return the text before the first mark."""
     return text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]
 
 

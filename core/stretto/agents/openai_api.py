@@ -515,7 +515,6 @@ def _plain(message: _ChatMessage, location: str, images: list[bytes]) -> Message
 def _content(
     content: str | list[_Part] | None, location: str, images: list[bytes]
 ) -> str | list[dict[str, str]]:
-    """Return a content as text, or as parts if it has images."""
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[dict[str, str]] = []
@@ -547,7 +546,6 @@ def _call(call: _APIToolCall) -> dict[str, Any]:
 
 
 def _function(tool: Mapping[str, Any], function: Any, index: int) -> dict[str, Any]:
-    """Return a tool in the form of chat templates."""
     if tool.get("type") != "function":
         kind = tool.get("type")
         raise ApiError(
@@ -659,14 +657,12 @@ def _tool_calls(reply: Reply) -> list[dict[str, Any]]:
 
 
 def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as JSON text."""
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     return {**call, "function": {"name": call["function"]["name"], "arguments": text}}
 
 
 def _output_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call as an output item of a response."""
     return {
         "id": f"fc_{call['id']}",
         "type": "function_call",

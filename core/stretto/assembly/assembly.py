@@ -260,7 +260,6 @@ def _has_room(config: RunConfig) -> bool:
 
 
 def _new_folder(config: RunConfig) -> Path:
-    """Return the folder that a new run will write to."""
     now = datetime.now().astimezone()
     named = f"runs/{config.name}-{now:%Y%m%d-%H%M%S}-{config.seed}" if config.out is None else config.out
     folder = Path(named).expanduser().absolute()

@@ -706,7 +706,6 @@ def _other_place(key: str, known: Collection[str], run: type[msgspec.Struct]) ->
 
 
 def _keys_in(struct: type[msgspec.Struct], path: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a struct and of the structs in it."""
     for field in _fields(struct):
         key = f"{path}.{field.encode_name}" if path else field.encode_name
         yield key

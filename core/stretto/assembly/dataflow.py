@@ -159,7 +159,6 @@ def _check_loss(call: Call) -> None:
 
 
 def _writers(calls: Sequence[Call]) -> dict[str, str]:
-    """Return, for each key, the one call that writes it."""
     writer: dict[str, str] = {}
     for call in calls:
         for key in call.writes:

@@ -102,7 +102,6 @@ class _PluginSource:
 
     @property
     def _package(self) -> tuple[str, str]:
-        """Name and version of the installed package."""
         if self.path is not None:
             return self.path.stem, "path"
         return _name_and_version(None if isinstance(self.provider, ModuleType) else self.provider.dist)

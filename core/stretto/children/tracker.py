@@ -135,7 +135,6 @@ class _LineSender:
         return sorted([*new_steps, *new_evaluations], key=lambda line: (line["step"], is_evaluation(line)))
 
     def _send_samples(self, tracker: Tracker, *, complete: bool) -> None:
-        """Send the samples that are due and settled."""
         start = time.monotonic()
         if not complete and start < self._next_look:
             return

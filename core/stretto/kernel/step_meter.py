@@ -103,7 +103,6 @@ class StepMeter:
         return msgspec.structs.replace(measured, known=True, generate_busy_s=0.0, verify_busy_s=0.0)
 
     def _of_samples(self, start: StartBatch) -> dict[str, float]:
-        """Return the figures of a batch of trajectories."""
         members = [member for group in start.groups for member in group.members]
         samples = [member for member in members if not member.part]
         staleness = [start.version - member.oldest for member in members]

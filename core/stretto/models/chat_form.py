@@ -339,7 +339,6 @@ def _with_arguments(call: Any, form: Literal["mapping", "text"]) -> Any:
 
 
 def _joined(parts: Sequence[Any], number: int, role: str) -> str:
-    """Return content in parts as one text."""
     texts: list[str] = []
     for part in parts:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None

@@ -295,7 +295,6 @@ def _texts(value: Any, *, all_of_it: bool) -> list[Any]:
 
 
 def _pack(text: str) -> str:
-    """Return a text without white space."""
     return "".join(plain_text(text).split())
 
 

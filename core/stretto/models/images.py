@@ -153,7 +153,6 @@ def _pillow() -> tuple[Any, Any]:
 
 
 def _values(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the column and the value of each image of a row."""
     columns = [column for column in IMAGE_COLUMNS if row.get(column)]
     if len(columns) > 1:
         raise column_error(row, columns[0], "and the column 'image' both hold images; expected one of them")

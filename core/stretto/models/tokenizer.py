@@ -515,7 +515,6 @@ class ModelTokenizer:
         return self._encode(text).ids
 
     def _as_text(self, text: str) -> Any:
-        """Return the encoding of a text in which special tokens are text."""
         return self._plain_backend.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, before: str, text: str) -> list[int]:
@@ -568,7 +567,6 @@ class ModelTokenizer:
 
     @cached_property
     def _any_special(self) -> re.Pattern[str] | None:
-        """What finds the special tokens in a text."""
         return any_of(self._special)
 
     @cached_property
@@ -642,7 +640,6 @@ class ModelTokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Most characters that one token stands for."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def encode_answer(self, answer: str, *, prompt: str = "") -> NDArray[np.int32]:

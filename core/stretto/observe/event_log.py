@@ -166,7 +166,6 @@ class EventLog:
         self._size = 0
 
     async def _sync(self) -> None:
-        """Flush the files to the disk."""
         written, last = self._written, self._last
         if not written or last is None:
             return

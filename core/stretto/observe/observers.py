@@ -63,7 +63,6 @@ class Observers:
             tasks.cancel_scope.cancel()
 
     def _take(self, sequence: int, message: EventBatch, events: Sequence[Event]) -> None:
-        """Take in a message that the server has stored."""
         self._events.take(sequence, message)
         for time, event in zip(message.times, events, strict=True):
             self.report.take(time, event)
@@ -74,7 +73,6 @@ class Observers:
                     self.trackers.start()
 
     async def _begin(self, bus: Bus, tasks: TaskGroup) -> None:
-        """Wait for the first event, and begin."""
         await self._began.wait()
         setup = self._setup
         tasks.start_soon(self._events.keep, bus, setup.names)

@@ -446,7 +446,6 @@ class Report:
         }
 
     def _best(self) -> dict[str, Any] | None:
-        """Return the best evaluation, with the checkpoint of its version if there is one."""
         best = self._scheduler.evaluation.best
         if best is None:
             return None

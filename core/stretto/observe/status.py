@@ -154,7 +154,6 @@ class StatusWriter:
                 log.warning("status not written", error=self._complaint)
 
     def _now(self) -> str:
-        """Describe what the run is doing."""
         scheduler = self._scheduler
         if not self._fleet.hears():
             return "waiting for nats-server"

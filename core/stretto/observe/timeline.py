@@ -86,7 +86,6 @@ class Timeline:
     # -------------------------------------------------------------------------------------- lines
 
     def _lines_of(self, now: float, event: Event) -> Iterator[Line]:
-        """Yield the lines of an event."""
         match event:
             case KernelBegan(lease_epoch, version):
                 yield KernelStarted(now, lease_epoch, version)

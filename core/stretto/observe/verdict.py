@@ -261,7 +261,6 @@ def _held_out(evaluations: Sequence[HeldOutScore]) -> Iterator[str]:
 
 
 def _failed(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the share of tickets that failed."""
     first, last = (line.get("ledger", {}) for line in (lines[0], lines[-1]))
     failed, trained = (last.get(name, 0) - first.get(name, 0) for name in ("failed", "trained"))
     return failed / max(1, failed + trained)
@@ -286,5 +285,4 @@ def _times(shares: Mapping[CauseKind, float], problems: Mapping[str, str]) -> It
 
 
 def _signed(name: str, value: float) -> str:
-    """Return a difference of a figure with its sign."""
     return f"{'+' if value >= 0 else '-'}{FIGURES[name].text(abs(value))}"

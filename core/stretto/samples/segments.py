@@ -210,7 +210,6 @@ class SegmentWriter:
             yield with_columns(name.kind, table, schema_of(name.kind).names)
 
     def _answers_in(self, name: SegmentName) -> list[Table]:
-        """Return the rows of evaluations in a segment."""
         of_columns: Any = compute  # pyarrow defines its functions when it is imported
         groups = self._row_groups(name)
         tables = (table.filter(of_columns.equal(table["purpose"], "eval")) for table in groups)

@@ -480,7 +480,6 @@ class StreamQueue:
         self._note(sample)
 
     def _end_and_cancel(self, sample: _ServerSample, finish: Finish, error: str = "") -> None:
-        """End a sample, and cancel its stream if it is in one."""
         self._end(sample, finish, error)
         if sample.scope is not None:
             sample.scope.cancel()

@@ -528,7 +528,6 @@ def _align(model: nn.Module) -> None:
 
 
 def _blank_image(model: str) -> Batch:
-    """Return a batch of one sequence, which contains a blank image."""
     prompt = Vision(model).blank()
     tokens = torch.from_numpy(prompt.ids.astype("int64"))
     media = {name: torch.from_numpy(array) for name, array in prompt.media.items()}

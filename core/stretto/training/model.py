@@ -82,7 +82,6 @@ def load_model(
 
 
 def _rows_of(model: PreTrainedModel, config: ModelTrainingConfig, device: torch.device) -> InputRows:
-    """Return the rows of a model that can be packed."""
     if not config.shared_prefixes:
         return PackedRows()
     text_config: Any = model.config.get_text_config()

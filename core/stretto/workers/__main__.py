@@ -75,7 +75,6 @@ def _raise_file_limit() -> None:
 
 
 def _text_of(error: BaseException) -> str:
-    """Return an error as text, with its remarks."""
     return "; ".join(filter(None, (str(error), *getattr(error, "__notes__", ()))))
 
 

@@ -280,7 +280,6 @@ async def _update_heartbeats(
 
 
 def _heartbeat(context: WorkerContext, work: RoleWorker, *, ready: bool) -> Heartbeat:
-    """Return the worker's current heartbeat."""
     plain = Heartbeat(
         context.worker,
         context.nonce,

@@ -105,7 +105,6 @@ def _engines(record: RunFolder, run: Mapping[str, Any], lines: _Lines) -> Servic
 
 
 def _mean(lines: _Lines, key: str) -> float:
-    """Return the mean of a figure over the lines that have it."""
     return statistics.mean(line[key] for line in lines if key in line)
 
 

@@ -183,7 +183,6 @@ class _Reader:
             del self._lives[event.worker]
 
     def _withdraw(self, again: TicketIssued) -> None:
-        """End the attempt of a ticket that is issued again."""
         former = self._open.get((again.purpose, again.ticket))
         if former is not None:
             self._withdrawn[again.purpose, again.ticket, former.issued.attempt] = former

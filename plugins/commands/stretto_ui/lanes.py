@@ -143,7 +143,6 @@ def _newest_steps(run: RunFolder, ended: float, begun: float) -> float:
 
 
 def _steps(events: Sequence[Event]) -> list[LaneSpan]:
-    """Return the spans of steps and of the waits before them."""
     spans: list[LaneSpan] = []
     for event in events:
         if not isinstance(event, StepSpan):

@@ -35,7 +35,6 @@ def samples_html(run: RunFolder) -> str:
 
 
 def _trained(store: SampleStore) -> Iterator[tuple[str, str]]:
-    """Yield titles and HTML of trained samples."""
     last = _newest_step(store, "trained")
     if last is None:
         return
@@ -56,7 +55,6 @@ def _evaluated(store: SampleStore) -> Iterator[tuple[str, str]]:
 
 
 def _newest_step(store: SampleStore, outcome: SampleOutcome) -> int | None:
-    """Return the newest step, or version, with samples of an outcome."""
     newest = store.find(SampleFilter(outcome=outcome), order="-step", limit=1, texts=False)
     return newest[0]["step"] if newest else None
 

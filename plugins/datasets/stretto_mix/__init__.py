@@ -163,7 +163,6 @@ class Mix:
         )
 
     def _place(self, index: int) -> tuple[str, int]:
-        """Return the part of a row, and the row's index there."""
         part = bisect_right(self._starts, index) - 1
         return self._names[part], index - self._starts[part]
 

@@ -221,7 +221,6 @@ class MixCurriculum:
         return next(pool.name for pool in self._pools if known.reward <= pool.max)
 
     def _key(self, row: int, draws: int) -> tuple[int, float, int]:
-        """Sort key of a row in its pool."""
         tie = random.Random(f"{self._seed}/row/{row}/{draws}").random() if self._shuffle else 0.0
         return draws, tie, row
 

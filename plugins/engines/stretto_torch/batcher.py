@@ -233,7 +233,6 @@ class Batcher:
             self._end(ending.sample, ending.finish, ending.error, ending.unsent)
 
     def _end_all(self, samples: Iterable[SlotSample], finish: Finish, error: str = "") -> None:
-        """End running or waiting samples early."""
         samples = tuple(samples)
         running = [sample for sample in samples if sample.row >= 0]
         unsent = {sample: self.slots.answer(sample, sample.sent) for sample in running}

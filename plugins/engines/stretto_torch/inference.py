@@ -237,7 +237,6 @@ class TorchInferenceEngine:
     async def _see(
         self, text: NDArray[np.int32], files: Sequence[bytes], digests: Sequence[str] = ()
     ) -> PromptImages:
-        """Read the images of a text, in a thread."""
         reader = self._batcher.model.reader if self._batcher is not None else None
         if reader is None:
             raise RequestError("the request has images, and the model reads none")

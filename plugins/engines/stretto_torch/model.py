@@ -104,7 +104,6 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
 
 
 def _seeing(model: Any, shapes: Shapes, config: TorchInferenceConfig, reader: ImageReader) -> Decoder:
-    """Return the decoder of a vision-language model."""
     tokens = _cache_tokens(model, shapes, config, padded_rows(1))
     decoder = HFDecoder(model, shapes.most_rows, shapes.length, tokens, reader)
     _refuse_unless_same(decoder, model, difference(decoder, model))
@@ -131,7 +130,6 @@ def _memory(device: torch.device, share: float) -> float:
 
 
 def _bytes_of_a_token(model: Any) -> int:
-    """Return the size of the keys and values of one token."""
     return sum(2 * shape.kv_heads * shape.head_dim for shape in layer_shapes(model)) * model.dtype.itemsize
 
 

@@ -295,7 +295,6 @@ class _RayClient:
             pass  # the caller has a deadline, and a thread cannot be cancelled
 
     def _actor(self, start: Start, reservation: _Reservation, bundle: int) -> Any:
-        """Return a new actor in a bundle."""
         strategies: Any = import_module("ray.util.scheduling_strategies")
         resources = dict(start.resources)
         return self._actors.options(

@@ -240,7 +240,6 @@ def _cache_folder(config: JudgeConfig, context: Context) -> Path | None:
 
 
 async def _beginning(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body, or its first `_MOST_BYTES`."""
     body = bytearray()
     async for chunk in response.content.iter_chunked(2**16):
         body += chunk

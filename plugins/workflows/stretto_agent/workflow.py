@@ -120,7 +120,6 @@ class AgentWorkflow:
             await self.endpoint.serve_socket(listener)
 
     def _command(self, prompt: Prompt, key: str, port: ForwardedPort | None) -> SandboxedCommand:
-        """Return the sandboxed command of the agent, with its environment variables."""
         config, chat = self._config, prompt.row["prompt"]
         url = base_url(port.port) if port else self.endpoint.base_url
         text = chat if isinstance(chat, str) else msgspec.json.encode(chat).decode()

@@ -256,7 +256,6 @@ async def journal_messages(folder: Path, store: StoredRun) -> AsyncIterator[Stor
 
 
 def _message_of(record: tuple[int, bytes | None]) -> StoredMessage:
-    """Return a message of the event files."""
     sequence, data = record
     try:
         return StoredMessage(sequence, None if data is None else decoder(EventBatch)(data), in_file=True)

@@ -216,7 +216,6 @@ def _added(group: RecordedGroup) -> set[str]:
 
 
 def _ids_in_samples(folder: Path) -> set[str]:
-    """Return the ids of all kept trajectories of training."""
     ids: set[str] = set()
     for table in _tables(folder, "samples", ("id", "purpose")):
         pairs = zip(table["id"].to_pylist(), table["purpose"].to_pylist(), strict=True)
@@ -283,7 +282,6 @@ def _images_of(text: str | None) -> tuple[str | int, ...] | None:
 async def _groups_in_log(
     store: StoredRun, rows: Mapping[Attempt, Sequence[RowRef]]
 ) -> AsyncIterator[RecordedGroup]:
-    """Yield those groups that are complete in the log."""
     names = store.names
     kinds = {names.trajectories: TrajectoryBundle, names.groups: GroupDone | GroupFailed}
     wanted = {ref.sequence for refs in rows.values() for ref in refs}

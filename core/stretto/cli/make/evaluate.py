@@ -171,7 +171,6 @@ def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
 
 
 def _name_of(source: str) -> str:
-    """Return the name of the run that evaluates a model."""
     stem = Path(source).absolute().name
     return "evaluate-" + "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in stem)
 
@@ -198,7 +197,6 @@ def _apply_options(document: dict[str, Any], options: EvaluationOptions) -> None
 
 
 def _dataset_of(name: str) -> dict[str, Any]:
-    """Return the dataset section that `--dataset` means."""
     if Path(name).expanduser().is_file():
         return {"use": "jsonl", "path": str(Path(name).expanduser().absolute())}
     installed = Plugins().names("dataset")

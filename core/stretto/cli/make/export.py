@@ -300,7 +300,6 @@ def _best(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return what all trajectories of a sample share."""
     return row["ticket"], row["attempt"], row["sample"]
 
 

@@ -55,7 +55,6 @@ def status_lines_over_bus(viewer: Bootstrap) -> list[str]:
 
 
 async def _receive_status(bootstrap: Bootstrap) -> Status:
-    """Return the next status that the kernel sends."""
     received: list[RunStatus] = []
     arrived = anyio.Event()
 

@@ -404,7 +404,6 @@ def _put(draft: Draft, final: Path) -> None:
 
 
 def _write_manifest(draft: Draft) -> None:
-    """Write the manifest with the hash of every file."""
     here = {str(path.relative_to(draft.folder)): file_hash(path) for path in _files(draft.folder)}
     hashes = dict(sorted({**draft.uploaded, **here}.items()))
     (draft.folder / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))

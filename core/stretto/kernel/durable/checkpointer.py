@@ -165,7 +165,6 @@ class Checkpointer:
             await store.purge(names.journal_stream, below=below)
 
     def _is_saved(self) -> bool:
-        """Return whether the current version has its checkpoint."""
         return self._saved == (self._setup.scheduler.version, self._journal.incarnation)
 
     async def _write(self, name: str, copied: anyio.Event, note: WeightsNote | None = None) -> None:

@@ -473,7 +473,6 @@ class Repetition:
         return commands
 
     def _record(self, commands: Iterable[Command]) -> None:
-        """Queue what is decided for the journal."""
         for decision in decisions(commands):
             self._writer.hear(decision)
 

@@ -127,7 +127,6 @@ class Admission:
         self._notify()
 
     async def _welcome(self, role: Role, message: Join) -> Welcome:
-        """Admit a worker that joined on the subject of `role`."""
         if self._ending.over.is_set():
             await anyio.sleep_forever()  # it may be a worker of the kernel that owns the run now
         if message.stretto != own_version():

@@ -160,7 +160,6 @@ class _WorkerGroupChoices:
         return changed
 
     def _add_to_a_part(self, worker: str) -> set[str]:
-        """Add the worker to the part of a random rollout worker, if there is one, and return that one."""
         chosen = self._random.choices(list(self._parts)) if self._parts else []
         for rollout in chosen:
             self._parts[rollout].add(worker)

@@ -510,7 +510,6 @@ class Fleet:
             self.on_left(member, why)
 
     def _remove(self, member: FleetMember) -> None:
-        """Remove a member, and keep its figures."""
         del self.members[member.worker]
         if member.worker not in self._jobs:  # nobody starts it again
             self.starting.pop(member.worker, None)

@@ -135,7 +135,6 @@ def _write_to(file: int) -> None:
 
 
 def _run(order: _ForkOrder) -> None:
-    """Be the process that was ordered."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

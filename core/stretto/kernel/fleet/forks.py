@@ -215,7 +215,6 @@ class ForkServer:
         self._output.close()
 
     def _read(self) -> None:
-        """Take in one answer of the server."""
         try:
             packet = self._socket.recv(_PACKET)
         except ConnectionError:

@@ -203,7 +203,6 @@ class SampleWriterSupervisor:
         self._kept_below = max(self._kept_below, message.below)  # a new writer may begin before that
 
     async def _send_retired(self) -> None:
-        """Append the retired tickets to the log."""
         tickets, self._retired = tuple(self._retired), []
         if tickets:
             self._retired_batches += 1

@@ -83,7 +83,6 @@ class WorkerScaler:
                 raise ConfigError(f"this run has no {name!r} to scale; it has {known}")
 
     def _missing(self, role: Role, number: int) -> list[Worker]:
-        """Return the workers to start, so that a role has this number."""
         resources = self._setup.assembly.resources_of(f"{role}-0")
         ids = self._fleet.free_ids(role, max(0, number - len(self._fleet.started(role))))
         return [Worker(id, role, resources) for id in ids]

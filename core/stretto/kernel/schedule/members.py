@@ -59,7 +59,6 @@ class LengthBias(msgspec.Struct):
 
     @property
     def _share(self) -> float:
-        """Share of the samples that failed."""
         every = self.done.count + self.failed.count
         return self.failed.count / every if self.failed.count and self.done.count else 0.0
 
@@ -136,7 +135,6 @@ class Failures(msgspec.Struct):
 
 
 def _lengths(group: GroupDone) -> list[int]:
-    """Return the number of sampled tokens of each sample of a group."""
     lengths: list[int] = []
     for member in group.members:
         if member.part and lengths:

@@ -528,7 +528,6 @@ def _array(kind: Any, *buffers: NDArray[Any]) -> Any:
 
 
 def _numbers(values: NDArray[np.int64]) -> Any:
-    """Return integers as a pyarrow array."""
     import pyarrow as pa
 
     return _array(pa.int64(), values)

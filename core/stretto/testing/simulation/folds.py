@@ -126,7 +126,6 @@ class FoldOracle:
             self.violations.append(f"the kernel of lease {kernel[1]} begins in another state than the fold")
 
     def _compare(self, kernel: Kernel, decision: Event) -> None:
-        """Compare what a kernel has decided with what the fold decides."""
         expected = self._decided.get(kernel[0], [])
         if isinstance(decision, Observation):
             return

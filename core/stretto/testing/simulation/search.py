@@ -234,7 +234,6 @@ def in_fork(work: Callable[[], bytes]) -> tuple[bytes, int]:
 
 
 def _run_in(folder: Path, tape: Tape) -> bytes:
-    """Run a universe in this folder, and return what became of it."""
     try:
         os.dup2(os.open(folder, os.O_PATH), _FOLDER)
         outcome = Universe(tape, Path(f"/proc/self/fd/{_FOLDER}")).run()

@@ -203,11 +203,9 @@ class Universe:
         return self.oracle.violations
 
     def _read_log(self, run: str, sequence: int) -> bytes:
-        """Return a message of a run's log."""
         return self.server.streams[Subjects(run).log_stream].messages[sequence].data
 
     def _ledgers(self) -> Iterator[dict[str, int]]:
-        """Yield the ledger of each step."""
         metrics = self.folder / "run" / "metrics.jsonl"
         for line in metrics.read_bytes().splitlines() if metrics.exists() else ():
             values = msgspec.json.decode(line)

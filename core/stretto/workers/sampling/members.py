@@ -181,7 +181,6 @@ class Members:
     # ------------------------------------------------------------------------------------ private
 
     def _count(self, attempts: _Attempts, number: int) -> None:
-        """Count a sample of `run` that has failed."""
         trajectories = self._sampled(number)
         of_policy = attempts.are_of_policy(number) and bool(trajectories)
         faults = attempts.faults[number]
@@ -286,10 +285,8 @@ def _failed_sample(fault: SampleFault, tries: int, sampled: int, *, of_policy: b
 
 
 def _tokens_in(trajectories: Iterable[Trajectory]) -> int:
-    """Return the number of tokens that the policy sampled."""
     return sum(int(np.count_nonzero(each.loss_mask)) for each in trajectories)
 
 
 def _sampled_in(trajectories: Iterable[Trajectory]) -> bytes:
-    """Return the tokens that the policy sampled."""
     return b"".join(each.tokens[each.loss_mask].tobytes() for each in trajectories)

@@ -105,7 +105,6 @@ class RolloutWorker:
             await anyio.sleep(_DRAIN_POLL_S)
 
     def _held(self) -> tuple[TicketStarted, ...]:
-        """Return the attempts that run."""
         return tuple(TicketStarted(self._context.worker, *key) for key in self._running)
 
     async def _variants(self, images: RolloutImages | None) -> dict[str, VariantServices]:

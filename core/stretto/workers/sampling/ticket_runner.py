@@ -113,7 +113,6 @@ class TicketRunner:
         )
 
     async def _failed(self, attempt: _RunningTicket, reason: str, *, filtered: bool = False) -> GroupFailed:
-        """Return the outcome of a failed attempt, and keep what it sampled."""
         ticket, worker = attempt.ticket, self._context.worker
         try:
             attempt.trajectories = attempt.trajectories or attempt.session.finished()
@@ -141,7 +140,6 @@ class TicketRunner:
                     await attempt.session.images.check(trajectory)
 
     async def _prompt(self, attempt: _RunningTicket) -> Prompt:
-        """Return the row of a ticket and the ids of its prompt."""
         ticket, config = attempt.ticket, self._services.config
         row = attempt.row = self._datasets[ticket.purpose][ticket.row]
         if fault := fault_of(row["prompt"]):

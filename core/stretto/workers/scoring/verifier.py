@@ -203,7 +203,6 @@ class _Rewards(_Service):
         return scores
 
     async def _scored(self, task: reward.Task) -> Sequence[_Score] | SampleFault:
-        """Return the scores of a task, or why there are none."""
         return await self.pause.call(lambda: self._asked(task))
 
     async def _asked(self, task: reward.Task) -> Sequence[_Score] | SampleFault:

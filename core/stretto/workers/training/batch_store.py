@@ -261,7 +261,6 @@ class BatchStore:
         self._call_columns[key].update(self._by_row(rows, values, per_token=column.per_token))
 
     async def _answer(self, message: AskColumn) -> Column:
-        """Return rows of a column that this rank computed."""
         import torch
 
         rows = self._call_columns.get(message.key, {})
@@ -415,7 +414,6 @@ def _name_row(place: int) -> Generator[None]:
 
 
 def _columns_of(trajectory: WireTrajectory) -> _Row:
-    """Return the columns of a trajectory, without its group."""
     return {
         "tokens": trajectory.tokens.numpy(),
         "loss_mask": trajectory.loss_mask.numpy(),

@@ -83,7 +83,6 @@ def _text(random: np.random.Generator, vocabulary: int, canary: CanaryConfig) ->
 
 
 def _picture(random: np.random.Generator) -> bytes:
-    """Return the file of an image of noise."""
     from PIL import Image
 
     file = io.BytesIO()
