@@ -1,4 +1,4 @@
-"""Twenty-two chat templates of our own, each with a tokenizer, that have the traits of real ones."""
+"""Twenty-three chat templates of our own, each with a tokenizer, that have the traits of real ones."""
 
 from __future__ import annotations
 
@@ -326,6 +326,22 @@ FORMS: dict[str, Form] = {
         ends=("<x>",),
         closing="<x>",
         keeps=False,
+    ),
+    "brackets": Form(
+        _turns(
+            "{% if m.role == 'assistant' %}{{ ' ' + m.content.strip() + '<x>' }}"
+            "{% else %}{{ '<i>' + m.content + '</i>' }}{% endif %}",
+            "",
+            "",
+        ),
+        eos="<x>",
+        ends=("<x>",),
+        closing="<x>",
+        lead=" ",
+        sentence_piece="first",
+        shows_tools=False,
+        shows_calls=False,
+        strips=True,
     ),
     "pieces": Form(_LINES, sentence_piece="first", unigram=True),
     "end on a line": Form(

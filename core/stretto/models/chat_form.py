@@ -55,6 +55,9 @@ class ChatForm:
     """What the generation prompt writes after the header of the answer, such as `<think>\\n`."""
     header: str = ""
     """What the generation prompt adds to the messages."""
+    opening: str = ""
+    """The end of a prompt that opens an answer: the header, or what the template writes after the user's
+    words if it has none, such as `[/INST]`."""
     lead: str = ""
     """What the template writes between the header and the content of an answer in a history, such as GLM's
     line feed: the policy samples it, and it is no part of the content. Empty if a content may have it."""
@@ -266,6 +269,7 @@ def form_of(
         call_closing=ends_call or closing,
         opened=_opened(prompt, [last, inner]),
         header=prompt.removeprefix(asked),
+        opening=(prompt.removeprefix(asked) or asked.partition(_ASK)[2]).lstrip(),
         lead=lead,
         tail=tail,
         plain_lead=special.sub("", lead) if special else lead,

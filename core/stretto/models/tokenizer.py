@@ -309,9 +309,9 @@ def answer_text(
     """
     body, form = body_of(answer, finish, tokenizer), tokenizer.form
     text = tokenizer.decode(body, special=special, after=prompt)
-    if whole or not (form.lead or form.tail):
+    if whole or not form.opening or not (form.lead or form.tail):
         return text
-    if not tokenizer.decode(prompt[-len(form.header.encode()) :], special=True).endswith(form.header):
+    if not tokenizer.decode(prompt[-len(form.opening.encode()) :], special=True).endswith(form.opening):
         return text
     full = tokenizer.decode(body, special=True, after=prompt)
     if full.startswith(form.lead):
