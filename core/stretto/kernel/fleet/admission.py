@@ -22,7 +22,7 @@ from stretto.errors import ConfigError, RunError
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.ending import Ending
-from stretto.kernel.fleet.fleet import FleetMember, receive_heartbeats
+from stretto.kernel.fleet.fleet import FleetMember, late_workers, receive_heartbeats
 from stretto.kernel.fleet.routes import RouteSender
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES, ClusterLauncher, Role
@@ -108,7 +108,7 @@ class Admission:
                     with anyio.move_on_after(_WAITING_LOG_S) as waiting:
                         await self._changed.wait()
                     if waiting.cancelled_caught:
-                        log.info("waiting", workers=", ".join(self._fleet.late()))
+                        log.info("waiting", workers=", ".join(late_workers(self._fleet)))
 
     def held(self) -> tuple[TicketStarted, ...]:
         """Return the attempts of a former kernel on which rollout workers go on."""
@@ -181,7 +181,9 @@ class Admission:
         with anyio.move_on_after(_START_S) as waiting:
             yield
         if waiting.cancelled_caught:
-            raise RunError(f"workers not ready after {_START_S:.0f} s: {', '.join(self._fleet.late())}")
+            raise RunError(
+                f"workers not ready after {_START_S:.0f} s: {', '.join(late_workers(self._fleet))}"
+            )
 
     def _on_ready(self, member: FleetMember) -> None:
         log.info("worker ready", worker=member.worker)

@@ -523,14 +523,6 @@ class Fleet:
         """Return the ready members of a role, without the evaluator."""
         return [member for member in self.members.values() if member.kind == role and member.ready]
 
-    def late(self) -> list[str]:
-        """Return the workers that cannot be called yet, each with its state."""
-        states = dict(self.starting)
-        for member in self.members.values():
-            if member.ready and not (member.callable or member.leaving):
-                states[member.worker] = "gets the weights"
-        return [f"{worker} ({state})" for worker, state in sorted(states.items()) if worker != EVALUATOR]
-
     def evaluators(self) -> frozenset[str]:
         """Return the evaluator's id, if it is ready and stays."""
         member = self.members.get(EVALUATOR)
@@ -574,6 +566,15 @@ class Fleet:
     def refused(self) -> int:
         """Return the number of malformed messages that workers have refused since the start."""
         return self._ended_refused + sum(member.refused for member in self.members.values())
+
+
+def late_workers(fleet: Fleet) -> list[str]:
+    """Return the workers that cannot be called yet, each with its state."""
+    states = dict(fleet.starting)
+    for member in fleet.members.values():
+        if member.ready and not (member.callable or member.leaving):
+            states[member.worker] = "gets the weights"
+    return [f"{worker} ({state})" for worker, state in sorted(states.items()) if worker != EVALUATOR]
 
 
 def number_of(worker: str) -> int:
