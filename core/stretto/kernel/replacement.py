@@ -177,4 +177,7 @@ class TrainerReplacement:
     def _begin_again(self, why: str) -> None:
         log.warning("the run begins again with its newest checkpoint", why=why)
         self._ending.next_values = self._setup.values
-        self._ending.end("repeated", "") if self._setup.replays is None else self._ending.end("failed", why)
+        if self._setup.replays is None:
+            self._ending.end("repeated", "")
+        else:
+            self._ending.end("failed", why)

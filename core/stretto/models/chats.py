@@ -150,19 +150,19 @@ class _Chat:
                     return turn + end
                 # The token of the next role would end it here, too.
                 ends_here = bool(form.closing) and form.writes_end and len(prefix) == len(self._text)
-                return turn if ends_here else turn.rstrip() + self._space_after(number, turn)
+                return turn if ends_here else self._without_space_of_template(number, turn)
         # Some templates write a turn in another way while it is the last one.
         if ends and (first := next(iter(form.ends_of(self._text[begin:limit])), None)):
             return self._text[begin : begin + first.end()]
         raise ConfigError(f"{self._name(number)}: the chat template changes it once other messages follow")
 
-    def _space_after(self, number: int, turn: str) -> str:
-        """Return the white space at the end of a message that ends a turn, not what the template writes."""
-        content, body = self._messages[number].get("content"), plain_text(turn.rstrip())
-        if not isinstance(content, str) or not body.endswith(content.rstrip()):
-            return ""
+    def _without_space_of_template(self, number: int, turn: str) -> str:
+        """Return a turn whose white space at the end is that of the message, not what the template writes."""
+        content, body = self._messages[number].get("content"), turn.rstrip()
+        if not isinstance(content, str) or not plain_text(body).endswith(content.rstrip()):
+            return body
         space = content[len(content.rstrip()) :]
-        return space if turn[len(turn.rstrip()) :].startswith(space) else ""
+        return body + space if turn.startswith(space, len(body)) else body
 
     def _check(self, first: int, last: int, text: str) -> None:
         """Check that a part of the conversation's text shows the messages from `first` to `last` - 1."""

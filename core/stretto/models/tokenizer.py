@@ -465,6 +465,7 @@ class ModelTokenizer:
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+        self._added_texts = {id: text for text, id in self._added.items()}
         self._added_tokens = {each.content: each for each in tokenizer.added_tokens_decoder.values()}
         self._begins: dict[str, bool] = {}
         """Texts of tokens -> see `_begins_behind`."""
@@ -655,8 +656,9 @@ class ModelTokenizer:
         self, ids: NDArray[np.int32], *, special: bool = False, after: NDArray[np.int32] | None = None
     ) -> str:
         """See `Tokenizer`."""
-        goes_on = after is not None and len(after) and not self._begins_behind(self._text_of(int(after[-1])))
-        known, text = self._word if goes_on else ([], "")
+        before = -1 if after is None or not len(after) else int(after[-1])
+        begins = before < 0 or self._begins_behind(self._added_texts.get(before, ""))
+        known, text = ([], "") if begins else self._word
         return self._tokenizer.decode([*known, *ids.tolist()], skip_special_tokens=not special)[len(text) :]
 
     @cached_property

@@ -60,8 +60,9 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 Name = tuple[Purpose, int, int]
-OnRepeated = Callable[[StartBatch, StepResult | StepMeasured | None, float | None, str], None]
 """(purpose, ticket, attempt) of an outcome."""
+OnRepeated = Callable[[StartBatch, StepResult | StepMeasured | None, float | None, str], None]
+"""See `Repetition`."""
 
 
 class _RepeatedSteps(Protocol):
@@ -420,7 +421,8 @@ class Repetition:
                 step = None if is_done else await self._train(start)
                 event = msgspec.structs.replace(event, hold=event.hold or self._differs)
                 start = _batch_in(self._take_in_step(start, step, event))
-                await self._writer.flush()
+                if step is not None:
+                    await self._writer.flush()
             else:
                 start = _batch_in(self._take_in(event, outcome)) or start
             if self._differs:

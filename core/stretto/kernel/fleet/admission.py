@@ -91,7 +91,7 @@ class Admission:
             RunError: if this takes too long.
         """
         with self._in_time():
-            while not self._trainers <= {member.worker for member in self._fleet.of("trainer")}:
+            while not {*self._trainers} <= {member.worker for member in self._fleet.of("trainer")}:
                 await self._changed.wait()
         return self._nonces_of_trainers()
 
@@ -153,13 +153,13 @@ class Admission:
 
     async def _send_ranks(self, message: AskRanks) -> Ranks:
         del message
-        while not self._trainers <= self._fleet.members.keys():
+        while not {*self._trainers} <= self._fleet.members.keys():
             await self._changed.wait()
         return Ranks(self._nonces_of_trainers())
 
     @property
-    def _trainers(self) -> set[str]:
-        return {worker.id for worker in self._setup.workers if worker.role == "trainer"}
+    def _trainers(self) -> list[str]:
+        return [worker.id for worker in self._setup.workers if worker.role == "trainer"]
 
     def _nonces_of_trainers(self) -> dict[str, str]:
         """Return the nonces of the trainers' processes. If one of them is lost, all are replaced, so they

@@ -8,7 +8,6 @@ import hashlib
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import tempfile
 import traceback
@@ -133,11 +132,8 @@ def _digest(tape: Tape) -> str:
 def run_tape(tape: Tape) -> Outcome:
     """Run a universe in a forked process, with an own folder, and return what became of it. Nothing of it is
     left afterwards."""
-    folder = Path(tempfile.mkdtemp(dir=_root()))
-    try:
-        data, status = in_fork(partial(_run_in, folder, tape))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
+        data, status = in_fork(partial(_run_in, Path(folder), tape))
     if not data:
         return Outcome(status="died", reason=f"exit status {status}")
     return msgspec.msgpack.decode(data, type=Outcome)
@@ -186,11 +182,8 @@ def _warm_up(calm: Tape) -> None:
     """Run a universe in this process, whose forks then need not import and compose what it has. Keep the
     garbage collector away from that."""
     end_with_parent(signal.SIGKILL)
-    folder = Path(tempfile.mkdtemp(dir=_root()))
-    try:
-        Universe(calm, folder).run()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
+        Universe(calm, Path(folder)).run()
     gc.collect()
     gc.freeze()
 
