@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from chat_forms import FORMS, write_weights
+from chat_forms import FORMS, Form, write_weights
 from commands import output_of
 
 pytestmark = pytest.mark.slow
@@ -38,33 +39,33 @@ def samples_of(run: Path, *options: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "workflow", "row", "renders"),
+    ("form", "workflow", "row", "renders"),
     [
         (
-            "wrong eos",
+            replace(FORMS["plain lines"], eos="<x>", ends=("<x>",)),
             {"use": "multi_turn", "environment": "world.py:answer"},
             {"prompt": [{"role": "user", "content": PARTS}]},
             [{"role": "user", "content": "is it ok?"}],
         ),
         (
-            "forced thinker",
+            FORMS["forced thinker"],
             {"use": "tool_use", "tools": ["tools.py:add"]},
             {"prompt": [{"role": "user", "content": "ok?"}], "tools": [TOOL]},
             [{"role": "user", "content": "ok?"}],
         ),
         (
-            "late system",
+            FORMS["late system"],
             {"use": "single_turn"},
             {"prompt": [{"role": "system", "content": "t"}, {"role": "user", "content": PARTS}]},
             [{"role": "system", "content": "t"}, {"role": "user", "content": "is it ok?"}],
         ),
     ],
+    ids=["wrong eos", "forced thinker", "late system"],
 )
 def test_what_is_trained_is_what_transformers_renders(
-    tmp_path: Path, name: str, workflow: dict[str, Any], row: dict[str, Any], renders: list[dict[str, Any]]
+    tmp_path: Path, form: Form, workflow: dict[str, Any], row: dict[str, Any], renders: list[dict[str, Any]]
 ) -> None:
     """Token for token, in training and in evaluations."""
-    form = FORMS[name]
     model = write_weights(form, tmp_path / "model")
     transformer: Any = PreTrainedTokenizerFast.from_pretrained(model)
     end = transformer.convert_tokens_to_ids(form.closing)
