@@ -76,9 +76,6 @@ class Assembly:
         folder: the run's folder; empty in a process that has no access to it, None for a new run.
         run: id of the run. A new run gets one.
         worker: id of the worker that this process is. A worker gets the numbers in force from the kernel.
-
-    Raises:
-        ConfigError: if the file with changed numbers of workers is damaged.
     """
 
     def __init__(
@@ -186,11 +183,7 @@ class Assembly:
         return max(_ROWS_PER_GROUP, rows / (groups * _IN_TIME)) if groups else _ROWS_PER_GROUP
 
     def resources_of(self, worker: str) -> Resources:
-        """Return the resources of a worker's process.
-
-        Raises:
-            ConfigError: for a trainer of a group that the run does not have.
-        """
+        """Return the resources of a worker's process."""
         role = worker.partition("-")[0]
         if role != "trainer":
             return self.composed.section(role)

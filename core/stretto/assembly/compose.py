@@ -101,8 +101,6 @@ class Composed:
 
         Raises:
             ContractError: if the object does not keep the contract of its kind.
-            PluginError: if its factory raised an exception that is not a `StrettoError`.
-            StrettoError: if its factory raised one.
         """
         section = self.section(path) if section is None else section
         with _redacted_errors(self.redact):
@@ -164,10 +162,6 @@ def compose(
 
     Args:
         document: used instead of the file's content; errors still name the file.
-
-    Raises:
-        ConfigError: for a key, a type or a path that is wrong; the text says where it was written.
-        PluginError: for a component that is not installed or cannot be loaded.
     """
     from stretto.assembly import run_file  # OmegaConf is slow to import, and only this function needs it
 

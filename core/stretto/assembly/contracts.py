@@ -41,10 +41,6 @@ def expect_contract(component: object, contract: type, label: str) -> None:
 
     Args:
         label: what the object is, for the message.
-
-    Raises:
-        ContractError: the object breaks the contract; the text names every wrong member, the contract, and
-            where the object's class is defined.
     """
     if faults := list(_faults(component, contract)):
         raise ContractError(

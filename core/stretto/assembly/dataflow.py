@@ -109,13 +109,7 @@ class Graph:
 
 
 def graph_of(calls: Sequence[Call], models: Mapping[str, Model]) -> Graph:
-    """Infer the edges, refuse a dataflow that cannot run, and order the calls.
-
-    Raises:
-        ConfigError: if two calls have one name, a reduction is unknown, no call trains, there is not exactly
-            one source of sequences, only one of `generate` and `score` is there, no call or more than one
-            writes a key, a model is unknown, a call trains a frozen model, or the calls form a cycle.
-    """
+    """Infer the edges, refuse a dataflow that cannot run, and order the calls."""
     by_name: dict[str, Call] = {}
     for call in calls:
         if call.name in by_name:

@@ -65,12 +65,7 @@ class WorkerGroup:
 
 
 class Placement:
-    """The models of one run on its worker groups.
-
-    Raises:
-        ConfigError: if the run file places a model that the algorithm does not have, or names an unknown
-            group, or if a group has no model.
-    """
+    """The models of one run on its worker groups."""
 
     def __init__(self, config: RunConfig, graph: Graph) -> None:
         self.graph = graph

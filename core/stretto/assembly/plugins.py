@@ -298,9 +298,6 @@ def missing_extra(component: Component[Any]) -> str:
 def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
     """Refuse a function whose hook or argument does not exist. pluggy accepts a misspelt hook, and
     reports a wrong argument only as a traceback.
-
-    Raises:
-        PluginError: if there is no such hook, or it has no such argument.
     """
     name = function.__name__
     location = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
@@ -315,11 +312,7 @@ def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
 
 
 def _components_of_hook(hook: Callable[[], Any], kind: Kind, module: ModuleType) -> list[Component[Any]]:
-    """Return the components that a hook of one kind yields.
-
-    Raises:
-        PluginError: if the hook raises, or yields anything that is not a component.
-    """
+    """Return the components that a hook of one kind yields."""
     label = f"stretto_{kind} of {module.__file__ or module.__name__!r}"
     try:
         result = hook()

@@ -15,12 +15,7 @@ from stretto.errors import ConfigError
 
 
 def require_trust(folder: Path, *, trusted: bool) -> None:
-    """Refuse to continue with a run's folder that belongs to another user, unless the user trusts it.
-
-    Raises:
-        ConfigError: if the folder or one of its config files has another owner. The text lists the plugin
-            files that would be imported.
-    """
+    """Refuse to continue with a run's folder that belongs to another user, unless the user trusts it."""
     configs = sorted(folder.glob("config*.yaml"))
     owners = _strangers(folder, *configs)
     if trusted or not owners:
@@ -34,11 +29,7 @@ def require_trust(folder: Path, *, trusted: bool) -> None:
 
 
 def require_own_server(folder: Path, bootstrap: Path) -> None:
-    """Refuse to connect to the server that a file in a run's folder names, if another user owns one of them.
-
-    Raises:
-        ConfigError: if another user owns the folder or the file.
-    """
+    """Refuse to connect to the server that a run's file names, if another user owns folder or file."""
     if owners := _strangers(folder, bootstrap):
         raise ConfigError(
             f"{folder} belongs to {owners}. The store of this run is on the server that {bootstrap} names, "

@@ -44,9 +44,6 @@ class WorkerNumbers:
     Args:
         composed: the run as it was composed.
         folder: the run's folder; None in a process that gets the numbers in force from the kernel.
-
-    Raises:
-        ConfigError: if the file is damaged.
     """
 
     def __init__(self, composed: Composed, folder: Path | None) -> None:

@@ -78,7 +78,6 @@ async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
     Raises:
         NoAnswer: if no server can be reached, or if they refuse the credentials or the certificate, or have
             no valid certificate themselves. The message has the last reason.
-        ConfigError: if the certificate of the bootstrap is damaged.
     """
     client = NatsClient()
     has_store = bool(bootstrap.store_user)
@@ -163,9 +162,6 @@ class Bus:
     def local_address(self) -> str:
         """Address of this machine from which it reaches the server, so that other machines of the run reach
         it there.
-
-        Raises:
-            OSError: if there is no route to the server.
         """
         server = self._nats.connected_url or self._nats.servers[0]
         return address_towards(server.hostname or "localhost")

@@ -104,7 +104,6 @@ async def open_once(
 
     Raises:
         BusError: if the server does not accept the client within `timeout_s` seconds.
-        ConfigError: if the certificate of the bootstrap is damaged.
     """
     client = NatsClient()
 
@@ -161,11 +160,7 @@ async def open_client(
     on_reconnected: Callable[[], Awaitable[None]],
     login: dict[str, Any],
 ) -> None:
-    """Open a client that reconnects until it is closed.
-
-    Raises:
-        NoAnswer: if no server accepts it in time; with the last reason.
-    """
+    """Open a client that reconnects until it is closed."""
     options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S}  # typed as int there
     if "tls://" in bootstrap.url:
         options["tls"] = client_context(bootstrap.tls)

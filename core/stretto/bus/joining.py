@@ -27,11 +27,7 @@ _KEY_BYTES = 32
 
 
 def write_bootstrap(folder: Path, worker: str) -> Path:
-    """Write the bootstrap file of one worker into the run's bus folder, mode 0600, and return its path.
-
-    Raises:
-        ConfigError: if `worker` is not a worker's id, or the folder has no credentials of its role.
-    """
+    """Write the bootstrap file of one worker into the run's bus folder, mode 0600, and return its path."""
     if not is_worker_id(worker):
         raise ConfigError(f"{worker!r} is not the id of a worker; expected an id such as 'rollout-7'")
     role = worker.partition("-")[0]
@@ -49,9 +45,6 @@ def write_bootstrap(folder: Path, worker: str) -> Path:
 def reserve_worker(folder: Path, role: str) -> Path:
     """Write the bootstrap file of a worker that a user starts by hand, under the next free id of its own
     kind: `rollout-h0`, `rollout-h1`, …. Return its path. The file reserves the id.
-
-    Raises:
-        ConfigError: if the folder has no credentials of this role.
     """
     Bootstrap.read(folder / f"{role}.json")  # before the first file is made
     for number in count():
@@ -65,11 +58,7 @@ def reserve_worker(folder: Path, role: str) -> Path:
 
 
 def operator_bootstrap(folder: Path) -> Bootstrap:
-    """Return what the operator of a run needs to give it commands.
-
-    Raises:
-        ConfigError: if the folder has no credentials of the operator.
-    """
+    """Return what the operator of a run needs to give it commands."""
     bootstrap = Bootstrap.read(folder / f"{OPERATOR}.json")
     return msgspec.structs.replace(bootstrap, token=_token(folder, OPERATOR))
 
@@ -81,11 +70,7 @@ def own_version() -> str:
 
 
 def check_operator(folder: Path, token: str) -> None:
-    """Accept a command only from the run's user.
-
-    Raises:
-        ConfigError: if the token is not that of the operator.
-    """
+    """Accept a command only from the run's user."""
     if not _is_token(folder, OPERATOR, token):
         raise ConfigError("this command needs the token of the run's operator")
 

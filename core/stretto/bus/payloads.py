@@ -51,11 +51,7 @@ def is_split(data: bytes) -> bool:
 
 
 def split(data: bytes, limit: int) -> list[bytes]:
-    """Split a payload into parts of at most `limit` bytes. A payload that fits stays as it is.
-
-    Raises:
-        BusError: if the payload is larger than any process accepts.
-    """
+    """Split a payload into parts of at most `limit` bytes. A payload that fits stays as it is."""
     if len(data) > _MAX_PAYLOAD:
         raise BusError(
             f"a message of {len(data):,} bytes cannot be sent: the largest that is accepted has "

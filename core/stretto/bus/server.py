@@ -118,9 +118,6 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             source: where the text comes from, for the error.
-
-        Raises:
-            ConfigError: if it is not the text of a bootstrap file.
         """
         try:
             return msgspec.json.decode(text, type=cls)
@@ -133,9 +130,6 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             url: address of nats-server as it is reached from here; None for the one in the file.
             credentials: a file with a login for a server of the user's own; None for the one in the file.
-
-        Raises:
-            ConfigError: if `credentials` is not such a file.
         """
         changed = msgspec.structs.replace(self, url=url or self.url)
         if credentials is None:
@@ -196,10 +190,6 @@ def _bootstrap(party: Party, shared: Bootstrap, **own: Any) -> bytes:
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
     """Write the bootstrap files for a server of the user's own. All roles use the same credentials. A viewer
     needs credentials of its own, because with those of the roles it could do everything.
-
-    Raises:
-        ConfigError: if the credentials file is neither JSON with user and password nor `.creds`, or if the
-            files of `bus.tls` are not what they should be.
     """
     assert config.servers
     user = password = creds = ""
@@ -231,9 +221,6 @@ def login_of(credentials: str, key: str) -> tuple[str, str, str]:
 
     Args:
         key: where the file was named, for the error.
-
-    Raises:
-        ConfigError: if the file is neither JSON with user and password nor `.creds`.
     """
     if credentials.endswith(".creds"):
         return "", "", credentials
@@ -277,8 +264,6 @@ class NatsServer:
 
         Raises:
             BusError: if the server does not start. The message has the end of the server's log.
-            ConfigError: if this machine does not have the address of `bus.listen`, if its port is in use, or
-                if no address is known by which other machines reach it.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, guard.__file__, binary(), str(folder / _CONFIGURATION)]

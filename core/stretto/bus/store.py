@@ -213,7 +213,6 @@ class Store:
         """Return the message at a sequence number.
 
         Raises:
-            NoAnswer: if the server does not answer in time.
             MessageGone: if the message, or a part of it, is not in the stream.
             Malformed: if the message is not of this kind.
         """
@@ -224,9 +223,6 @@ class Store:
     ) -> dict[int, M]:
         """Return the messages of a subject at these sequence numbers. If they lie together, as in most cases,
         they come in a few answers.
-
-        Raises:
-            NoAnswer, MessageGone, Malformed: as `read`.
         """
         missing, found = set(sequences), dict[int, M]()
         while len(missing) > 1:
@@ -506,11 +502,6 @@ class Store:
     async def _stored_before(self, after: StreamEnd, id: str) -> int:
         """Return the sequence number of a message that an earlier attempt has stored after `after`, where the
         acknowledgement was lost. The server compares the end of the stream before it looks for the id.
-
-        Raises:
-            Superseded: if another writer has stored something there.
-            TimeoutError: if what is there is still being copied to other servers, or was stored by an append
-                that was cancelled; `after` is moved then. Try again.
         """
         following = after.sequence + 1
         try:
@@ -529,11 +520,7 @@ class Store:
         raise TimeoutError
 
     async def _get_some(self, stream: str, question: Mapping[str, Any]) -> dict[int, RawStreamMsg]:
-        """Ask for several messages of a stream, and return those that the server has, by their numbers.
-
-        Raises:
-            TimeoutError: if the answer does not come to its end in time.
-        """
+        """Ask for several messages of a stream, and return those that the server has, by their numbers."""
         messages: dict[int, RawStreamMsg] = {}
         over = asyncio.Event()
 
@@ -565,7 +552,6 @@ class Store:
 
         Raises:
             MessageGone: if the message is not in the stream.
-            NoAnswer: if the server does not answer in time.
         """
 
         async def get() -> RawStreamMsg:

@@ -52,9 +52,6 @@ def client_context(identity: TlsIdentity | None) -> ssl.SSLContext:
 
     Args:
         identity: None for a client that believes the system's authorities and shows no certificate.
-
-    Raises:
-        ConfigError: if a text is not what it should be, or if the key is not that of the certificate.
     """
     identity = identity or TlsIdentity()
     try:

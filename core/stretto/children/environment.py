@@ -65,11 +65,7 @@ def react(environment: Callable[..., Any], data: bytes) -> Reaction:
 
 
 def with_files(returned: Any) -> Any:
-    """Return the value of an environment with its `images` as files.
-
-    Raises:
-        RewardError: if one is no image, or cannot be read.
-    """
+    """Return the value of an environment with its `images` as files."""
     if not isinstance(returned, Mapping) or "images" not in returned:
         return cast("Any", returned)
     fields = cast("Mapping[str, Any]", returned)

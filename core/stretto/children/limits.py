@@ -59,12 +59,7 @@ class LimitedScore(msgspec.Struct, frozen=True, array_like=True):
 
 
 def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int) -> list[LimitedScore]:
-    """Call `score(index)` for each of `count` answers, each under the limits, and return the scores.
-
-    Raises:
-        RewardError: if the reward raises for an answer; the text names the exception and the line.
-        PolicyError: if it raises that.
-    """
+    """Call `score(index)` for each of `count` answers, each under the limits, and return the scores."""
     scores: list[LimitedScore] = []
     while len(scores) < count:
         scores += _fork(limits, score, range(len(scores), count))

@@ -54,11 +54,7 @@ class Pipes:
         self._number = 0
 
     def receive(self) -> bytes | None:
-        """Return the content of the next frame; None at the end of the input.
-
-        Raises:
-            ValueError: if the frame announces more than `MAX_FRAME` bytes.
-        """
+        """Return the content of the next frame; None at the end of the input."""
         head = self._read.read(HEAD.size)
         if len(head) < HEAD.size:
             return None
@@ -67,11 +63,7 @@ class Pipes:
         return self._read.read(size)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Answer the latest frame.
-
-        Raises:
-            ValueError: if the message has more than `MAX_FRAME` bytes.
-        """
+        """Answer the latest frame."""
         self._write.write(framed(self._number, msgspec.msgpack.encode(message)))
         self._write.flush()
 
@@ -119,11 +111,7 @@ def serve(
 
 
 def framed(number: int, data: bytes) -> bytes:
-    """Return bytes as a frame.
-
-    Raises:
-        ValueError: if there are more than `MAX_FRAME` bytes.
-    """
+    """Return bytes as a frame."""
     _check_size(len(data))
     return HEAD.pack(len(data), number) + data
 

@@ -116,11 +116,7 @@ def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
 
 
 async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:
-    """Make the tools and return them by name.
-
-    Raises:
-        ValueError: if two tools share a name.
-    """
+    """Make the tools and return them by name."""
     offered = [
         (reference, tool_of(load_importable(reference), reference.rpartition(":")[2]))
         for reference in setup.tools

@@ -88,9 +88,6 @@ def grid(items: Sequence[str], seeds: str | None) -> dict[str, list[str]]:
     Args:
         items: `key=a,b`. A key with a single value has that value in every run.
         seeds: the seeds, `1,2,3`; None if `items` has them, or if there are none.
-
-    Raises:
-        ConfigError: if an item cannot be read, a key or a value is there twice, or there is only one run.
     """
     lists: dict[str, list[str]] = {}
     for key, values in map(values_in, [*items, *([] if seeds is None else [f"seed={seeds}"])]):
@@ -116,11 +113,7 @@ def grid(items: Sequence[str], seeds: str | None) -> dict[str, list[str]]:
 
 
 def values_in(item: str) -> tuple[str, list[str]]:
-    """Return the key of `key=a,b` and the texts of its values.
-
-    Raises:
-        ConfigError: if there is no key, or the values are no YAML or equal.
-    """
+    """Return the key of `key=a,b` and the texts of its values."""
     key, equals, text = item.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
         raise ConfigError(f"{item!r} is not of the form dotted.key=value,value", value=item)
@@ -148,9 +141,6 @@ def _in_name(value: str) -> str:
 def _check(file: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, int]:
     """Check all runs before the first starts, once where only seeds differ. Print their warnings once, and
     return the steps of each.
-
-    Raises:
-        ConfigError: if a run is wrong, two are the same, or a folder holds a run with other values.
     """
     from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose

@@ -28,12 +28,6 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     """Take the lease of a run and own the run until `ending.over` is set.
 
     Errors of the kernel's tasks come in an exception group.
-
-    Raises:
-        ConfigError: if the run cannot be resumed, because too much of its store is lost.
-        RunError: if the workers are not ready in time, or the journal cannot be repeated.
-        BusError: if the server cannot store what the run needs, or if a trainer refuses a request or does not
-            answer it.
     """
     names = setup.names
     tickets = [names.ticket("train"), names.ticket("eval")]

@@ -58,9 +58,6 @@ class RunSetup:
                 writes a checkpoint and ends, because other values come next.
             expires_batch: whether a batch whose step is not complete expires, and is not trained again.
             replays: the batches to train if the run is a replay, which is then complete.
-
-        Raises:
-            StrettoError: if a component cannot be made.
         """
         self.assembly = assembly
         self.composed = composed = assembly.composed
@@ -147,9 +144,6 @@ class RunSetup:
 
         Args:
             accept: continue with the current rows. The change is logged, and noted in the summary.
-
-        Raises:
-            ConfigError: if the rows have changed and are not accepted.
         """
         datasets = {path: each for path, each in self.datasets.items() if self.continues or path == "dataset"}
         changes = fingerprint_changes(self.folder, datasets, accept=accept)
@@ -166,12 +160,7 @@ class RunSetup:
 
 
 def curriculum_of(composed: Composed, dataset: Dataset) -> Curriculum | None:
-    """Make the curriculum that the run's dataset brings; None if it brings none.
-
-    Raises:
-        ContractError: if the curriculum does not keep its contract.
-        PluginError: if the dataset cannot make it.
-    """
+    """Make the curriculum that the run's dataset brings; None if it brings none."""
     if not isinstance(dataset, CurriculumDataset):
         return None
     try:

@@ -39,11 +39,7 @@ class Observers:
 
     @asynccontextmanager
     async def beside(self, bus: Bus) -> AsyncGenerator[None]:
-        """Write, serve and publish for the duration of the block, from the kernel's first event on.
-
-        Raises:
-            RunError: if the figures for Prometheus cannot be served.
-        """
+        """Write, serve and publish for the duration of the block, from the kernel's first event on."""
         setup, ending = self._setup, self._setup.facts.ending
         async with anyio.create_task_group() as tasks:
             if setup.config.metrics is not None:

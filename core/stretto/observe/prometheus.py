@@ -77,11 +77,7 @@ _ENGINE = {
 async def serve_metrics(
     config: MetricsConfig, setup: RunSetup, report: Report, bus: Bus, *, task_status: TaskStatus[str]
 ) -> None:
-    """Serve until cancelled. Report the URL of the figures as soon as they can be had.
-
-    Raises:
-        RunError: if the address cannot be used.
-    """
+    """Serve until cancelled. Report the URL of the figures as soon as they can be had."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunCollector(setup, report, bus))
 

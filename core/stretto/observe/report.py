@@ -58,9 +58,6 @@ _RECENT = 20
 class Report:
     """Makes the figures of a run of its kernel's events, and writes them. It has the lifetime of the
     kernel.
-
-    Raises:
-        ConfigError: if the metrics of a run to continue cannot be read.
     """
 
     def __init__(self, setup: RunSetup, adviser: Adviser) -> None:
@@ -120,10 +117,6 @@ class Report:
 
         Args:
             time: its Unix time.
-
-        Raises:
-            ConfigError: if the metrics cannot be read.
-            RunError: if the metrics cannot be written.
         """
         match event:
             case KernelBegan(_, _, wall_s):

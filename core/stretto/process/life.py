@@ -84,10 +84,6 @@ def run(assembly: Assembly, forks: ForkServer | None) -> dict[str, Any]:
 def owned(folder: Path) -> Generator[None]:
     """Own the run in a folder for the duration of the block. Outside such a block, no file of a run may be
     changed.
-
-    Raises:
-        ConfigError: if the folder holds no run or a replay, if another process owns the run, or if the
-            folder cannot be written.
     """
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
@@ -106,9 +102,6 @@ def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False, expire_ba
     Args:
         accept_dataset: continue with the current rows if a dataset has changed since the run's start.
         expire_batch: expire the groups of the batch under way, and do not train it again.
-
-    Raises:
-        ConfigError: if the run is complete, if a dataset has changed, or if too much of the run is lost.
     """
     with listed(assembly.folder), Interruptions() as interruptions:
         kernels = resumed_kernels(assembly, fork_server, expire_batch=expire_batch)
@@ -136,9 +129,6 @@ def resumed_kernels(
         assembly: the run with its newest values.
         forks_of: starts a fork server for a kernel.
         expire_batch: expire the groups of the batch under way.
-
-    Raises:
-        ConfigError: if the run is complete, or if too much of it is lost.
     """
     folder = assembly.folder
     if is_complete(folder, assembly.config.steps):
@@ -203,11 +193,7 @@ def exit_status(summary: Mapping[str, Any]) -> int:
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, KernelState]:
-    """Return a run's newest intact checkpoint and its state; None and the initial state without one.
-
-    Raises:
-        ConfigError: if another version of stretto has written it, which has another format.
-    """
+    """Return a run's newest intact checkpoint and its state; None and the initial state without one."""
     checkpoint = newest_intact(folder / "checkpoints")
     if checkpoint is not None and checkpoint[1].format != FORMAT:
         raise ConfigError(
@@ -258,12 +244,7 @@ def live(
 
 
 async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tuple[dict[str, Any], Ending]:
-    """Run one kernel with its server, write the summary, and return it with the kernel's ending.
-
-    Raises:
-        RunError: if another kernel has taken the run over, or if the run's folder is gone.
-        StrettoError: if a resumed run failed before the kernel began to change the run's files.
-    """
+    """Run one kernel with its server, write the summary, and return it with the kernel's ending."""
     ending = setup.facts.ending
     observers = Observers(setup)
     with interruptions.obeyed_by(ending):  # before the first process starts
@@ -291,11 +272,7 @@ async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tupl
 
 
 async def _live(setup: RunSetup, observers: Observers) -> BaseException | None:
-    """Run one kernel with its server. Return the error that ended it, if there was one.
-
-    Raises:
-        StrettoError: if a resumed run failed before the kernel began to change the run's files.
-    """
+    """Run one kernel with its server. Return the error that ended it, if there was one."""
     ending, view = setup.facts.ending, View(observers.status.status)
     try:
         async with anyio.create_task_group() as tasks:

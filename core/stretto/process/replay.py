@@ -92,9 +92,6 @@ class GroupSource(Protocol):
 
         Args:
             rows: the recorded rows of each attempt.
-
-        Raises:
-            RunError: if the data of a group is not there.
         """
         ...
 
@@ -136,11 +133,6 @@ def train_again(
         folder: the replay's folder, which is made.
         start: the checkpoint of the recorded run, and its state, before the first batch; None to begin with
             the initial models.
-
-    Raises:
-        RunError: if the data of a group is not there.
-        BusError: if the server does not start, or cannot store the data.
-        OSError: if the folder cannot be written.
     """
     with lock_run(folder / "bus"):
         for number, segment in enumerate(segments[:-1], 1):

@@ -153,11 +153,7 @@ def _common(runs: Sequence[RunFolder]) -> Path:
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
-    """Compare runs.
-
-    Raises:
-        ConfigError: if the files of a run are damaged.
-    """
+    """Compare runs."""
     figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
     evaluated = [run for run, each in zip(runs, figures, strict=True) if each.last]
     measure = _measure_of_all(figures)
@@ -185,9 +181,6 @@ def run_figures(run: RunFolder, label: str) -> RunFigures:
 
     Args:
         label: its name for people.
-
-    Raises:
-        ConfigError: if the run's files are damaged.
     """
     last = run.steps[-1] if run.steps else {}
     ledger: Mapping[str, int] = last.get("ledger", {})

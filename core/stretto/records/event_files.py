@@ -46,9 +46,6 @@ def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
     """Yield sequence number and bytes of each message in the files of the run in `folder`, in order; None
     for bytes that are damaged in all files that have them. Nothing is known of what follows a damaged head in
     its file.
-
-    Raises:
-        OSError: if a file cannot be read.
     """
     every = [_records(file, below) for file, below in _files(folder)]
     records = heapq.merge(*every, key=itemgetter(0))
@@ -59,9 +56,6 @@ def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
 def newest_stored(folder: Path, *, below: int) -> int:
     """Return the highest sequence number below a lease epoch in the newest file of the run in `folder`,
     before what is damaged there; 0 without one. The next kernel writes what follows from its store.
-
-    Raises:
-        OSError: if a file cannot be read.
     """
     for file, next_epoch in reversed(_files(folder)):
         whole = takewhile(lambda record: record[1] is not None, _records(file, min(below, next_epoch)))
@@ -119,9 +113,6 @@ def move_lost(folder: Path, epoch: int, store: str) -> Path | None:
     Args:
         epoch: lease epoch of the kernel.
         store: identity of the store.
-
-    Raises:
-        OSError: if they cannot be moved.
     """
     events = folder / FOLDER
     events.mkdir(mode=0o700, exist_ok=True)

@@ -24,11 +24,7 @@ def log_files(folder: Path) -> dict[str, Path]:
 
 
 def open_log(folder: Path, name: str) -> TextIOWrapper:
-    """Open a log.
-
-    Raises:
-        ConfigError: if there is no such log, or if it cannot be read.
-    """
+    """Open a log."""
     logs = log_files(folder)
     if name not in logs:
         raise ConfigError(f"{folder} has no log of {name!r}{offer(name, logs, 'logs')}")

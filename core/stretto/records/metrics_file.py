@@ -36,11 +36,7 @@ class MetricsFile:
         return [line for _, line in self._lines() if line is not None]
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write a line.
-
-        Raises:
-            RunError: if it cannot be written.
-        """
+        """Write a line."""
         try:
             with self._file.open("a") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -48,12 +44,7 @@ class MetricsFile:
             raise RunError(f"cannot write {self._file}: {error}") from error
 
     def cut_after(self, version: int) -> None:
-        """Move the lines of later steps and evaluations, and a broken last line, to `metrics.cut.jsonl`.
-
-        Raises:
-            ConfigError: if a line is not a line of metrics.
-            RunError: if the files cannot be written.
-        """
+        """Move the lines of later steps and evaluations, and a broken last line, to `metrics.cut.jsonl`."""
         kept: list[bytes] = []
         cut: list[bytes] = []
         for text, line in self._lines():

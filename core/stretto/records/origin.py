@@ -85,11 +85,7 @@ def add_written(folder: Path, keys: Iterable[str]) -> None:
 
 
 def read_origin(folder: Path) -> RunOrigin | None:
-    """Return where a run comes from; None if its kernel was older.
-
-    Raises:
-        ConfigError: if the file is damaged.
-    """
+    """Return where a run comes from; None if its kernel was older."""
     file = folder / _FILE
     try:
         return msgspec.json.decode(read_record(file), type=RunOrigin)

@@ -162,11 +162,7 @@ def decode_status(content: bytes) -> Status:
 
 
 def read_status(folder: Path) -> Status | None:
-    """Return the state of the run in `folder`; None if its kernel has not written one yet.
-
-    Raises:
-        ConfigError: if the file is not the status of a run.
-    """
+    """Return the state of the run in `folder`; None if its kernel has not written one yet."""
     file = folder / STATUS
     try:
         return decode_status(read_record(file))

@@ -198,9 +198,6 @@ def read_timeline(folder: Path, since: float | None = None, until: float | None 
     Args:
         since: Unix seconds; None for the beginning.
         until: Unix seconds; None for the end. A span that is over later is not among the events.
-
-    Raises:
-        ConfigError: if a whole line is not an event.
     """
     path = folder / FILE
     try:

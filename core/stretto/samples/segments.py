@@ -80,19 +80,12 @@ class SegmentWriter:
         Args:
             last: if the run keeps the samples of this many steps only, segments stay so small that the old
                 ones can be removed; 0 if it keeps all.
-
-        Raises:
-            OSError: if the disk is full or cannot be written.
         """
         merged = [self._merge_kind(kind, last) for kind in _KINDS]
         return any(merged)
 
     def tidy(self) -> None:
-        """Merge all small segments, at the end of a run.
-
-        Raises:
-            OSError: if the disk is full or cannot be written.
-        """
+        """Merge all small segments, at the end of a run."""
         for kind in _KINDS:
             names = segments_in(self._folder, kind)
             if len(names) > 1 and sum(map(self._size, names)) <= _TIDY:

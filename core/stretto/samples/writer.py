@@ -97,11 +97,7 @@ def main(folder: Path, keeping: Keeping) -> int:
 
 @contextmanager
 def _owned(folder: Path) -> Generator[None]:
-    """Be the only writer in a folder. The writer of a killed kernel may need a moment to end.
-
-    Raises:
-        RunError: if the kernel ends meanwhile.
-    """
+    """Be the only writer in a folder. The writer of a killed kernel may need a moment to end."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     kernel = KernelLock.of(folder.parent / "bus")
     with (folder / _LOCK).open("w") as file:

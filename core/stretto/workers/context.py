@@ -100,9 +100,6 @@ class WorkerContext:
     def check_lease(self, lease_epoch: int) -> None:
         """Accept a command only from the kernel that owns the run: a kernel announces its lease epoch with
         its welcome and its beacons, and a command cannot announce another one.
-
-        Raises:
-            Refused: if the command has another lease epoch.
         """
         if lease_epoch != self.lease_epoch:
             raise Refused(

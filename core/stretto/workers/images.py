@@ -86,11 +86,7 @@ class TicketImages:
         self._of_row_tokens = 0
 
     async def encode_row(self, row: Row, tools: Sequence[Mapping[str, Any]] = ()) -> NDArray[np.int32]:
-        """Return the ids of a row's prompt, whose images are now images of the ticket.
-
-        Raises:
-            ConfigError: if an image cannot be read, or the prompt does not go with the images.
-        """
+        """Return the ids of a row's prompt, whose images are now images of the ticket."""
         ids, images = await self._images.work(_encode_row, self._images.vision, row, tools)
         self._files |= {image.digest: image.file for image in images}
         self.of_row = [image.digest for image in images]
@@ -143,12 +139,7 @@ class TicketImages:
         return self._images.vision.count(ids)
 
     async def check(self, trajectory: Trajectory) -> None:
-        """Check that a trajectory has the tokens of its images: if not, no model could read it.
-
-        Raises:
-            EngineError: if it has more or fewer image tokens.
-            RequestError: if it names an image that the ticket does not have.
-        """
+        """Check that a trajectory has the tokens of its images: if not, no model could read it."""
         vision = self._images.vision
         expected, whose = self._of_row_tokens, "the row's images"
         if trajectory.images is not None and list(trajectory.images) != list(self.of_row):

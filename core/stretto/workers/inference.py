@@ -368,11 +368,7 @@ class InferenceWorker:
             update.close()
 
     async def _model_folder(self, note: WeightsNote) -> Path:
-        """Return the folder of the run's model on this machine.
-
-        Raises:
-            WeightsError: if the model is not on this machine.
-        """
+        """Return the folder of the run's model on this machine."""
         model = self._context.component_context.model
         folder = await anyio.to_thread.run_sync(folder_of_model, model)
         if folder is None:

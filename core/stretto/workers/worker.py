@@ -80,11 +80,7 @@ async def work(bootstrap: Bootstrap, process: HostProcess) -> None:
 
 
 async def _expect_kernel(lock: Path, grace_s: float, joining: anyio.CancelScope) -> None:
-    """Watch the lock of the run's kernels until the worker has joined: before, the worker hears no beacon.
-
-    Raises:
-        NoAnswer: if no kernel has held the lock for `grace_s` seconds.
-    """
+    """Watch the lock of the run's kernels until the worker has joined: before, the worker hears no beacon."""
     with joining:
         held_at = clock.now()
         while True:

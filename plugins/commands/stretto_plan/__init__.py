@@ -132,9 +132,6 @@ def _expect_measurable_parts(run: Mapping[str, Any]) -> None:
 def _splits(run: Mapping[str, Any], gpus: int) -> list[dict[str, int]]:
     """Return the numbers of processes and replicas with which a run uses so many GPUs. Processes are a power
     of two, or three times one.
-
-    Raises:
-        ConfigError: if its engines use none.
     """
     of_trainer, of_engine = run["training"]["gpus"], run["inference"]["gpus"]
     if not of_trainer or not of_engine:

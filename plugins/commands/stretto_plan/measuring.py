@@ -70,7 +70,6 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
 
     Raises:
         ConfigError: if it cannot be composed.
-        RunError: if the run ends before enough steps are trained.
     """
     run = composed(file, overrides)
     with scratch_folder("stretto-plan-") as (folder, until_ended):
@@ -106,9 +105,6 @@ def steady_part(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float, float
 
     Args:
         steps: lines of `metrics.jsonl`.
-
-    Raises:
-        RunError: if the run has too few steps.
     """
     steady = steps[len(steps) // 3 :]
     if len(steady) < FEWEST_STEPS:

@@ -29,9 +29,6 @@ def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTi
     Args:
         run: its run file, with all its keys.
         cores: of the machine.
-
-    Raises:
-        RunError: if there are too few such steps, or if the run kept no samples.
     """
     lines = _without_evaluations(record)
     inference, training = run["inference"], run["training"]

@@ -102,11 +102,7 @@ def _show(tape: Tape, outcome: Outcome) -> None:
 
 
 def _read(file: Path) -> Tape:
-    """Read a tape.
-
-    Raises:
-        ConfigError: if the file cannot be read, or holds no tape.
-    """
+    """Read a tape."""
     import msgspec
 
     from stretto.testing.simulation import Tape

@@ -23,11 +23,7 @@ _FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
 
 
 def write_trace(folder: Path, file: Path) -> None:
-    """Write the trace of the run in a folder, which may still continue.
-
-    Raises:
-        ConfigError: if the folder holds no run or no timeline, or if the file cannot be written.
-    """
+    """Write the trace of the run in a folder, which may still continue."""
     record = RunFolder(folder)
     history = RunHistory.of(record.events())
     if history is None:

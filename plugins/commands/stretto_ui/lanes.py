@@ -106,9 +106,6 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
     Args:
         start, end: Unix seconds; by default the newest steps.
         width: pixels.
-
-    Raises:
-        ConfigError: if a line of the timeline cannot be read.
     """
     bounds = run.time_range()
     if bounds is None:

@@ -37,9 +37,6 @@ class Samples:
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return one page of rows that fit, with the number of all that fit. A search for a text counts
         nothing: it stops at the end of the page.
-
-        Raises:
-            ConfigError: if a condition cannot be read.
         """
         wanted, limit = filter_of(query), _count(query, "limit", 50, _MOST_ROWS)
         offset = _count(query, "offset", 0, 2**53)
@@ -53,9 +50,6 @@ class Samples:
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return one page of tickets with a sample that fits, the newest first. Each has all its samples, the
         highest reward first.
-
-        Raises:
-            ConfigError: if a condition cannot be read.
         """
         wanted, limit = filter_of(query), _count(query, "limit", 20, _MOST_GROUPS)
         offset = _count(query, "offset", 0, 2**53)
@@ -70,30 +64,19 @@ class Samples:
     def points(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return [id, reward, sampled tokens] of the rows that fit and have a reward, and the number of all.
         Of many rows, some at equal distances are returned.
-
-        Raises:
-            ConfigError: if a condition cannot be read.
         """
         with self._lock:
             points, total = self._store.points(filter_of(query))
         return {"points": points, "total": total}
 
     def group(self, query: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Return the rows of all attempts of a ticket, with their texts and without their tokens.
-
-        Raises:
-            ConfigError: if the request names no ticket.
-        """
+        """Return the rows of all attempts of a ticket, with their texts and without their tokens."""
         with self._lock:
             return self._store.find(_ticket_of(query), limit=None, texts=True)
 
     def image(self, query: Mapping[str, str]) -> bytes:
         """Return a small PNG of an image whose file this machine has: the one with the SHA-256 `sha256` in a
         conversation of a ticket, or else number `number` of the ticket's row.
-
-        Raises:
-            ConfigError: if the row is not kept or has no such image, if no image of that SHA-256 is kept, or
-                if its file cannot be read.
         """
         names = [name for row in self.group(query)[:1] for name in names_in(row["dataset_row"])]
         if (digest := query.get("sha256")) is not None:
@@ -144,11 +127,7 @@ class Samples:
 
 
 def filter_of(query: Mapping[str, str]) -> SampleFilter:
-    """Return the conditions of a request. A range is two keys, such as `reward_from` and `reward_to`.
-
-    Raises:
-        ConfigError: if a condition cannot be read.
-    """
+    """Return the conditions of a request. A range is two keys, such as `reward_from` and `reward_to`."""
     conditions: dict[str, Any] = {
         name: query[name] for name in ("purpose", "finish", "outcome", "worker", "text") if query.get(name)
     }

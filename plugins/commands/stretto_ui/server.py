@@ -193,11 +193,7 @@ class _Page:
 
     @contextmanager
     def _records(self, ids: Sequence[str]) -> Generator[list[RunFolder]]:
-        """Lend the records of several runs.
-
-        Raises:
-            ConfigError: if there is no run with one of the ids.
-        """
+        """Lend the records of several runs."""
         try:
             runs = [self._runs.get(each) for each in ids]
         except KeyError as error:
@@ -213,11 +209,7 @@ class _Page:
 
 
 def application(folder: Path | None, access: Access) -> web.Application:
-    """Return the server's application.
-
-    Raises:
-        ConfigError: if there is no such folder.
-    """
+    """Return the server's application."""
     runs = Runs(folder)
     runs.all()
     page = _Page(runs)
@@ -267,10 +259,6 @@ async def serve(
         announce: gets the address with its token when the server listens.
         certificate: certificate for TLS; its key is in the file with the suffix `.key`.
         insecure: other machines may reach the page without TLS.
-
-    Raises:
-        ConfigError: if there is no such folder, if the address or the certificate cannot be used, or if other
-            machines would reach the page without TLS.
     """
     if certificate is None and not insecure and not is_loopback(host):
         raise ConfigError(

@@ -198,11 +198,7 @@ def report(
 
 
 def _runs_in(folders: list[Path]) -> list[RunFolder]:
-    """Return the runs in these folders, and below those that are no runs.
-
-    Raises:
-        ConfigError: if a folder holds no run.
-    """
+    """Return the runs in these folders, and below those that are no runs."""
     from stretto.run_folder import find_runs
 
     found: list[RunFolder] = []

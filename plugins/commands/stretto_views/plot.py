@@ -28,9 +28,6 @@ def wanted_panels(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -
     Args:
         keys: keys of `metrics.jsonl`; empty for reward, loss, entropy and gradient norm.
         window: number of steps over which lines are smoothed.
-
-    Raises:
-        ConfigError: if no run has figures of a key, or if a run's metrics are damaged.
     """
     known = dict.fromkeys(key for run in runs for key in run.figures())
     for key in keys:
@@ -46,11 +43,7 @@ def wanted_panels(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -
 
 
 def draw_text(panels: Sequence[Panel], width: int, *, coloured: bool) -> str:
-    """Return the panels as text, one below the other.
-
-    Raises:
-        ConfigError: if plotext is not installed.
-    """
+    """Return the panels as text, one below the other."""
     try:
         import plotext
     except ImportError as error:
@@ -99,11 +92,7 @@ def _head(curve: RunCurve, key: str, letter: str, colour: int | None) -> str:
 
 
 def draw_file(panels: Sequence[Panel], file: Path) -> None:
-    """Draw the panels into an SVG file, as the report does.
-
-    Raises:
-        ConfigError: if the file's name has another ending, or if the file cannot be written.
-    """
+    """Draw the panels into an SVG file, as the report does."""
     if file.suffix != ".svg":
         raise ConfigError(f"{file}: expected a name that ends with .svg")
     try:

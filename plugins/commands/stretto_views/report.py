@@ -60,11 +60,7 @@ _LANES = ("step", "evaluation", "call", "swap", "ticket")
 
 
 def write_report(runs: Sequence[RunFolder], file: Path) -> None:
-    """Write the report of runs.
-
-    Raises:
-        ConfigError: if the files of a run are damaged, or if the report cannot be written.
-    """
+    """Write the report of runs."""
     text = report_html(runs)
     try:
         file.write_text(text)
@@ -73,11 +69,7 @@ def write_report(runs: Sequence[RunFolder], file: Path) -> None:
 
 
 def report_html(runs: Sequence[RunFolder]) -> str:
-    """Return the report of runs as one HTML page.
-
-    Raises:
-        ConfigError: if the files of a run are damaged.
-    """
+    """Return the report of runs as one HTML page."""
     labels = labels_of(runs)
     comparison = compare_runs(runs)
     several = len(runs) > 1

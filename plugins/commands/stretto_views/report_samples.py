@@ -24,11 +24,7 @@ _LOOK_AT = 64
 
 
 def samples_html(run: RunFolder) -> str:
-    """Return some kept samples of a run. The text is empty if there are none.
-
-    Raises:
-        ConfigError: if the files of the run are damaged.
-    """
+    """Return some kept samples of a run. The text is empty if there are none."""
     store = run.samples
     parts = [*_trained(store), *_evaluated(store)]
     return "".join(f"<h3>{title}</h3>{content}" for title, content in parts if content)

@@ -40,11 +40,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runs_below(folder: Path) -> list[RunRow]:
-    """Return the runs in and below a folder, the newest first. A run that cannot be read has a fault.
-
-    Raises:
-        ConfigError: if there is no such folder.
-    """
+    """Return the runs in and below a folder, the newest first. A run that cannot be read has a fault."""
     return sorted(map(_row, find_runs(folder)), key=lambda row: -row.started)
 
 

@@ -26,11 +26,7 @@ _IMAGE = re.compile("[0-9a-f]{64}")
 
 
 def bounds_of(text: str | None, option: str) -> Bounds:
-    """Return the bounds that a user wrote: `3:5`, `3:`, `:5`, or `3` for that value alone.
-
-    Raises:
-        ConfigError: if the text is none of these.
-    """
+    """Return the bounds that a user wrote: `3:5`, `3:`, `:5`, or `3` for that value alone."""
     if text is None:
         return None, None
     low, colon, high = text.partition(":")
@@ -42,11 +38,7 @@ def bounds_of(text: str | None, option: str) -> Bounds:
 
 
 def sample_filter(**conditions: Any) -> SampleFilter:
-    """Return a filter from what a user wrote.
-
-    Raises:
-        ConfigError: if a word is none that a condition accepts.
-    """
+    """Return a filter from what a user wrote."""
     for name, accepted in _WORDS.items():
         if (word := conditions[name]) not in (None, *accepted):
             raise ConfigError(f"--{name} {word!r}{offer(word, accepted, 'accepted')}")
@@ -69,11 +61,7 @@ def why_none(store: SampleStore, wanted: SampleFilter) -> str:
 
 
 def write_parquet(rows: Sequence[Row], file: Path) -> None:
-    """Write rows to a Parquet file. Columns that hold structures are JSON.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
+    """Write rows to a Parquet file. Columns that hold structures are JSON."""
     import pyarrow as pa
     from pyarrow import parquet
 

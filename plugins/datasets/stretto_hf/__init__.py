@@ -97,11 +97,7 @@ def _has_images(feature: Any) -> bool:
 
 
 def _load_split(config: HFConfig) -> Any:
-    """Load the split with the library's function for the kind of `path`.
-
-    Raises:
-        ConfigError: if the dataset, configuration or split does not exist or cannot be reached.
-    """
+    """Load the split with the library's function for the kind of `path`."""
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 

@@ -78,12 +78,7 @@ class Generator:
         self._end()
 
     def entry(self, index: int) -> Entry:
-        """Return the row at an index.
-
-        Raises:
-            ConfigError: if a task is unknown, or lacks or rejects an option; if the row cannot be generated,
-                or not in time.
-        """
+        """Return the row at an index."""
         with self._asking:
             if self._process is None:
                 self._start()

@@ -80,9 +80,6 @@ class PowerSgd:
 
         Args:
             gradients: number of elements of all gradients.
-
-        Raises:
-            EngineError: if it belongs to other gradients.
         """
         state = self._new_state(int(carried["steps"]))
         self._state = state

@@ -25,11 +25,7 @@ _BY_INPUT = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def split_by_tensor(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split a model over a mesh of one dimension, in place.
-
-    Raises:
-        EngineError: if the model is not of the Llama type, or its sizes are not divisible by the ranks.
-    """
+    """Split a model over a mesh of one dimension, in place."""
     check_splits(model, mesh.size())
     layer_plan: dict[str, Any] = {name: ColwiseParallel() for name in _BY_OUTPUT}
     layer_plan |= {name: RowwiseParallel() for name in _BY_INPUT}

@@ -32,10 +32,6 @@ class Stage:
 
     Args:
         model: the whole model; the other stages' modules are removed from it in place.
-
-    Raises:
-        EngineError: if the model has fewer layers than stages, or computes anything outside of embedding,
-            layers, norm and head.
     """
 
     def __init__(self, model: PreTrainedModel, index: int, count: int) -> None:

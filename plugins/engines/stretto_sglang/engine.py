@@ -117,9 +117,6 @@ class SglangEngine(ServerEngine):
     async def greet(self, server: Server) -> None:
         """Check that the server accepts the key, and streams new segments rather than the whole answer at
         each token.
-
-        Raises:
-            EngineError: if a server that stretto did not start lacks a flag; the message names the flag.
         """
         try:
             info = await server.get("/server_info", deadline_s=_CALL_S)

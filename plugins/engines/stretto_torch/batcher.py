@@ -169,9 +169,6 @@ class Batcher:
     ) -> NDArray[np.float32]:
         """Return the logprobs (L - 1,) of a text's tokens under the current weights. The text is (L,),
         with L >= 2.
-
-        Raises:
-            RequestError: if there are no weights yet, or the text cannot be computed.
         """
         self._decoding_since = None
         context, vocabulary = self.model.shapes.context, self.model.decoder.vocabulary

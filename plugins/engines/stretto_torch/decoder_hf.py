@@ -33,9 +33,6 @@ class HFDecoder:
         length: largest number of tokens of a slot.
         tokens: number of tokens of all slots together.
         reader: makes the images of prompts; None for a model of text.
-
-    Raises:
-        EngineError: if the model keeps other state than keys and values.
     """
 
     one_size_class = True

@@ -26,11 +26,7 @@ _STEPS = 3
 
 
 def stable_shapes(decoder: Decoder, shapes: Shapes) -> Shapes:
-    """Return shapes with which a row gives the same bits alone, among other rows, and at another position.
-
-    Raises:
-        EngineError: if fixed shapes do not give the same bits either.
-    """
+    """Return shapes with which a row gives the same bits alone, among other rows, and at another position."""
     if _same_bits(decoder, shapes):
         return shapes
     shapes = dataclasses.replace(shapes, solo_prompts=True)

@@ -68,9 +68,6 @@ class ImageReader:
             prompt: (P,) the tokens, with those of the images.
             digests: SHA-256 of each file; none for a text that is in no cache.
             files: the files.
-
-        Raises:
-            RequestError: if an image cannot be read, or the prompt has other image tokens than the images.
         """
         places = np.flatnonzero(prompt == self.vision.image_token)
         try:

@@ -155,10 +155,6 @@ class TorchInferenceEngine:
     async def swap(self, update: WeightUpdate) -> SwapReport:
         """See `InferenceEngine`. If several swaps are due, only the last one is loaded; all calls return the
         version served then.
-
-        Raises:
-            WeightsError: if the weights do not fit the model; the engine then still serves the old ones.
-            EngineError: if the engine broke or was stopped.
         """
         self._swaps_called += 1
         order = self._swaps_called

@@ -60,9 +60,6 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
 
     Args:
         samples_in_flight: see `Context`.
-
-    Raises:
-        EngineError: if it cannot be loaded or served.
     """
     device, dtype = compute_device(config.device, config.share), getattr(torch, config.dtype)
     transformers_logging.disable_progress_bar()  # logs are files

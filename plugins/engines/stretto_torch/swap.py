@@ -54,11 +54,7 @@ class Targets:
         return Targets(by_name, tied, self.products)
 
     def check(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Check that the tensors are the model's, by name, shape and kind of number.
-
-        Raises:
-            WeightsError: for the first tensor that is missing, unknown or different.
-        """
+        """Check that the tensors are the model's, by name, shape and kind of number."""
         for name, target in self.by_name.items():
             if name not in tensors:
                 raise WeightsError(f"version {version} lacks the tensor {name!r}", version=version)

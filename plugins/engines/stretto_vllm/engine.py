@@ -132,9 +132,6 @@ class VllmEngine(ServerEngine):
     async def greet(self, server: Server) -> None:
         """Check that the server accepts the key, has the extension, and returns logprobs of the distribution
         that tokens are drawn from.
-
-        Raises:
-            EngineError: if a server that stretto did not start lacks a flag; the message names the flag.
         """
         try:
             models = await server.get("/v1/models", deadline_s=_CALL_S)

@@ -161,9 +161,6 @@ class LocalLauncher:
 
         A worker that has ended may be started again and then gets its GPUs again, so others get them only if
         there is no other way.
-
-        Raises:
-            LaunchError: if the GPUs do not suffice.
         """
         machine = [_this_machine()]
         try:

@@ -56,11 +56,7 @@ class Allocation:
 
 
 def nodes_in(job: str) -> list[Node]:
-    """Read the nodes of a job from what `scontrol show job -d -o` prints.
-
-    Raises:
-        LaunchError: if Slurm cannot expand a list of nodes.
-    """
+    """Read the nodes of a job from what `scontrol show job -d -o` prints."""
     nodes: list[Node] = []
     for names, cores, memory, gres in re.findall(
         r"(?<= )Nodes=(\S+) CPU_IDs=(\S+) Mem=(\d+) GRES=(\S*)", job

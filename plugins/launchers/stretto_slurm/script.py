@@ -104,9 +104,6 @@ def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[st
 
     With GPUs, these are as few as possible, and ranks get as few nodes as these allow. Without, the cores
     and the memory are as little as possible.
-
-    Raises:
-        LaunchError: if ranks that need one node together have no room.
     """
     spots, gpus = (
         _place_on_gpus(jobs, nodes)

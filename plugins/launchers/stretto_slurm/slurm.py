@@ -108,11 +108,7 @@ class SlurmHandle:
         return (process.poll() if isinstance(process, FormerProcess) else process.returncode) is None
 
     async def until_started(self, within_s: float) -> None:
-        """Wait until the step has started its program.
-
-        Raises:
-            LaunchError: if it does not start within this many seconds, or ends before.
-        """
+        """Wait until the step has started its program."""
         worker, node = self._job.worker, self._spot.node
         with anyio.move_on_after(within_s):
             while not (started := _STARTED.search(self._output())):

@@ -74,11 +74,7 @@ class Marker:
         self._threads = ThreadPoolExecutor(config.parallel, thread_name_prefix="programs")
 
     def mark(self, completions: Sequence[str], suite: Sequence[Case]) -> list[dict[str, float]]:
-        """Return the scores of the answers to one prompt, in their order.
-
-        Raises:
-            RewardError: if the runner failed.
-        """
+        """Return the scores of the answers to one prompt, in their order."""
         return list(self._threads.map(self._mark, completions, repeat(suite)))
 
     def _mark(self, completion: str, suite: Sequence[Case]) -> dict[str, float]:

@@ -182,11 +182,7 @@ class _WarmPython:
             os.close(descriptor)
 
     def wait_until_ready(self) -> None:
-        """Wait until the warm Python has started.
-
-        Raises:
-            RewardError: if it ends, or takes longer than `_START_S`.
-        """
+        """Wait until the warm Python has started."""
         self._control.settimeout(_START_S)
         try:
             ready = self._control.recv(len(READY)) == READY

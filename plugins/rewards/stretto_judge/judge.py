@@ -92,9 +92,6 @@ class Judge:
     ) -> list[dict[str, float]]:
         """Return the reward of each answer, and as metrics the judge's own score and whether the reply was in
         the cache.
-
-        Raises:
-            RewardError: if the judge cannot be reached, refuses a request, or gives no valid score.
         """
         at_once = asyncio.Semaphore(self._config.concurrency)
         timeout = aiohttp.ClientTimeout(total=self._config.request_s)
@@ -156,7 +153,6 @@ class Judge:
 
         Raises:
             _PassingError: if it failed, and may succeed later.
-            RewardError: if it cannot succeed.
         """
         await self._rate.wait()
         url = f"{self._config.url.rstrip('/')}/chat/completions"

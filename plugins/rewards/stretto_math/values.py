@@ -672,11 +672,7 @@ def complex_value(value: Number | Expression) -> tuple[Fraction, Fraction]:
 
 
 def expression_value(value: Number | Expression) -> Any:
-    """Return the value as a SymPy expression.
-
-    Raises:
-        Unreadable: if it is not mathematics.
-    """
+    """Return the value as a SymPy expression."""
     if isinstance(value, Number):
         from sympy import Rational
 

@@ -28,9 +28,6 @@ _WHOLE, _LAST = 1, 4
 def history_rows(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of the run's history. The file of a killed process ends with its last whole block or
     record.
-
-    Raises:
-        ValueError: if it is not a file of wandb.
     """
     data = file.read_bytes()
     if not data.startswith(_MAGIC):

@@ -74,11 +74,7 @@ class _PieceSource:
         self._fetch = None
 
     async def ask(self, note: WeightsNote, question: Question, answer: type[A]) -> A:
-        """Ask the publisher of a version a question.
-
-        Raises:
-            WeightsError: if there is no answer, or an unexpected one.
-        """
+        """Ask the publisher of a version a question."""
         try:
             data = await self._wire.ask(
                 note.address, msgspec.msgpack.encode(question), deadline_s=self._deadline_s
@@ -110,11 +106,7 @@ class _Fetch:
         )
 
     async def run(self, in_flight: int) -> None:
-        """Fetch the missing pieces.
-
-        Raises:
-            WeightsError: if a piece cannot be fetched; those that have arrived are kept.
-        """
+        """Fetch the missing pieces."""
         async with one_job() as tasks:
             for _ in range(in_flight):
                 tasks.start_soon(self._fetch_pieces)

@@ -75,11 +75,7 @@ Question = AskOutline | Put | Take | Send
 
 
 def gpu_for(backend: str) -> str:
-    """Return the UUID of the GPU that this process may use for transfers; empty if there is none.
-
-    Raises:
-        WeightsError: if `backend` is `nccl` and there is none.
-    """
+    """Return the UUID of the GPU that this process may use for transfers; empty if there is none."""
     if backend == "gloo":
         return ""
     if torch.cuda.is_available() and dist.is_nccl_available():
@@ -90,11 +86,7 @@ def gpu_for(backend: str) -> str:
 
 
 def choose_backend(backend: str, gpu: str, other: str) -> str:
-    """Return the library for a transfer between two GPUs, given by UUID: `gloo` or `nccl`.
-
-    Raises:
-        WeightsError: if `backend` is `nccl` and the two ends cannot use it.
-    """
+    """Return the library for a transfer between two GPUs, given by UUID: `gloo` or `nccl`."""
     usable = bool(gpu and other) and gpu != other  # NCCL refuses two processes on one GPU
     if backend == "nccl" and not usable:
         fault = "they share one GPU" if gpu and other else "one of them has no GPU"

@@ -61,11 +61,7 @@ class AgentWorkflow:
         self._processes = anyio.CapacityLimiter(config.processes)
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """Return the trajectories of all runs; those of one run have the same score.
-
-        Raises:
-            AgentError: if all runs failed, or got no answer of the model.
-        """
+        """Return the trajectories of all runs; those of one run have the same score."""
         if self._shares_network:
             await self.endpoint.start()
         runs = await session.members(lambda number: self._run(prompt, session, number))

@@ -94,7 +94,6 @@ class SessionRegistry:
 
         Raises:
             OSError: if the port is not free.
-            ConfigError: if this process does not see the run's folder.
         """
         async with self._opening:
             if self._opened:
@@ -184,11 +183,7 @@ class SessionRegistry:
         return _json(_state(session))
 
     def _session_of(self, request: web.Request) -> AgentSession:
-        """Return the session that a request names.
-
-        Raises:
-            ApiError: if the key is not its own, or it is over.
-        """
+        """Return the session that a request names."""
         id = request.match_info["id"]
         session = self._sessions.get(id)
         own, ending = (session.key, "") if session is not None else self._over.get(id, ("", ""))
@@ -222,22 +217,14 @@ def _state(session: AgentSession) -> dict[str, Any]:
 
 
 async def _body_of(request: web.Request) -> bytes:
-    """Return the body of a request about a session.
-
-    Raises:
-        ApiError: if it is too long.
-    """
+    """Return the body of a request about a session."""
     if (request.content_length or 0) <= _MAX_BODY and len(body := await request.read()) <= _MAX_BODY:
         return body
     raise ApiError(f"a body may have {_MAX_BODY} bytes", status=413)
 
 
 def _score_in(body: bytes) -> Score:
-    """Return the reward in a body: a number, or an object with `reward` and other numbers.
-
-    Raises:
-        ApiError: if it is neither.
-    """
+    """Return the reward in a body: a number, or an object with `reward` and other numbers."""
     posted: float | dict[str, float] = read_body(body, _POSTED)
     metrics = posted if isinstance(posted, dict) else {"reward": posted}
     if "reward" not in metrics:

@@ -29,7 +29,6 @@ class OnlineWorkflow:
         """Return the trajectories of all sessions; those of one session have the same score.
 
         Raises:
-            OnlineError: if all sessions took too long, were given up, or got no answer of the model.
             OSError: if the worker cannot listen on its port.
         """
         await self.registry.open()

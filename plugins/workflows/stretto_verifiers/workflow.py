@@ -48,11 +48,7 @@ class VerifiersWorkflow:
         self._limits = CallLimits(calls=config.max_calls, context=config.max_tokens)
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """Return the trajectories of all episodes; those of one episode have the same score.
-
-        Raises:
-            EpisodeError: if all episodes failed, or made no request to the policy.
-        """
+        """Return the trajectories of all episodes; those of one episode have the same score."""
         if "verifiers" not in prompt.row:
             raise EpisodeError("the row has no column 'verifiers'; use the dataset `verifiers`")
         await self.endpoint.start()
@@ -151,22 +147,14 @@ class _Environment:
         self.ended = False
 
     async def start(self, settings: Mapping[str, Any]) -> None:
-        """Wait until the process is ready.
-
-        Raises:
-            EpisodeError: if the environment cannot be loaded.
-        """
+        """Wait until the process is ready."""
         await self._send(settings)
         reply = await self._next_reply()
         if "error" in reply:
             raise EpisodeError(f"the environment cannot be loaded: {reply['error']}")
 
     async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Play one episode to its end, and cancel it if the caller is cancelled.
-
-        Raises:
-            EpisodeError: if the process ends.
-        """
+        """Play one episode to its end, and cancel it if the caller is cancelled."""
         id = next(self._ids)
         self._replies[id] = None
         try:

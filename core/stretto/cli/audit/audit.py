@@ -78,13 +78,7 @@ class AuditReport(msgspec.Struct, kw_only=True):
 
 
 def audit_run(folder: Path) -> AuditReport:
-    """Audit a run that has ended, or whose kernel is dead.
-
-    Raises:
-        ConfigError: if the folder holds no run.
-        RunError: if a kernel owns the run, or if a file of the run cannot be read.
-        BusError: if the copy of the run's store cannot be read.
-    """
+    """Audit a run that has ended, or whose kernel is dead."""
     return anyio.run(audit, RunFolder(folder).folder)
 
 
@@ -216,9 +210,6 @@ class _Checker:
     def _named_messages(self) -> tuple[list[NamedMessage], list[str]]:
         """Return the messages of the journal that checkpoints and the summary name, and which of these files
         are older than the newest loss of a part of the journal.
-
-        Raises:
-            RunError: if another version of stretto has written one of them.
         """
         records = [(f"checkpoint {each.name}", each.state) for each in self._checkpoints if not each.damage]
         records += [("summary.json", self._summary)] if self._summary is not None else []

@@ -239,9 +239,6 @@ def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
 async def journal_messages(folder: Path, store: StoredRun) -> AsyncIterator[StoredMessage]:
     """Yield the messages of a run's journal: those in its files, and those that only the store has, because a
     kernel was killed before it wrote them, or a file is damaged.
-
-    Raises:
-        RunError: if the files cannot be read.
     """
     kinds = {store.names.events: EventBatch}
     in_store = [each async for each in store.messages(store.names.journal_stream, kinds)]
@@ -264,11 +261,7 @@ def _message_of(record: tuple[int, bytes | None]) -> StoredMessage:
 
 
 async def read_journal(folder: Path, store: StoredRun) -> JournalRecord:
-    """Read the whole journal.
-
-    Raises:
-        RunError: if its files cannot be read.
-    """
+    """Read the whole journal."""
     journal = JournalRecord()
     async for message in journal_messages(folder, store):
         events = events_in(message)
@@ -353,9 +346,6 @@ def read_checkpoints(folder: Path) -> list[CheckpointRecord]:
 def _checkpoint(folder: Path) -> CheckpointRecord:
     """Read a checkpoint, and compare its files with the hashes in its manifest. Those in a store are read
     there.
-
-    Raises:
-        RunError: if the store cannot be read.
     """
     try:
         hashes: dict[str, str] = json.loads((folder / "manifest.json").read_bytes())
@@ -408,9 +398,6 @@ def read_lines(file: Path, *, is_log: bool = False) -> list[dict[str, Any]]:
 
     Args:
         is_log: leave out lines that are not JSON: one that did not fit on a full disk, with the next behind.
-
-    Raises:
-        RunError: if it cannot be read, or if a line is not JSON.
     """
     try:
         lines = read_record(file).splitlines(keepends=True)
@@ -428,11 +415,7 @@ def read_lines(file: Path, *, is_log: bool = False) -> list[dict[str, Any]]:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if there is no file.
-
-    Raises:
-        RunError: if it cannot be read, or is not JSON.
-    """
+    """Return the object in a JSON file; None if there is no file."""
     try:
         return json.loads(read_record(file))
     except FileNotFoundError:

@@ -66,14 +66,7 @@ class StoredMessage:
 
 @asynccontextmanager
 async def open_store(folder: Path) -> AsyncGenerator[StoredRun]:
-    """Open the journal and the log of the run in `folder` for the duration of the block.
-
-    Raises:
-        ConfigError: if another user owns a folder whose store is on a server of the user's own.
-        RunError: if a kernel owns the run at the beginning or at the end of the block, or if its store cannot
-            be found.
-        BusError: if the server of the copy does not start, or if the user's own cannot be reached.
-    """
+    """Open the journal and the log of the run in `folder` for the duration of the block."""
     before = _last_owner(folder)
     bootstrap = folder / "bus" / "kernel.json"
     foreign = Bootstrap.read(bootstrap) if bootstrap.exists() else None
@@ -118,9 +111,6 @@ class StoredRun:
     async def span(self, stream: str) -> tuple[int, int]:
         """Return the sequence numbers of the first and the last message of a stream. The first is above the
         last in an empty stream.
-
-        Raises:
-            BusError: if the stream cannot be read.
         """
         if self._jetstream is None:
             return _GONE, 0
@@ -152,9 +142,6 @@ class StoredRun:
     async def newest(self, stream: str, subject: str, kind: type[M]) -> M | None:
         """Return the newest message of a subject; None if there is none, or if its bytes are not of this
         kind.
-
-        Raises:
-            BusError: if the stream cannot be read.
         """
         jetstream = self._jetstream
         if jetstream is None:
@@ -205,7 +192,6 @@ async def _answer(question: Callable[[], Awaitable[T]], name: str) -> T:
 
     Raises:
         NotFoundError: if there is no such stream or message.
-        BusError: if the server refuses, or does not answer for a minute.
     """
     deadline = anyio.current_time() + _START_S
     while True:
@@ -222,11 +208,7 @@ async def _answer(question: Callable[[], Awaitable[T]], name: str) -> T:
 
 
 def _run_of(folder: Path) -> str:
-    """Return the id of a run whose store was removed.
-
-    Raises:
-        RunError: if its summary does not have it.
-    """
+    """Return the id of a run whose store was removed."""
     try:
         return str(json.loads(read_record(folder / "summary.json"))["run"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -234,11 +216,7 @@ def _run_of(folder: Path) -> str:
 
 
 def _copy_streams(folder: Path, store: Path) -> str:
-    """Copy the streams of the journal and the log, and return the run's id.
-
-    Raises:
-        RunError: if the folder has no store with one run's journal, or if it cannot be copied.
-    """
+    """Copy the streams of the journal and the log, and return the run's id."""
     streams = folder / "bus" / "store" / "jetstream" / STORE / "streams"
     journals = sorted(streams.glob("JOURNAL_*"))
     if len(journals) != 1:
@@ -253,11 +231,7 @@ def _copy_streams(folder: Path, store: Path) -> str:
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    """Copy a stream without its consumers. Leave out files that its server removes in its grace time.
-
-    Raises:
-        RunError: if there is something else than folders and regular files, or too little space for them.
-    """
+    """Copy a stream without its consumers. Leave out files that its server removes in its grace time."""
     size = 0
     for path in (source, *source.rglob("*")):
         with suppress(FileNotFoundError):
@@ -281,11 +255,7 @@ def _copy_tree(source: Path, target: Path) -> None:
 
 
 def _last_owner(folder: Path) -> tuple[str, int]:
-    """Return the text of the run's lock and the time at which it was written. Each kernel rewrites it.
-
-    Raises:
-        RunError: if a kernel owns the run now.
-    """
+    """Return the text of the run's lock and the time at which it was written. Each kernel rewrites it."""
     lock = folder / "bus" / "kernel.lock"
     if not lock.exists():
         return "", 0
@@ -296,11 +266,7 @@ def _last_owner(folder: Path) -> tuple[str, int]:
 
 
 async def _connect_to_any(bootstrap: Bootstrap) -> Client:
-    """Connect to one of the servers that hold the run's store.
-
-    Raises:
-        BusError: if none of them can be reached.
-    """
+    """Connect to one of the servers that hold the run's store."""
     faults: list[str] = []
     for address in bootstrap.url.split(","):
         try:

@@ -68,13 +68,7 @@ class Recording:
 
 
 def read_recording(folder: Path) -> Recording:
-    """Read the journal of a run that has ended, or whose kernel is dead.
-
-    Raises:
-        ConfigError: if the run has not trained a step.
-        RunError: if a kernel owns the run, or if its journal cannot be read.
-        BusError: if the copy of its store cannot be read.
-    """
+    """Read the journal of a run that has ended, or whose kernel is dead."""
     return _recording_of(folder, anyio.run(_read_journal, folder))
 
 
@@ -89,12 +83,7 @@ class ReplayJournal:
 
 
 def read_replayed(folder: Path) -> ReplayJournal:
-    """Read the journal of a replay.
-
-    Raises:
-        RunError: if a kernel owns the replay.
-        BusError: if the copy of its store cannot be read.
-    """
+    """Read the journal of a replay."""
     journal = anyio.run(_read_journal, folder)
     return ReplayJournal(
         {version: digests[0] for (_, version), digests in journal.steps.items()},
@@ -141,13 +130,7 @@ class KeptGroups:
         self._images = SampleImages(folder)
 
     def missing(self, batches: Sequence[RecordedBatch]) -> list[int]:
-        """Return the versions of those batches whose data the run has not kept.
-
-        Raises:
-            ConfigError: if a file of samples cannot be read.
-            RunError: if a kernel owns the run.
-            BusError: if the copy of its log cannot be read.
-        """
+        """Return the versions of those batches whose data the run has not kept."""
         rows = rows_of(batches)
         there = _ids_in_samples(self._folder)
         lost = {attempt for attempt, refs in rows.items() if any(ref.id not in there for ref in refs)}
@@ -187,13 +170,7 @@ class KeptGroups:
         return {name: file for name, file in files.items() if file is not None}
 
     async def _with_images(self, group: RecordedGroup, store: StoredRun) -> RecordedGroup:
-        """Return a group with the images that its workflow added, from the kept samples or else from the log.
-
-        Raises:
-            RunError: if an image is in neither.
-            ConfigError: if a file of a kept image is another one.
-            BusError: if the log cannot be read.
-        """
+        """Return a group with the images that its workflow added: from kept samples, else from the log."""
         images = self._kept_images(group)
         for name in sorted(_added(group) - images.keys()):
             stored = await store.newest(store.names.log_stream, store.names.image(name), StoredImage)
@@ -340,13 +317,7 @@ class WeightSums:
 
 
 def read_weights(folder: Path) -> dict[int, WeightSums]:
-    """Return the importance weights of a run's steps, by the number of the step, as far as they are kept.
-
-    Raises:
-        ConfigError: if a file of samples cannot be read.
-        RunError: if a kernel owns the run.
-        BusError: if the copy of its log cannot be read.
-    """
+    """Return the importance weights of a run's steps, by the number of the step, as far as they are kept."""
     steps: dict[int, WeightSums] = {}
     known: set[tuple[int, str]] = set()
 
@@ -378,11 +349,7 @@ async def _trained_in_log(folder: Path) -> list[tuple[int, TrainedRow]]:
 
 
 def _tables(folder: Path, kind: SegmentKind, columns: Sequence[str]) -> Iterator[Any]:
-    """Yield the rows of all segments of a kind, some at a time.
-
-    Raises:
-        ConfigError: if a segment cannot be read.
-    """
+    """Yield the rows of all segments of a kind, some at a time."""
     import pyarrow as pa
     from pyarrow import parquet as pq
 

@@ -54,14 +54,7 @@ class Replayed(msgspec.Struct, frozen=True):
 
 
 def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -> Replayed:
-    """Replay a run that has ended, or whose kernel is dead.
-
-    Raises:
-        ConfigError: if the folder holds no run, if the run has kept too little, or if the overrides do not
-            fit its checkpoint or its samples.
-        RunError: if a kernel owns the run, or if a part of its store is lost.
-        BusError: if the copy of its store cannot be read.
-    """
+    """Replay a run that has ended, or whose kernel is dead."""
     folder = RunFolder(folder).folder
     if (folder / REPLAY).exists():
         raise ConfigError(f"{folder} is a replay itself; replay the run that it came from")
@@ -195,9 +188,6 @@ def _check(
 
     Args:
         former: the segments without the overrides.
-
-    Raises:
-        ConfigError: for the first that does not fit, or if the rows that the trainers read have changed.
     """
     for one, other in zip(former, segments, strict=True):
         place = other.assembly.composed.place
@@ -222,9 +212,6 @@ def _accept(
 ) -> None:
     """Refuse values with errors. Print the warnings that the recorded values do not have, and the overrides
     without effect.
-
-    Raises:
-        ConfigError: for all errors, one on each line.
     """
     from stretto.cli.start.checks import faults_and_warnings  # it imports what examines run files
 
@@ -245,11 +232,7 @@ def _accept(
 
 
 def _check_rows(folder: Path, assembly: Assembly) -> None:
-    """Refuse a dataset whose rows have changed.
-
-    Raises:
-        ConfigError: if they have.
-    """
+    """Refuse a dataset whose rows have changed."""
     dataset = assembly.make("dataset")
     recorded = msgspec.json.decode((folder / "fingerprints.json").read_bytes(), type=dict[str, str])
     if recorded.get("dataset", dataset.fingerprint) != dataset.fingerprint:

@@ -110,13 +110,7 @@ def report_of(
     run: RunFolder,
     replay: RunFolder,
 ) -> ReplayReport:
-    """Compare a complete replay with its run.
-
-    Raises:
-        ConfigError: if the files of a run are damaged.
-        RunError: if a kernel owns one of the runs meanwhile.
-        BusError: if the copy of a store cannot be read.
-    """
+    """Compare a complete replay with its run."""
     replayed = read_replayed(replay.folder)
     compared = identical = 0
     difference: Difference | None = None

@@ -29,13 +29,7 @@ class TicketHistory(msgspec.Struct, kw_only=True):
 
 
 def ticket_history(folder: Path, ticket: int) -> TicketHistory:
-    """Collect what journal, log and samples say of a training ticket of a run that has ended.
-
-    Raises:
-        ConfigError: if the folder holds no run, or if the run does not know the ticket.
-        RunError: if a kernel owns the run, or if it has no store of its own.
-        BusError: if the copy of the run's store cannot be read.
-    """
+    """Collect what journal, log and samples say of a training ticket of a run that has ended."""
     return anyio.run(_history_of, RunFolder(folder).folder, ticket)
 
 

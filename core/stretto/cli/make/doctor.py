@@ -52,11 +52,7 @@ class Observation:
 
 
 def examine_plugins(name: str | None, plugins: Plugins) -> list[Observation]:
-    """Examine all components of a distribution, or of all distributions.
-
-    Raises:
-        PluginError: if no distribution of this name has a component.
-    """
+    """Examine all components of a distribution, or of all distributions."""
     listing = plugins.listing()
     names = sorted({line.distribution for line in listing})
     if name is not None and name not in names:

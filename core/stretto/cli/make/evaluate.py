@@ -98,10 +98,6 @@ def compose_evaluation(source: str, options: EvaluationOptions, overrides: Seque
 
     Args:
         source: a run's folder, a model folder, or a hub id.
-
-    Raises:
-        ConfigError: if there is no model to evaluate, no held-out rows, or no reward.
-        PluginError: for a component that is not installed or cannot be loaded.
     """
     if misplaced := next(
         (item for item in overrides if item.partition("=")[0].split(".")[0] == "dataset"), None

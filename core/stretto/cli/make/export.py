@@ -66,10 +66,6 @@ def export_model(run: RunFolder, version: str | None, form: Form, to: Path | Non
         version: a version of the run, or the name of a checkpoint; None for the newest intact one.
         form: the whole model, with adapters merged, or only the adapter.
         to: a folder that does not exist, or is empty. None: `<run>-step-000040` in the working directory.
-
-    Raises:
-        ConfigError: if there is no such checkpoint, if it has no model or no adapter, or if the folder is not
-            empty or cannot be written.
     """
     checkpoint = find_checkpoint(run.folder, version)
     source, model = checkpoint / ("model" if form == "merged" else "adapter"), checkpoint / "model"
@@ -94,9 +90,6 @@ def export_model(run: RunFolder, version: str | None, form: Form, to: Path | Non
 def push_to_hub(folder: Path, repository: str) -> str:
     """Upload a folder to a repository of the Hugging Face hub, and return its address. A repository that does
     not exist is made, as a private one. The token is that of `hf auth login`, or of HF_TOKEN.
-
-    Raises:
-        StrettoError: if the hub refuses it. The text does not contain the token.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -230,10 +223,6 @@ def export_samples(
         file: is replaced if it exists. It is complete or unchanged.
         min_reward: leave out samples with a lower reward.
         best_of_group: take only the sample with the highest reward of each group; of equal ones, the first.
-
-    Raises:
-        ConfigError: if the run keeps no samples, if none fits, if the file cannot be written, or if the
-            model's tokenizer cannot be loaded.
     """
     wanted = SampleFilter(purpose="train", reward=(min_reward, None))
     store = open_samples(folder)

@@ -26,10 +26,6 @@ def new_package(kind: str, name: str, folder: Path | None, plugins: Plugins) -> 
 
     Args:
         folder: a folder that does not exist, or an empty one; default: `stretto-NAME`, here.
-
-    Raises:
-        PluginError: if there is no such kind, or an installed component of the kind has the name.
-        ConfigError: if the name cannot be that of a module, or is taken, or the folder cannot be written.
     """
     known = _known_kind(kind)
     _expect_free_name(known, name, plugins)
@@ -52,10 +48,6 @@ def new_model(folder: Path, characters: str | None, seed: int) -> None:
 
     Args:
         characters: those that it can read and write; None for printable ASCII.
-
-    Raises:
-        ConfigError: if the folder is not empty, or there are no characters.
-        PluginError: if the libraries of the extra `torch` are missing.
     """
     if characters == "":
         raise ConfigError("--characters is empty; expected the characters of your prompts and answers")

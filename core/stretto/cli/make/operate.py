@@ -28,11 +28,7 @@ _ANSWER_S = 120.0
 
 
 def numbers_of(items: Sequence[str]) -> dict[str, int]:
-    """Return the numbers that `ROLE=N` items name.
-
-    Raises:
-        ConfigError: if an item is not of that form, or names a role twice.
-    """
+    """Return the numbers that `ROLE=N` items name."""
     numbers: dict[str, int] = {}
     for item in items:
         name, equals, text = item.partition("=")
@@ -45,23 +41,13 @@ def numbers_of(items: Sequence[str]) -> dict[str, int]:
 
 
 def scale_run(folder: Path, numbers: Mapping[str, int]) -> tuple[str, ...]:
-    """Change the numbers of processes of a living run. Return what its kernel does.
-
-    Raises:
-        ConfigError, Refused, NoAnswer: as `scale_request` and what it returns.
-    """
+    """Change the numbers of processes of a living run. Return what its kernel does."""
     with one_error():
         return anyio.run(scale_request(folder, numbers)).done
 
 
 def scale_request(folder: Path, numbers: Mapping[str, int]) -> Callable[[], Awaitable[RunScaled]]:
-    """Return what asks the kernel of a living run for other numbers of processes, which are checked now.
-
-    Raises:
-        ConfigError: if no kernel owns the run, or if the run cannot have these numbers.
-        Refused: later, if the kernel refuses.
-        NoAnswer: later, if the kernel, or the bus, does not answer.
-    """
+    """Return what asks the kernel of a living run for other numbers of processes, which are checked now."""
     _require_kernel(folder)
     _check_groups(folder, numbers)
     bootstrap = operator_bootstrap(folder / "bus")
@@ -73,9 +59,6 @@ def stop_run(folder: Path, *, now: bool) -> str:
 
     Args:
         now: end without a checkpoint.
-
-    Raises:
-        ConfigError, Refused, NoAnswer: as `stop_request` and what it returns.
     """
     with one_error():
         return anyio.run(stop_request(folder, now=now)).state
@@ -86,11 +69,6 @@ def stop_request(folder: Path, *, now: bool) -> Callable[[], Awaitable[RunStoppi
 
     Args:
         now: end without a checkpoint.
-
-    Raises:
-        ConfigError: if no kernel owns the run.
-        Refused: later, if the kernel refuses.
-        NoAnswer: later, if the kernel, or the bus, does not answer.
     """
     _require_kernel(folder)
     bootstrap = operator_bootstrap(folder / "bus")

@@ -12,11 +12,7 @@ EXAMPLES = "examples"
 
 
 def packaged_folder(name: str) -> Path:
-    """Return the folder `name` of a wheel's package, or of the checkout's examples.
-
-    Raises:
-        ConfigError: if this installation has neither.
-    """
+    """Return the folder `name` of a wheel's package, or of the checkout's examples."""
     package = Path(str(files("stretto")))
     for folder in (package / name, package.parents[1] / EXAMPLES / name):
         if folder.is_dir():

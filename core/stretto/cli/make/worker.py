@@ -29,9 +29,6 @@ def work_by_hand(
         folder: the run's folder, if the worker may take the next free id there; None with an invitation.
         url: address of nats-server as it is reached from here; None for the one in the file.
         credentials: a file with a login for a server of the user's own.
-
-    Raises:
-        ConfigError: if a file is not what it should be, or if the role has no such workers.
     """
     options = [*(["--bus", url] if url else []), *(["--credentials", credentials] if credentials else [])]
     with _bootstrap_file(folder, role, invitation) as file:
@@ -49,9 +46,6 @@ def invite_guest(folder: Path, guest: str) -> list[str]:
 
     Args:
         guest: a role, a worker's id, or `viewer`.
-
-    Raises:
-        ConfigError: if the guest is none of these, or if the folder holds no credentials.
     """
     bus = folder / "bus"
     if guest == VIEWER:

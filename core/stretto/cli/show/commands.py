@@ -70,11 +70,7 @@ def watch(
 def _viewer(
     source: Path, url: str | None, credentials: str | None, certificate: Path | None
 ) -> Bootstrap | None:
-    """Return what a viewer file says; None for a run's folder.
-
-    Raises:
-        ConfigError: if nothing is there, or if a run's folder comes with options of a viewer file.
-    """
+    """Return what a viewer file says; None for a run's folder."""
     from stretto.cli.show.watch import bootstrap_elsewhere
 
     if not source.exists():  # a submitted run makes its folder when the cluster starts it

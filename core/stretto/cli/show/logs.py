@@ -20,9 +20,6 @@ def log_lines(folder: Path, worker: str, *, newest: int | None, follow: bool) ->
         worker: the worker whose log it is; `kernel` for the kernel.
         newest: begin with this many lines before the end; None for all.
         follow: continue with new lines until the run has ended.
-
-    Raises:
-        ConfigError: if the folder holds no run, or if there is no such log.
     """
     run = RunFolder(folder)
     with open_log(folder, worker) as log:

@@ -26,11 +26,7 @@ from stretto.records.status import (
 
 
 def status_lines(folder: Path) -> list[str]:
-    """Describe the state of the run in `folder`.
-
-    Raises:
-        ConfigError: if the folder holds no status.
-    """
+    """Describe the state of the run in `folder`."""
     status = read_status(folder)
     if status is None:
         raise ConfigError(f"{folder} has no {STATUS}: it holds no run, or the run has not started")
@@ -45,11 +41,7 @@ def status_lines(folder: Path) -> list[str]:
 
 
 def status_lines_over_bus(viewer: Bootstrap) -> list[str]:
-    """Describe the state of a run whose kernel sends its status over the bus.
-
-    Raises:
-        NoAnswer: if the server cannot be reached, or refuses the login, or if the kernel is silent.
-    """
+    """Describe the state of a run whose kernel sends its status over the bus."""
     status = anyio.run(_receive_status, viewer)
     return [*_head(status), *_details(status)]
 

@@ -32,11 +32,7 @@ _LOOK_S = 0.5
 
 
 def watch_folder(folder: Path) -> int:
-    """Show the run in a folder until it ends, or until the user ends the view. Return the exit status.
-
-    Raises:
-        ConfigError: if the folder holds no run, or if its files are damaged.
-    """
+    """Show the run in a folder until it ends, or until the user ends the view. Return the exit status."""
     run = RunFolder(folder)
 
     def source() -> Status | None:
@@ -61,9 +57,6 @@ def watch_folder(folder: Path) -> int:
 def watch_bus(viewer: Bootstrap) -> int:
     """Show the run whose kernel sends its status over the bus, until it ends, or until the user ends the
     view. Return the exit status.
-
-    Raises:
-        NoAnswer: if the server cannot be reached, or refuses the login.
     """
     # The view says what is wrong with the connection.
     log_nothing()
@@ -86,9 +79,6 @@ def bootstrap_elsewhere(
         url: the address of nats-server as it is reached from here; None for the one in the file.
         credentials: a file with a login for a server of the user's own.
         certificate: a client's certificate for such a server; its key is in the file with the suffix `.key`.
-
-    Raises:
-        ConfigError: if a file is not what it should be.
     """
     bootstrap = Bootstrap.read(file)
     if bootstrap.role != VIEWER:

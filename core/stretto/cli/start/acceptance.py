@@ -31,9 +31,6 @@ def accepted(
         resumed: it continues in a folder that exists.
         memory_limit: also refuse it if its engines take more memory than there is.
         tell: called with (`note` or `warning`, text) for each decision and each warning.
-
-    Raises:
-        ConfigError: for all errors, one on each line.
     """
     from stretto.cli.start.checks import faults_and_warnings  # while a fork server imports already
 

@@ -21,10 +21,6 @@ _TAIL_BYTES = 4000
 def run_detached(arguments: Sequence[str], folder: Path) -> int:
     """Start a command of stretto that owns the run in a folder, and wait until the run trains. Return the
     process id.
-
-    Raises:
-        RunError: if the run does not start. The message has the end of what the command printed.
-        ConfigError: if the folder cannot be written.
     """
     output, began = folder / OUTPUT, clock.wall()
     try:

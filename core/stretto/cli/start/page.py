@@ -19,11 +19,7 @@ from stretto.user_code.guard import end_with_parent
 
 @contextmanager
 def page_of(folder: Path, *, serve: bool) -> Generator[None]:
-    """Serve the page of a run for the duration of the block and print its address, or print the command.
-
-    Raises:
-        RunError: if the page cannot be served.
-    """
+    """Serve the page of a run for the duration of the block and print its address, or print the command."""
     command = ["stretto", "ui", str(folder)]
     if not serve:
         typer.echo(f"to see the run in a browser: {shlex.join(command)}", err=True)

@@ -21,12 +21,7 @@ _GENERATED = ("demonstrations.jsonl", "untrained", "__pycache__")
 
 @contextmanager
 def copy_quickstart(folder: Path) -> Generator[Path]:
-    """Copy the quickstart into a folder and give its run file; an error in the body removes the copy.
-
-    Raises:
-        ConfigError: if the folder is not empty, cannot be written, or if the working directory has files
-            that the run file would find before its own.
-    """
+    """Copy the quickstart into a folder and give its run file; an error in the body removes the copy."""
     _expect_room(folder)
     is_new = not folder.exists()
     try:

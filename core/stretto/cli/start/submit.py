@@ -39,12 +39,7 @@ def submitted_resume(
 
 
 def _submitted(assembly: Assembly, submission: Submission, *, dry_run: bool, resumed: bool) -> bool:
-    """Submit a run if its launcher does so.
-
-    Raises:
-        ConfigError: if the run has errors, or `dry_run` is set for a launcher that submits nothing.
-        LaunchError: if the cluster refuses the run.
-    """
+    """Submit a run if its launcher does so."""
     launcher: Launcher = assembly.make("launcher")
     text = None
     if isinstance(launcher, SubmittingLauncher):

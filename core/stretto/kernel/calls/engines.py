@@ -173,11 +173,6 @@ class Engines:
     async def keep_current(self, member: FleetMember) -> None:
         """Keep one worker at the newest weights, or at the weights of the evaluation that it is lent to,
         until the worker is gone. The worker skips versions in between.
-
-        Raises:
-            RunError: if the worker cannot swap, serves other weights than the announced ones, or reports that
-                its drift ends the run. The message names the worker, the version and the reason, such as the
-                first tensors that differ.
         """
         failures = 0
         served: tuple[int, str, bool] | None = None

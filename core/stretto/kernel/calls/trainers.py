@@ -127,11 +127,7 @@ class Trainers:
                 return await work()
 
     async def once(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work with the present trainers.
-
-        Raises:
-            TrainersLost: if one is lost meanwhile. The work is cancelled.
-        """
+        """Do work with the present trainers."""
         if self._present.is_set():
             with anyio.CancelScope() as scope:
                 self._work.append(scope)

@@ -70,12 +70,7 @@ def assemble_existing(composed: Composed, folder: Path) -> Assembly:
 
 
 def assemble_in_force(folder: Path) -> Assembly:
-    """Assemble the run in a folder, with the values in force.
-
-    Raises:
-        ConfigError: if the folder holds no run, or if a value is wrong.
-        PluginError: if a component is not available.
-    """
+    """Assemble the run in a folder, with the values in force."""
     file = folder / "config.yaml"
     if not file.exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
@@ -106,9 +101,6 @@ def fingerprint_changes(
 
     Returns:
         Key of each dataset whose rows have changed -> its previous and its new fingerprint.
-
-    Raises:
-        ConfigError: if the file is damaged.
     """
     recorded = _read_fingerprints(folder)
     present = {path: dataset.fingerprint for path, dataset in datasets.items()}
@@ -124,11 +116,7 @@ def fingerprint_changes(
 
 
 def forget_fingerprint(folder: Path, path: str) -> None:
-    """Remove a dataset from `fingerprints.json`, because the run gets another one.
-
-    Raises:
-        ConfigError: if the file is damaged.
-    """
+    """Remove a dataset from `fingerprints.json`, because the run gets another one."""
     recorded = _read_fingerprints(folder)
     if recorded.pop(path, None) is not None:
         _write_fingerprints(folder, recorded)
@@ -139,10 +127,6 @@ def compose_changes(current: Assembly, overrides: Sequence[str]) -> Assembly:
 
     Args:
         current: the run with the values in force.
-
-    Raises:
-        ConfigError: if the run cannot continue with these values.
-        PluginError: if a component is not available.
     """
     folder = current.folder
     document = document_of(folder, newest_values(folder))

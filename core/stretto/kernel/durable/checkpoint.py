@@ -158,9 +158,6 @@ async def writing(
 
     Args:
         store: the run's own folder in the store of checkpoints, if it has one.
-
-    Raises:
-        OSError: if the checkpoint cannot be written, for example because the disk is full.
     """
     final = root / name
     # Nothing in a store can be renamed, so each draft has a name of its own there.
@@ -202,9 +199,6 @@ def find_checkpoint(
         version: a version, or the name of a checkpoint; None for the newest intact one.
         advice: what to do if the run has no checkpoint, for the error.
         option: the option that gave the version, for the error.
-
-    Raises:
-        ConfigError: if there is no such checkpoint, if it is damaged, or if its store cannot be read.
     """
     root = folder / "checkpoints"
     if version is None:
@@ -228,9 +222,6 @@ def find_checkpoint(
 def damage_of(folder: Path) -> str:
     """Return what is wrong with a checkpoint; empty if it is intact. Files in a store have to be there; who
     downloads them compares them with their hashes.
-
-    Raises:
-        ConfigError: if the store cannot be read.
     """
     try:
         manifest = (folder / _MANIFEST).read_bytes()
@@ -249,9 +240,6 @@ def damage_of(folder: Path) -> str:
 def place_of(folder: Path | None) -> tuple[str, str]:
     """Return where the trainers read a checkpoint, a folder or a URL, and the SHA-256 of its manifest. Both
     are empty without a checkpoint.
-
-    Raises:
-        OSError: if the folder cannot be read.
     """
     if folder is None:
         return "", ""
@@ -375,9 +363,6 @@ def _remove_from_store(remote: RemoteFolder) -> None:
 def _clear(root: Path, store: RemoteFolder | None) -> None:
     """Remove the unfinished checkpoints of kernels that were killed. In the store, these are all that the
     run's folder does not name.
-
-    Raises:
-        OSError: if the store cannot be read.
     """
     for folder in root.glob(f".{_PREFIX}*"):
         shutil.rmtree(folder, ignore_errors=True)

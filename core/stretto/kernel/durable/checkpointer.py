@@ -122,9 +122,6 @@ class Checkpointer:
         Args:
             note: note of the current weights, if they are not announced.
             name: name of the folder; by default that of the version.
-
-        Raises:
-            RunError: if it cannot be written.
         """
         version = self._setup.scheduler.version
         for pause_s in (*_PAUSES_S, None):

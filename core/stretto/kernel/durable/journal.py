@@ -88,19 +88,12 @@ class JournalWriter:
     async def settle(self) -> None:
         """Wait until no event waits. A snapshot that is taken before the next await has the state after
         `events_after`.
-
-        Raises:
-            Superseded, BusError: as `flush`.
         """
         while self._waiting:
             await self.flush()
 
     async def keep(self) -> None:
-        """Store the events for which nobody waits, until cancelled.
-
-        Raises:
-            Superseded, BusError: as `flush`.
-        """
+        """Store the events for which nobody waits, until cancelled."""
         while True:
             await self._any_pending.wait()
             await anyio.sleep(_BATCH_S)
@@ -139,9 +132,6 @@ async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
 
     Args:
         place: the run's folder.
-
-    Raises:
-        BusError: if the server cannot store the lease.
     """
     await bus.store.make_log(names.journal_stream, names.of_journal)
     while True:

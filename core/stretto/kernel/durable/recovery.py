@@ -270,10 +270,6 @@ async def read_store(
         reached: the newest version that the run has reported. If the journal does not lead to it, the steps
             in between are lost.
         epoch: number of the kernel's lease.
-
-    Raises:
-        ConfigError: if there is no intact checkpoint, and the store does not hold the run's first step, or if
-            the journal cannot be read.
     """
     folder, state = checkpoint
     journal = await _read_journal(bus, names, state)
@@ -385,9 +381,6 @@ class Repetition:
 
         Returns:
             Notes of older versions that evaluations need, and last the note of the weights.
-
-        Raises:
-            RunError: if the loaded weights do not have the digest that the checkpoint records.
         """
         folder, state, stored = self._folder, self._state, self._stored
         if not stored.journal.is_damaged:
@@ -408,10 +401,6 @@ class Repetition:
 
         If a repeated step does not reach its recorded digest, its weights begin a new incarnation. What the
         weights of the previous one sampled then expires, and the events that follow do not count.
-
-        Raises:
-            BusError: if the server cannot store a step's digest, also because another kernel has taken the
-                run.
         """
         scheduler, stored = self._scheduler, self._stored
         start: StartBatch | None = None

@@ -181,9 +181,6 @@ class Resumption:
 
         Args:
             notes: notes of older versions that evaluations need, and last the note of the current weights.
-
-        Raises:
-            RunError: if the run is beyond the new steps, or if the checkpoint cannot be written.
         """
         setup, note = self._setup, notes[-1]
         if note.version > setup.config.steps:

@@ -85,22 +85,14 @@ class Admission:
         await bus.serve(names.kernel("trainer", "ranks"), AskRanks, self._send_ranks)
 
     async def until_trainers_ready(self) -> dict[str, str]:
-        """Wait until all trainers are ready. Return the nonces of their processes.
-
-        Raises:
-            RunError: if this takes too long.
-        """
+        """Wait until all trainers are ready. Return the nonces of their processes."""
         with self._in_time():
             while not {*self._trainers} <= {member.worker for member in self._fleet.of("trainer")}:
                 await self._changed.wait()
         return self._nonces_of_trainers()
 
     async def until_all_callable(self) -> None:
-        """Wait until all workers can be called.
-
-        Raises:
-            RunError: if this takes too long.
-        """
+        """Wait until all workers can be called."""
         with self._in_time():
             while missing := self._missing():
                 # Wait for one after the other: to look at all of them at every change would take long.

@@ -230,11 +230,7 @@ class Fleet:
                 tasks.start_soon(end, *each)
 
     async def _look_after(self, job: Job) -> None:
-        """Restart a worker whose process ends unexpectedly.
-
-        Raises:
-            LaunchError: if the worker ended too often within a short time.
-        """
+        """Restart a worker whose process ends unexpectedly."""
         last = await supervised(
             partial(self._live, job),
             partial(self._restart, job),
@@ -390,9 +386,6 @@ class Fleet:
     def join(self, role: Role, message: Join) -> None:
         """A process with the credentials of a role joins. If a previous process has the same worker id, the
         previous one is lost.
-
-        Raises:
-            Refused: if the process does not prove that it may join under this id.
         """
         if message.role != role or not is_token_of(self._bootstraps, role, message.worker, message.token):
             raise Refused(

@@ -139,11 +139,7 @@ class ForkServer:
             )
 
     def keep_output(self, file: Path) -> None:
-        """Append to a file what the imports have written so far, and what they write from now on.
-
-        Raises:
-            OSError: if the file cannot be written.
-        """
+        """Append to a file what the imports have written so far, and what they write from now on."""
         with file.open("ab") as output:
             self._output.seek(0)
             shutil.copyfileobj(self._output, output)
@@ -179,9 +175,6 @@ class ForkServer:
         Args:
             log_file: file to which stdout and stderr are appended.
             imports: modules that the server imports first.
-
-        Raises:
-            OSError: if the log file cannot be opened.
         """
         if not self.is_open:
             return None  # a killed server takes requests until it has ended, but nobody reads its answers

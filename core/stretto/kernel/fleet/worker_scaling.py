@@ -54,11 +54,6 @@ class WorkerScaler:
         """Change the numbers of roles and of worker groups. Return what is done, a sentence for each.
 
         The call returns when the new workers have been started, and the others know that they have to leave.
-
-        Raises:
-            ConfigError: if the run has no such role or group, or cannot have that number. Nothing has
-                changed.
-            LaunchError: if the launcher cannot start a worker.
         """
         async with self._scaling:
             self._check(numbers)

@@ -80,9 +80,6 @@ class Draws:
     def next(self, ticket: int, version: int) -> Draw:
         """Draw the row of a new ticket: the one that the journal records, else a row to draw again, else a
         new one.
-
-        Raises:
-            ContractError: if the curriculum chooses a row that the dataset does not have.
         """
         recorded, drops = self._recorded.pop(ticket, None), 0
         if recorded is not None:

@@ -39,9 +39,6 @@ def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) ->
 
     Args:
         outcome: for `OutcomeRead`: the outcome at that place of the log, as `admit` returns it.
-
-    Raises:
-        ValueError: if it is missing.
     """
     match event:
         case RunOwned():

@@ -61,21 +61,13 @@ class DeadlineQueue:
             self._heap = self._sorted()  # a sorted list is a heap
 
     def first(self) -> int:
-        """Return the first ticket.
-
-        Raises:
-            IndexError: if there is none.
-        """
+        """Return the first ticket."""
         while self._deadlines.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
     def take(self, count: int) -> list[int]:
-        """Remove the first `count` tickets and return them in order.
-
-        Raises:
-            IndexError: if there are fewer.
-        """
+        """Remove the first `count` tickets and return them in order."""
         taken: list[int] = []
         for _ in range(count):
             taken.append(self.first())

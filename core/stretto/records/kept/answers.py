@@ -47,9 +47,6 @@ def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> li
 
     Args:
         texts: also read the columns and texts.
-
-    Raises:
-        ConfigError: if a file is damaged.
     """
     from stretto.records.kept.samples import SampleFilter  # it imports numpy
 

@@ -63,11 +63,7 @@ class SampleImages:
         write_private(self._folder / image.digest, image.file)
 
     def keep_only(self, names: set[str]) -> None:
-        """Remove all other images, and what a killed writer has left of one.
-
-        Raises:
-            OSError: if a file cannot be removed.
-        """
+        """Remove all other images, and what a killed writer has left of one."""
         for path in self._folder.glob("*"):
             if path.name not in names:
                 path.unlink()

@@ -126,9 +126,6 @@ class SampleStore:
             order: one of `ORDERS`; with `-` before it, highest first. Rows without the value come last.
             texts: also read the fields of `TEXT_COLUMNS`.
             tokens: also read those of `TOKEN_COLUMNS`.
-
-        Raises:
-            ConfigError: if the order is unknown.
         """
         index = self._read_index(filter.ticket)
         found = index.ordered(index.select(filter), order)
@@ -281,11 +278,7 @@ class SampleStore:
 
 
 def open_samples(folder: Path) -> SampleStore:
-    """Return the samples of the run in `folder`.
-
-    Raises:
-        ConfigError: if the folder holds no samples.
-    """
+    """Return the samples of the run in `folder`."""
     if not (folder / FOLDER).is_dir():
         raise ConfigError(
             f"{folder} holds no samples: it is no run, it samples nothing, or it has `samples.keep: none`"
@@ -305,11 +298,7 @@ class _SegmentReader:
         """All row groups, each by its segment and its number there."""
 
     def refresh(self) -> tuple[SegmentName, ...]:
-        """Open the segments that are new, and return all that count.
-
-        Raises:
-            ConfigError: if a segment cannot be read.
-        """
+        """Open the segments that are new, and return all that count."""
         from pyarrow import ArrowException
         from pyarrow import parquet as pq
 

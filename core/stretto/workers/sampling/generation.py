@@ -274,10 +274,6 @@ class Generations:
                 prefix (see `Router.member`); empty for none.
             on_tokens: called with (sample, new tokens) as tokens arrive; each position of an answer is passed
                 once.
-
-        Raises:
-            EngineError: if an engine refused the request, or engines gave it up too often.
-            Exception: any exception that `on_tokens` raised.
         """
         generation = _Generation(request, floor, exact_version, on_tokens)
         attempt, give_ups, former_engine = 0, 0, ""

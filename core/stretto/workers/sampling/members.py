@@ -116,9 +116,6 @@ class Members:
         Args:
             lengths: number of tokens of each answer; 0 if it is not known.
             score: scores the answers with these indices.
-
-        Raises:
-            RewardError: if all answers have failed.
         """
         scores: dict[int, Score] = {}
         faults: defaultdict[int, list[SampleFault]] = defaultdict(list)
@@ -158,9 +155,6 @@ class Members:
     def complete(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the trajectories of the samples that have a reward: those of the workflow, then those of the
         samples that their own answers ended. `missing` and `penalized` are then complete too.
-
-        Raises:
-            MembersError: if too few samples are left.
         """
         samples: defaultdict[int, list[Trajectory]] = defaultdict(list)
         for number, each in zip(sample_numbers(trajectories), trajectories, strict=True):

@@ -135,11 +135,7 @@ class RolloutSession:
         return self._ticket.samples
 
     def see(self, row: Row) -> None:
-        """Take the ticket's row, before the workflow begins.
-
-        Raises:
-            ConfigError: if the column `tools` holds something else than tools.
-        """
+        """Take the ticket's row, before the workflow begins."""
         self.row_tools = tools_of(row)
         self._opened = opened_in(row["prompt"], self.tokenizer.form)
 

@@ -48,11 +48,7 @@ def _wire(
 
 
 def expect_kept_tokens(trajectories: Sequence[Trajectory]) -> None:
-    """Check that each trajectory says from which tokens the sampled ones were drawn.
-
-    Raises:
-        EngineError: if one does not.
-    """
+    """Check that each trajectory says from which tokens the sampled ones were drawn."""
     for number, each in enumerate(trajectories):
         if each.kept is None:
             raise EngineError(
@@ -64,12 +60,7 @@ def expect_kept_tokens(trajectories: Sequence[Trajectory]) -> None:
 
 
 def member_of(trajectory: Trajectory, id: str, sequence: int, index: int) -> Member:
-    """Return the figures of a trajectory that the kernel sees.
-
-    Raises:
-        EngineError: if the policy sampled no token of the trajectory.
-        RewardError: if its reward or a metric is not finite: no later step could use it.
-    """
+    """Return the figures of a trajectory that the kernel sees."""
     if not all(map(is_number, (trajectory.score.reward, *trajectory.score.metrics.values()))):
         raise RewardError(f"the score is not finite: {trajectory.score}")
     versions = trajectory.versions[trajectory.loss_mask]

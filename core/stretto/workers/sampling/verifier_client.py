@@ -50,11 +50,7 @@ class VerifierClient:
         texts: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
     ) -> Sequence[tuple[float, dict[str, float]] | SampleFault]:
-        """Return the reward and the metrics of each text, or why it has none.
-
-        Raises:
-            RewardError: if the run has no reward.
-        """
+        """Return the reward and the metrics of each text, or why it has none."""
         if self._config.reward is None:
             raise RewardError(
                 "the run has no `reward`, so its environment must return a reward for every conversation"
@@ -89,22 +85,13 @@ class VerifierClient:
 
         Args:
             images: whether the answer may have images.
-
-        Raises:
-            ConfigError: if the config of the workflow does not extend `ToolsConfig`.
         """
         await self.tools()
         message = RunTool(name, json.dumps(arguments).encode(), self._variant, images)
         return (await self._ask("tool", message, ToolDone)).answer
 
     async def feedback(self, question: Mapping[str, Any]) -> Feedback:
-        """Call the environment, and return its feedback.
-
-        Raises:
-            ConfigError: if the config of the workflow does not extend `EnvironmentConfig`.
-            RewardError: if the environment raised, took too long, or returned a value that is not allowed.
-            PolicyError: if the environment raised that.
-        """
+        """Call the environment, and return its feedback."""
         if not isinstance(self._config.workflow, ENVIRONMENTS):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
         message = EnvironmentTurn(encode_row(question), self._variant)

@@ -90,9 +90,6 @@ class ChildPool:
 
         Args:
             tasks: the task group in which the pool starts more children. A child that cannot start ends it.
-
-        Raises:
-            RewardError: if the child does not start.
         """
         self._tasks = tasks
         self._missing -= 1
@@ -109,7 +106,6 @@ class ChildPool:
             TimeoutError: if the child does not answer within `timeout_s`; it is killed. Waiting for a free
                 child does not count.
             ChildEnded: if the child ends before it answers, or its answer is not an `answer`.
-            RewardError: if the question is larger than `MAX_FRAME`.
         """
         data = msgspec.msgpack.encode(question)
         if len(data) > MAX_FRAME:
@@ -225,10 +221,6 @@ class _Child:
     async def set_up(self) -> bytes:
         """Send the first frame, wait until the child is ready, and return the data that it reports. Kill it
         if it fails.
-
-        Raises:
-            RewardError: if the child ends, fails, or is not ready within `_START_S`.
-            ChildEnded: if the child was killed from outside.
         """
         name = self._program.name
         try:

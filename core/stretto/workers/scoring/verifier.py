@@ -155,11 +155,7 @@ def _by_variant(
 
 
 def _service(services: Mapping[str, S], variant: str) -> S:
-    """Return the service of a variant.
-
-    Raises:
-        ConfigError: if the variant has none; the asking process gets a refusal.
-    """
+    """Return the service of a variant."""
     if variant not in services:
         raise ConfigError(f"this verifier worker serves no such request for the variant {variant!r}")
     return services[variant]

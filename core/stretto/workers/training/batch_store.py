@@ -92,11 +92,7 @@ class BatchStore:
         group share them, unless their workflow added images."""
 
     async def open(self) -> None:
-        """Serve requests of other ranks. Open the dataset if the trainer reads rows or images from it.
-
-        Raises:
-            ConfigError: if the dataset differs from the kernel's.
-        """
+        """Serve requests of other ranks. Open the dataset if the trainer reads rows or images from it."""
         context, model = self._context, self._context.component_context.model
         rows = context.composed.config.dataset
         if model is not None and is_vision_language(await anyio.to_thread.run_sync(fetch_config, model)):
@@ -356,11 +352,7 @@ class BatchStore:
         return bundle.row, bundle.trajectories[ref.index].images
 
     async def _fetch_images(self, rows: Sequence[int]) -> dict[str, bytes]:
-        """Read from the log the images that workflows added to these rows, unless their media are known.
-
-        Raises:
-            BusError: if the log does not have an image, or has another one under its name.
-        """
+        """Read from the log the images that workflows added to these rows, unless their media are known."""
         keys = {self._images_of(row) for row in rows} - self._media.keys()
         files: dict[str, bytes] = {}
         limit = anyio.CapacityLimiter(_READS_AT_ONCE)

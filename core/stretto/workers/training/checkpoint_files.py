@@ -30,11 +30,7 @@ _MANIFEST = "manifest.json"
 
 @asynccontextmanager
 async def folder_to_load(message: LoadCheckpoint, context: Context) -> AsyncGenerator[str]:
-    """Yield a folder with the files of a checkpoint; empty if the message names none.
-
-    Raises:
-        EngineError: if they cannot be downloaded, or are not those of the checkpoint.
-    """
+    """Yield a folder with the files of a checkpoint; empty if the message names none."""
     if not _is_url(message.folder):
         yield message.folder
         return
@@ -50,9 +46,6 @@ async def folder_to_save(message: Save, context: Context, uploaded: dict[str, st
 
     Args:
         uploaded: gets name -> SHA-256 of the files that were uploaded.
-
-    Raises:
-        EngineError: if they cannot be uploaded.
     """
     if not _is_url(message.folder):
         yield message.folder

@@ -189,11 +189,7 @@ def _folder_of(version: int, checkpoint: str) -> Path:
 
 
 def _finite(weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a version.
-
-    Raises:
-        WeightsError: at the first tensor with a NaN or an infinite value.
-    """
+    """Yield the weights of a version."""
     for name, tensor in weights:
         if fault := not_finite(name, tensor):
             reason = f"version {version} is not published: {fault}"

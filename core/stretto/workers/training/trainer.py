@@ -511,11 +511,7 @@ class TrainerWorker:
                 yield [rows[index] for index in self._own(parts, call)]
 
     def _own(self, parts: list[list[int]], call: Call) -> list[int]:
-        """Return this rank's part.
-
-        Raises:
-            EngineError: if the part is empty.
-        """
+        """Return this rank's part."""
         if not parts[self._part]:
             raise EngineError(
                 f"call {call.name!r} has {sum(map(len, parts))} sequences for the {len(parts)} data-parallel "
@@ -588,11 +584,7 @@ def _over_steps(name: str, values: Sequence[float]) -> float:
 
 
 def _expect_columns(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the columns of a function if they are those that its call writes.
-
-    Raises:
-        EngineError: if they are not.
-    """
+    """Return the columns of a function if they are those that its call writes."""
     if sorted(columns) != sorted(call.writes):
         returned, expected = ", ".join(columns) or "nothing", ", ".join(call.writes) or "nothing"
         raise EngineError(
