@@ -72,7 +72,6 @@ class Assembly:
     """The parts of a run that follow from its run file. They are made when they are first asked for.
 
     Args:
-        composed: the run as it was composed.
         folder: the run's folder; empty in a process that has no access to it, None for a new run.
         run: id of the run. A new run gets one.
         worker: id of the worker that this process is. A worker gets the numbers in force from the kernel.
@@ -173,9 +172,6 @@ class Assembly:
         """Return how many of an evaluation's rows begin for each group of training that ends: a few, so that
         training loses little, or as many as are needed to finish before the next evaluation is due. 0: all
         begin at once, because the engine that they get is away from training.
-
-        Args:
-            rows: number of an evaluation's rows.
         """
         if not self.has_evaluator or self.config.evaluation is None:
             return 0.0

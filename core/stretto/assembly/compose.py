@@ -468,11 +468,7 @@ class _Composer:
     def _refuse_unknown(
         self, data: Any, struct: type[msgspec.Struct], path: str, run: type[msgspec.Struct]
     ) -> None:
-        """Refuse unknown keys and name the nearest known key, which msgspec does not do.
-
-        Args:
-            run: the struct of the whole run.
-        """
+        """Refuse unknown keys and name the nearest known key, which msgspec does not do."""
         if not isinstance(data, dict):
             return
         known = {field.encode_name: field for field in _fields(struct)}
@@ -683,9 +679,6 @@ def _marks_of_items(annotation: Any) -> set[str]:
 def _other_place(key: str, known: Collection[str], run: type[msgspec.Struct]) -> str:
     """Return `"; did you mean 'training.lr'?"` for a key of another project, or of another
     section; empty for the others.
-
-    Args:
-        known: the keys of its section.
     """
     typing_error = get_close_matches(key, known, 1, 0.85)  # such as `beta` in place of `betas`
     path = "" if typing_error else FOREIGN_KEYS.get(key.lower(), "")

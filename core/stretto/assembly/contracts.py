@@ -37,11 +37,7 @@ CONTRACTS: dict[Kind, type] = {
 
 
 def expect_contract(component: object, contract: type, label: str) -> None:
-    """Refuse an object that does not keep a contract.
-
-    Args:
-        label: what the object is, for the message.
-    """
+    """Refuse an object that does not keep a contract."""
     if faults := list(_faults(component, contract)):
         raise ContractError(
             f"{label} does not keep its contract, {contract.__module__}.{contract.__name__}: "

@@ -42,7 +42,6 @@ class WorkerNumbers:
     """The numbers of one run's workers. Those that were changed are in `workers.json`.
 
     Args:
-        composed: the run as it was composed.
         folder: the run's folder; None in a process that gets the numbers in force from the kernel.
     """
 

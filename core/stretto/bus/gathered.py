@@ -14,7 +14,6 @@ class Gathered(Generic[T]):
     """Items that are sent together, a moment after the first one.
 
     Args:
-        send: sends all of them, in order.
         pause_s: seconds for which an item may wait for others; 0 for those of the same turn of the event
             loop.
     """

@@ -179,7 +179,6 @@ def _bootstrap(party: Party, shared: Bootstrap, **own: Any) -> bytes:
     """Return the text of `<party>.json`.
 
     Args:
-        shared: what is the same for all parties.
         own: fields that differ for this party.
     """
     if party == VIEWER:

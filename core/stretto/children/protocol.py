@@ -80,7 +80,6 @@ def serve(
 
     Args:
         make: makes the user's code from the first frame.
-        answer: answers one question with the user's code.
         failure: makes the answer if `answer` raised.
         cannot: start of the error text if `make` raises.
         name: name of the user's code in the reason if `answer` raises.

@@ -90,7 +90,6 @@ def faults_of_rows(
     """Check rows with the run's reward or workflow, in a child process.
 
     Args:
-        document: the composed run.
         path: dotted key of the dataset's section in the run.
         section: the section of the component that checks; `model` for the processor of a vision-language
             model.

@@ -28,7 +28,6 @@ def settled_samples(
     Args:
         folder: the run's folder.
         due: steps in order; versions, for evaluations. At least one.
-        number: most samples of a step.
         complete: whether nothing will be added to the kept samples: all steps are settled.
     """
     store = SampleStore(folder)

@@ -71,7 +71,6 @@ class _LineSender:
     """Sends the lines of one run that the cursor has not passed to a tracker, and samples.
 
     Args:
-        file: the cursor.
         samples: number of samples of each step that is due, and of each evaluation.
         samples_every: samples are due of every step whose number is a multiple of this.
     """

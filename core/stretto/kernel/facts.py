@@ -16,11 +16,7 @@ log = structlog.get_logger()
 
 
 class RunFacts:
-    """The facts of one kernel. Its parts change them; status, summary and checkpoints have them.
-
-    Args:
-        resumed: the state from which the kernel continues.
-    """
+    """The facts of one kernel. Its parts change them; status, summary and checkpoints have them."""
 
     def __init__(self, fleet: Fleet, resumed: KernelState | None) -> None:
         self._fleet = fleet
@@ -68,11 +64,7 @@ class RunFacts:
         return self._resumed.generated_tokens + self._fleet.generated_tokens()
 
     def add_loss(self, loss: LostData, version: int | None) -> None:
-        """Note that a part of the store is lost.
-
-        Args:
-            version: the version from which steps are lost, if steps are lost.
-        """
+        """Note that a part of the store is lost."""
         self.lost += loss
         parts = [f"{loss.groups} finished groups", f"{loss.messages} messages of the log"]
         parts += ["a part of the journal"] if loss.journals else []

@@ -52,7 +52,6 @@ class RunSetup:
         Args:
             resumed: the checkpoint's folder, or None for the beginning of the run, and its state. None for a
                 new run.
-            forks: the fork server of this kernel, if it has one.
             values: number of the run's values in `assembly`.
             continues: whether the kernel continues to train after it has repeated the journal. If not, it
                 writes a checkpoint and ends, because other values come next.

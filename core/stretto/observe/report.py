@@ -113,11 +113,7 @@ class Report:
         self._drifts = CanaryRecord(setup.config.inference.canary_bound, setup.facts.problems)
 
     def take(self, time: float, event: Event) -> None:
-        """Take in an event of the kernel.
-
-        Args:
-            time: its Unix time.
-        """
+        """Take in an event of the kernel."""
         match event:
             case KernelBegan(_, _, wall_s):
                 self._kernel_began, self._began = time, time - wall_s

@@ -126,8 +126,6 @@ def resumed_kernels(
     records with them. Later values follow in the same way, and the newest values come last.
 
     Args:
-        assembly: the run with its newest values.
-        forks_of: starts a fork server for a kernel.
         expire_batch: expire the groups of the batch under way.
     """
     folder = assembly.folder

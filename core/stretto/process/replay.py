@@ -88,11 +88,7 @@ class GroupSource(Protocol):
     """The place where a run has kept its groups."""
 
     def groups(self, rows: Mapping[Attempt, Sequence[RowRef]]) -> AsyncIterator[RecordedGroup]:
-        """Yield the groups of these attempts, in any order.
-
-        Args:
-            rows: the recorded rows of each attempt.
-        """
+        """Yield the groups of these attempts, in any order."""
         ...
 
 

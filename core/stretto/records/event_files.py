@@ -109,10 +109,6 @@ def sync_files(folder: Path, files: Iterable[Path]) -> None:
 def move_lost(folder: Path, epoch: int, store: str) -> Path | None:
     """Make the folder for the files of a new kernel. Move the files aside that are not of its store, or of a
     part of it that was lost. Return their new folder; None if there are none.
-
-    Args:
-        epoch: lease epoch of the kernel.
-        store: identity of the store.
     """
     events = folder / FOLDER
     events.mkdir(mode=0o700, exist_ok=True)

@@ -64,9 +64,6 @@ def held_out_key(evaluations: Iterable[Mapping[str, Any]]) -> str:
     """Return the key by which the evaluations of a run are judged: that of the accuracy, if all that have a
     result have an accuracy; otherwise that of the reward. The kernel's rule is
     `stretto.kernel.schedule.health.held_out`.
-
-    Args:
-        evaluations: their lines.
     """
     known = [line for line in evaluations if any(is_figure(line.get(key)) for key in HELD_OUT)]
     return ACCURACY if all(is_figure(line.get(ACCURACY)) for line in known) else HELD_OUT_REWARD

@@ -186,9 +186,6 @@ class ImageFetcher:
     async def get(self, sender: WorkerProcess, digests: Sequence[str]) -> list[bytes]:
         """Return the files with these digests.
 
-        Args:
-            sender: the rollout worker that has them.
-
         Raises:
             BusError: if the rollout worker does not send one of them, or sends something else.
         """

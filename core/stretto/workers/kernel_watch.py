@@ -17,7 +17,6 @@ class KernelWatch:
     """Notices that the kernel is gone. One for each worker.
 
     Args:
-        lock: the kernel's lock.
         grace_s: seconds without beacon and lock after which the kernel is gone, for a worker that can see the
             lock. Such a worker waits for a kernel that stands still, and for a bus that is out.
         outage_s: seconds without a beacon after which the kernel is gone, for any other worker.

@@ -136,7 +136,6 @@ async def _work_and_leave(context: WorkerContext, beats: Heartbeats, join: Join,
     """Work, and report to the kernel why the worker leaves.
 
     Args:
-        join: the message with which the worker has joined.
         config: of the run; paths in it that do not exist here may be the cause of an error.
     """
     subject = context.names.kernel(context.role, "leaving")

@@ -49,11 +49,9 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
     """Return the service times of a run.
 
     Args:
-        one: the run.
         other: for engines that compute: a run with fewer slots, smaller batches and no staleness. There the
             engine and the trainer work one after the other, so their seconds are processor seconds, and what
             their processes use beyond these is for messages, swaps and the like.
-        cores: of the machine.
     """
     times = ServiceTimes(**GUESSED)
     if other is None:

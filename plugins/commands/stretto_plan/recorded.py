@@ -28,7 +28,6 @@ def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTi
 
     Args:
         run: its run file, with all its keys.
-        cores: of the machine.
     """
     lines = _without_evaluations(record)
     inference, training = run["inference"], run["training"]

@@ -48,9 +48,7 @@ def curve(
     all have.
 
     Args:
-        runs: lines of each run.
         start, end: the window; None is the first or last point.
-        points: the most points to return.
         smoothing: weight of the past, 0 (no smoothing) to below 1. The mean at a window's start includes the
             points before the window.
     """

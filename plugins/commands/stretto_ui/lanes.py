@@ -105,7 +105,6 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
 
     Args:
         start, end: Unix seconds; by default the newest steps.
-        width: pixels.
     """
     bounds = run.time_range()
     if bounds is None:

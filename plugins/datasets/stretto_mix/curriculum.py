@@ -95,7 +95,6 @@ class MixCurriculum:
     """A curriculum (`stretto.dataset.Curriculum`) over parts of a dataset.
 
     Args:
-        parts: rows and weight of each part.
         pools: difficulty pools by rising `max`, the last one without a bound; empty for none.
         unseen: weight of rows without a result.
     """

@@ -77,9 +77,6 @@ class PowerSgd:
     def restore(self, carried: Mapping[str, Tensor], gradients: int, device: torch.device) -> None:
         """Continue with what `carried` returned. With another number of ranks, each gets the same part of the
         sum of all errors; with another rank of the matrices, these begin at random.
-
-        Args:
-            gradients: number of elements of all gradients.
         """
         state = self._new_state(int(carried["steps"]))
         self._state = state

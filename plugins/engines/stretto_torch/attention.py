@@ -82,7 +82,6 @@ def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor
     """Return causal attention for texts that continue after the tokens in their slots.
 
     Args:
-        cache: the slots.
         heads: the model's attention heads.
         prompts: the new part of each text.
         ends: (n,) length of each whole text, including the part in its slot.

@@ -43,7 +43,6 @@ class Batcher:
     """Serves one model.
 
     Args:
-        model: the loaded model.
         tokenizer: returns the model's tokenizer; called only for requests with stop strings.
     """
 

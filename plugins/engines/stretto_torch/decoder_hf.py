@@ -126,7 +126,6 @@ class _PromptCache(Cache):
     """A cache that looks empty to the model and stores keys and values in the slots of given rows.
 
     Args:
-        slots: the slots.
         rows: (N,) the slot of each text.
         positions: (N, P) the position of each column in its slot.
         real: indices of the columns that are not padding, among the N * P.

@@ -49,7 +49,6 @@ class ImageReader:
     """Makes the images of prompts for one model. One thread calls it.
 
     Args:
-        folder: of the model, with its processor.
         model: a vision-language model of transformers.
     """
 
@@ -67,7 +66,6 @@ class ImageReader:
         Args:
             prompt: (P,) the tokens, with those of the images.
             digests: SHA-256 of each file; none for a text that is in no cache.
-            files: the files.
         """
         places = np.flatnonzero(prompt == self.vision.image_token)
         try:

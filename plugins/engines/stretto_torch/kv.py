@@ -45,7 +45,6 @@ class SlotCache:
     additional token.
 
     Args:
-        shapes: what each layer keeps.
         rows: number of rows of the largest step.
         tokens: size of the pool.
     """
@@ -106,7 +105,6 @@ class SlotCache:
         """Return the indices of the keys, then values, of tokens in a layer: (tokens, 2 * kv_heads).
 
         Args:
-            layer: index of the layer.
             rows: the row of each token; (tokens,) or a slice.
             positions: (tokens,) position in its row.
         """

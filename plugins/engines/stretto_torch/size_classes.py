@@ -46,7 +46,6 @@ class SizeClasses:
 
     Args:
         shapes: the shapes of the engine.
-        tokens: size of the pool.
         one_size_class: whether all rows of a step, padding included, must be in one size class.
     """
 
@@ -74,7 +73,6 @@ class SizeClasses:
 
         Args:
             needs: tokens that each row needs; `fits` must be true for them.
-            blocks: the current block of each row, if it has one.
         """
         by_capacity: dict[int, list[int]] = {}
         if self._one_size_class and needs:

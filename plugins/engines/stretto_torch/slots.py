@@ -73,7 +73,6 @@ class Slots:
     """Rows and lanes of the running samples.
 
     Args:
-        decoder: the model.
         shapes: shapes to compute with.
         image_token: id that stands for images; -1 for a model of text. An answer with it has no meaning.
         deterministic: make a sample's bits independent of other samples: every prompt is computed whole, with
@@ -467,7 +466,6 @@ class Slots:
         """Keep only these rows, in a new order and in blocks that fit their current lengths.
 
         Args:
-            rows: current numbers of the rows to keep.
             former_texts: blocks and texts of samples that have just left.
             prefixes: the block and length of each new sample's prefix, to copy it from. Everything is copied
                 at once, so a source may overlap another row's new block.

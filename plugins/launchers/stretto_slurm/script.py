@@ -64,9 +64,6 @@ def wait_for(variable: str) -> str:
 def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
     """Return the script of a job for a run.
 
-    Args:
-        name: the run's name.
-
     Raises:
         LaunchError: if the workers have no room on the number of nodes, however large the nodes are.
     """

@@ -184,11 +184,7 @@ def _check(
     segments: Sequence[ReplaySegment],
     start: tuple[Path, KernelState] | None,
 ) -> None:
-    """Refuse overrides that do not fit the recorded samples or the checkpoint.
-
-    Args:
-        former: the segments without the overrides.
-    """
+    """Refuse overrides that do not fit the recorded samples or the checkpoint."""
     for one, other in zip(former, segments, strict=True):
         place = other.assembly.composed.place
         was, now = one.assembly.graph, other.assembly.graph

@@ -566,11 +566,7 @@ def _variant_problems(assembly: Assembly, read: Mapping[str, ReadRows]) -> Itera
 
 
 def _problems_of_variant(run: Assembly, own: Set[str], read: Mapping[str, ReadRows]) -> Iterator[Problem]:
-    """Check a variant as a run, as far as its own sections matter.
-
-    Args:
-        own: the sections that the variant has of its own.
-    """
+    """Check a variant as a run, as far as its own sections matter."""
     section_problems = _section_problems(run)
     failed_sections = _failed_sections(section_problems)
     yield from section_problems

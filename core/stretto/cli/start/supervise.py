@@ -34,7 +34,6 @@ def supervise(
     killed. Return the exit status of the last command.
 
     Args:
-        options: of each `stretto resume`.
         overrides: of each one until they are in force: a kernel may be killed before.
     """
     deaths, reached, lock, values = 0, _version(folder), None, newest_values(folder)

@@ -123,11 +123,7 @@ def forget_fingerprint(folder: Path, path: str) -> None:
 
 
 def compose_changes(current: Assembly, overrides: Sequence[str]) -> Assembly:
-    """Assemble a run with some of its values changed.
-
-    Args:
-        current: the run with the values in force.
-    """
+    """Assemble a run with some of its values changed."""
     folder = current.folder
     document = document_of(folder, newest_values(folder))
     composed = compose(folder / "config.yaml", overrides, document=document)

@@ -263,7 +263,6 @@ def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> t
     newest `keep` need; zeros if none can be read.
 
     Args:
-        keep: number of the newest checkpoints that stay.
         newest: name of the checkpoint that was written last. Checkpoints with later names stay and do not
             count: a previous kernel wrote them and they are damaged.
         spared: versions whose checkpoints stay too.

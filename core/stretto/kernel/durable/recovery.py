@@ -646,11 +646,7 @@ def _events_of(batch: EventBatch, sequence: int) -> list[Event]:
 
 
 def _add(journal: Journal, message: JournalHead, event: Event, incarnation: int) -> None:
-    """Add the next event to a journal.
-
-    Args:
-        incarnation: that of the checkpoint.
-    """
+    """Add the next event to a journal."""
     match event:
         case RowsDrawn(version, draws):  # a new incarnation keeps the draws of the previous one
             journal.draws |= {ticket: RecordedDraw(version, row) for ticket, row in draws}

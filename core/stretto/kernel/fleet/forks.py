@@ -174,7 +174,6 @@ class ForkServer:
 
         Args:
             log_file: file to which stdout and stderr are appended.
-            imports: modules that the server imports first.
         """
         if not self.is_open:
             return None  # a killed server takes requests until it has ended, but nobody reads its answers

@@ -47,7 +47,6 @@ class TicketQueue:
         of their data.
 
         Args:
-            log_sequence: see `log_sequence`.
             lowest_sequence: sequence number of the first log message that the run's newest checkpoint needs.
             tickets: training tickets of the kernel before that have no outcome yet.
             evaluating: whether an evaluation is under way.

@@ -23,11 +23,7 @@ def is_image_name(name: object) -> bool:
 
 
 class SampleImages:
-    """The images in a run's folder. The folder of images need not exist.
-
-    Args:
-        folder: the run's folder.
-    """
+    """The images in a run's folder. The folder of images need not exist."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER / "images"

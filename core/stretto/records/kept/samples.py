@@ -91,11 +91,7 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleStore:
-    """The kept samples in a run's folder. Several calls share what was read; not for several threads.
-
-    Args:
-        folder: the run's folder.
-    """
+    """The kept samples in a run's folder. Several calls share what was read; not for several threads."""
 
     columns = (*CHEAP_COLUMNS, *TEXT_COLUMNS, *TOKEN_COLUMNS)
     """All fields of a row."""
@@ -169,7 +165,6 @@ class SampleStore:
         """Return the tickets that have a row which fits, the one with the newest such row first.
 
         Args:
-            limit: most tickets to return.
             offset: number of tickets to leave out before the first one.
         """
         index = self._read_index(filter.ticket)

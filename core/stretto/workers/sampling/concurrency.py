@@ -35,9 +35,6 @@ class Concurrency:
     - What was sampled before a fall counts by half after it, so that one lost text does not make it fall
       again. What is older than the time in which `limit` tickets end counts by half, too.
     - After a fall it looks again only when so few tickets run.
-
-    Args:
-        limit: the number of tickets of each purpose, or its bounds.
     """
 
     def __init__(self, limit: int | Bounds, now: Callable[[], float] = clock.now) -> None:

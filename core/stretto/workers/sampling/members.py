@@ -39,7 +39,6 @@ class Members:
     reward, because a policy that can end a bad sample at no cost learns to.
 
     Args:
-        size: number of samples that the ticket is to have.
         least: number of samples that are left at least, else the ticket fails.
         retries: how often a sample is tried again.
         failure_reward: see `stretto.workflow.WorkflowConfig.failure_reward`.
@@ -115,7 +114,6 @@ class Members:
 
         Args:
             lengths: number of tokens of each answer; 0 if it is not known.
-            score: scores the answers with these indices.
         """
         scores: dict[int, Score] = {}
         faults: defaultdict[int, list[SampleFault]] = defaultdict(list)

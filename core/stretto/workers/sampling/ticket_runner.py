@@ -46,11 +46,7 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 class TicketRunner:
-    """Runs the workflow on tickets. Any number of tickets can run at the same time.
-
-    Args:
-        variants: by the name in `Ticket.variant`.
-    """
+    """Runs the workflow on tickets. Any number of tickets can run at the same time."""
 
     def __init__(
         self,

@@ -99,9 +99,6 @@ class ChildPool:
         """Ask a child, and return its answer. A question whose child is killed from outside, or answers
         another question, gets a second attempt on another child.
 
-        Args:
-            answer: the type of the answer.
-
         Raises:
             TimeoutError: if the child does not answer within `timeout_s`; it is killed. Waiting for a free
                 child does not count.

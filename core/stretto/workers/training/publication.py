@@ -40,7 +40,6 @@ class Publication:
     Args:
         probe: the canary's text, or why there is none.
         publisher: None in the ranks that only take part in gathering the weights.
-        compute: the thread in which the engine computes.
         writer: the only thread that calls the publisher, except for weights that are not copied.
     """
 
