@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -366,6 +367,13 @@ def test_adapters_are_published_merged_and_resume(
     again = engine_of(tiny_models(architecture), **options)
     again.load(tmp_path)
     assert again.train(batch, loss, temperature=1.0) == engine.train(batch, loss, temperature=1.0)
+
+    options["lora"] = msgspec.structs.replace(options["lora"], adapter=str(tmp_path / "adapter"))
+    for trainable in (True, False):  # another run continues the adapter, and its reference begins there too
+        next_run = engine_of(tiny_models(architecture), trainable=trainable, **options)
+        torch.testing.assert_close(next_run.forward(batch, temperature=1.0), expected, atol=2e-5, rtol=1e-5)
+    critic = engine_of(tiny_models(architecture), head="value", **options)
+    assert not any(tensor.any() for name, tensor in critic._trained.items() if "lora_B" in name)
 
 
 # -------------------------------------------------------------------------------------------- files

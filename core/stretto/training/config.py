@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import msgspec
 
 from stretto.component import (
+    LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -22,6 +23,7 @@ from stretto.errors import offer
 from stretto.models.files import known_config, shapes_in
 from stretto.models.vision import is_vision_language
 from stretto.nodes import interface_problems
+from stretto.training.adapter_files import adapter_problems
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -54,6 +56,9 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         "down_proj",
     )
     """Linear modules that get an adapter. An entry is the last part of a module's name, or the full name."""
+    adapter: LocalPath | None = None
+    """Folder of an adapter of `model` to continue, in peft's format, such as `stretto export --adapter`
+    writes. The policy begins with it, and so does its frozen reference. null: begin with a new one."""
     send: Literal["adapter", "merged"] = "adapter"
     """Weights that the trainer sends to inference workers. `adapter`: only the adapter; each worker merges it
     into its own files of `model`. `merged`: the whole model, merged by the trainer."""
@@ -202,6 +207,7 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
         )
     if config.lora is not None:
         yield from _target_problems(config.lora, run.model)
+        yield from adapter_problems(config.lora, run.model)
     if config.decay_steps == 0 and run.steps:
         yield Problem("training.decay_steps", "is 0: the schedule would end before the first step")
     if config.device == "cuda" and not config.gpus:
@@ -239,7 +245,7 @@ def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[
 
 def _target_problems(lora: LoraConfig, model: str | None) -> Iterator[Problem]:
     """Refuse a target that is no matrix of the model's files, if the model is on this machine."""
-    if model is None or not Path(model).is_dir():
+    if model is None or not Path(model, "config.json").is_file():
         return
     matrices = [
         name.removesuffix(".weight")

@@ -33,6 +33,7 @@ from stretto.models.tokenizer import TOKENIZER_FILES
 from stretto.models.vision import PROCESSOR_FILES, Vision
 from stretto.rl.batch import Batch
 from stretto.rl.functional import loss_count, loss_weights
+from stretto.training.adapter_files import is_of_model
 from stretto.training.checkpoint import (
     Copies,
     catch_error,
@@ -100,6 +101,13 @@ class HFTraining:
         self._forget()
         torch.manual_seed(self._seed)
         self._model = self._build_model(folder)
+        if folder is None and self._continued is not None:
+            own = {
+                self._layout.name(file_name(name)): parameter
+                for name, parameter in self._model.named_parameters()
+                if ".lora_" in name
+            }
+            restore_parameters(self._continued, "adapter_model", own, self._layout, _PEFT_PREFIX)
         self._trained = {
             self._layout.name(file_name(name)): parameter
             for name, parameter in self._model.named_parameters()
@@ -184,7 +192,8 @@ class HFTraining:
     def _build_model(self, folder: Path | None) -> PreTrainedModel:
         """Load the model and keep this rank's share of it. With adapters, load the initial model and add
         them."""
-        config, has_adapters = self._config, self._trainable and self._config.lora is not None
+        config, lora = self._config, self._config.lora
+        has_adapters = lora is not None and (self._trainable or self._continued is not None)
         source = str(folder / "model") if folder is not None and not has_adapters else self._initial
         if source is None:
             raise EngineError(f"the {config.use} engine needs a model: give `model` in the run file")
@@ -196,8 +205,8 @@ class HFTraining:
             self._blank = _blank_image(self._initial or source)
         freezes = self._reads_images and self._trainable and config.freeze_vision_tower
         self._tower = vision_tower(model) if freezes else ""
-        if has_adapters and config.lora is not None:
-            add_adapters(model, config.lora, self._head, self._tower)
+        if has_adapters and lora is not None:
+            add_adapters(model, lora, self._head, self._tower)
         if self._tower:
             model.get_submodule(self._tower).requires_grad_(False)
         if not self._trainable:
@@ -268,6 +277,15 @@ class HFTraining:
         owner = matrix_of(name).removesuffix(".weight")
         in_files = self._names_in_files.get(f"{owner}.weight", f"{owner}.weight").removesuffix(".weight")
         return f"{in_files}{name.removeprefix(owner)}"
+
+    @property
+    def _continued(self) -> Path | None:
+        """The adapter with which a policy begins, if it belongs to this model."""
+        lora = self._config.lora
+        if lora is None or lora.adapter is None or self._head != "policy" or self._initial is None:
+            return None
+        folder = Path(lora.adapter)
+        return folder if is_of_model(folder, self._initial) else None
 
     @property
     def _adapter_only(self) -> LoraConfig | None:

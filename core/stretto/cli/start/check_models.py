@@ -11,6 +11,7 @@ from stretto.component import Problem
 from stretto.config import RunConfig
 from stretto.models.files import known_config, text_config
 from stretto.models.vision import is_vision_language
+from stretto.training.adapter_files import base_of
 from stretto.training.config import ModelTrainingConfig
 
 _NAMED = 3
@@ -169,11 +170,11 @@ _OF_GGUF = "transformers converts them: from_pretrained(…, gguf_file=…), the
 
 def _what_is(folder: Path) -> str:
     """Return what a folder without a `config.json` is, and which path is meant."""
-    if (adapter := folder / "adapter_config.json").is_file():
-        base = re.search(r'"base_model_name_or_path": *("[^"]*")', adapter.read_text(errors="replace"))
+    if (folder / "adapter_config.json").is_file():
+        base = base_of(folder)
         return (
-            f"it is a LoRA adapter of {base[1] if base else 'another model'}; merge them first: "
-            "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(…)"
+            f"it is a LoRA adapter of {repr(base) if base else 'another model'}; write that model, and the "
+            "adapter as `training.lora.adapter` to continue it"
         )
     steps = sorted(folder.glob("checkpoints/step-*/model"), key=lambda each: each.stat().st_mtime)
     if (folder / "config.yaml").is_file():

@@ -228,7 +228,10 @@ def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem
 def _adapters(placed: Placement) -> dict[str, object]:
     """Return what says which adapters each model has that has some."""
     return {
-        model: (section.lora.rank, section.lora.alpha, section.lora.targets, section.freeze_vision_tower)
+        model: (
+            *(section.lora.rank, section.lora.alpha, section.lora.targets, section.lora.adapter),
+            section.freeze_vision_tower,
+        )
         for group in placed.groups.values()
         for model in group.models
         for section in [group.section]
