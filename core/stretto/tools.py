@@ -73,7 +73,7 @@ class ToolsConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     max_result_chars: PositiveInt = 8000
     """Maximum length of a result, in characters. Longer results are cut, with a note at the end."""
     network: bool = False
-    """Let tools reach the network."""
+    """Let tools reach the network, by the proxies that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name."""
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Environment variables for the tools, such as `{API_KEY: "${oc.env:API_KEY}"}`. Of the run's own
     variables, tools receive only PATH."""

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from patience import SOON_S, patience
 from stretto import Context
+from stretto.base.proxies import spare_this_machine
 from stretto.errors import RewardError
 from stretto.user_code.scoring import score_group
 from stretto_judge import JudgeConfig, judge, make
@@ -32,6 +33,7 @@ class JudgeServer:
         self.replies: Callable[[str, int], Answer] = lambda text, number: (200, "Score: 5", {})
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.hosts: list[str] = []
         self.busiest = 0
         self._busy = 0
         self._started = threading.Event()
@@ -59,6 +61,7 @@ class JudgeServer:
         body = await request.json()
         self.requests.append(body)
         self.keys.append(request.headers.get("Authorization", ""))
+        self.hosts.append(request.host)
         self._busy += 1
         self.busiest = max(self.busiest, self._busy)
         await asyncio.sleep(SOON_S)
@@ -108,6 +111,23 @@ def test_each_answer_gets_the_score_of_its_own_reply(server: JudgeServer, tmp_pa
         "temperature": 0.0,
         "max_tokens": 512,
     }
+
+
+def test_a_judge_outside_is_reached_by_the_proxy_and_one_on_this_machine_without(
+    server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("http_proxy", server.url.removesuffix("/v1"))
+    outside = "http://judge.invalid/v1"
+    spare_this_machine()
+    assert scores(server, tmp_path, "one", url=outside)[0][0] == 0.5
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert scores(server, tmp_path, "two")[0][0] == 0.5
+    assert server.hosts == ["judge.invalid", server.url.split("/")[2]]
+    monkeypatch.setenv("no_proxy", "judge.invalid")
+    with pytest.raises(RewardError, match=r"judge\.invalid"):
+        scores(server, tmp_path, "three", url=outside, attempts=1)
 
 
 def test_a_rubric_sees_columns_and_chats_and_does_not_run_what_answers_contain(

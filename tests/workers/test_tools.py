@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from patience import SOON_S, patience
+from stretto.base.proxies import spare_this_machine
 from stretto.children.tools import Invocation, command, max_answer, setup_frame
 from stretto.models.images import decode
 from stretto.serving.server import Server
@@ -355,7 +356,14 @@ async def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
         assert await call(children, "double", n=1) == ToolAnswer("2")
 
 
-async def test_tools_of_an_mcp_server_that_runs_already(tmp_path: Path) -> None:
+async def test_tools_of_an_mcp_server_that_runs_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where other machines are reached by a proxy."""
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    spare_this_machine()
     (tmp_path / "server.py").write_text(MCP_SERVER)
     port, _ = Server.draw_address()
     config = ToolsConfig(mcp=(MCPServer(url=f"http://127.0.0.1:{port}/mcp"),), network=True)

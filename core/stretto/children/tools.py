@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from stretto.base.proxies import proxy_variables
 from stretto.children.protocol import MAX_FRAME, Pipes, Started, encodable, try_to_ask
 from stretto.component import Problem, SandboxMode
 from stretto.errors import nearest, place_of
@@ -75,6 +76,7 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Sandboxed
         if module.endswith(".py")
     ]
     search = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH", "")]))
+    proxies = proxy_variables() if config.network else {}
     return sandbox_command(
         [sys.executable, "-m", "stretto.children.tools"],
         sandbox=sandbox,
@@ -82,7 +84,7 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Sandboxed
         hidden=[here / "runs", *([Path(folder)] if folder else [])],
         folder=here if can_show(here) else None,
         network=config.network,
-        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": search, **config.env},
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": search, **proxies, **config.env},
         memory_mb=config.tool_memory_mb,
     )
 

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from stretto.base.proxies import spare_this_machine
 from stretto.cli import sweep
 from stretto.cli.audit import commands as audit
 from stretto.cli.make import commands as make
@@ -99,6 +100,7 @@ def main() -> None:
     """Entry point of the `stretto` command. Only this user can read the files that it and its workers
     write."""
     os.umask(0o077)
+    spare_this_machine()
     signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))  # until a run sets its own handler
     try:
         app()

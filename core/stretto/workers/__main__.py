@@ -23,6 +23,7 @@ import structlog
 
 from stretto.assembly.logs import log_to
 from stretto.assembly.worker_numbers import EVALUATOR
+from stretto.base.proxies import spare_this_machine
 from stretto.bus.server import Bootstrap
 from stretto.errors import leaves
 from stretto.workers.output import limit_output
@@ -45,6 +46,7 @@ def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
     # Writes the stacks of all threads to stderr, even while the event loop hangs.
     faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
+    spare_this_machine()
     _raise_file_limit()
     limit_output()
     worker, lock = bootstrap.worker, bootstrap.lock

@@ -96,7 +96,8 @@ class Judge:
         at_once = asyncio.Semaphore(self._config.concurrency)
         timeout = aiohttp.ClientTimeout(total=self._config.request_s)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as client:
+        # The proxies of the environment, and its NO_PROXY, hold: a judge is often outside.
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as client:
 
             async def score_one(index: int) -> dict[str, float]:
                 row = {name: values[index] for name, values in columns.items()}
