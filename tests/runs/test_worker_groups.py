@@ -14,6 +14,7 @@ from fixture_types import Start
 from patience import patience
 from plugin_files import write_plugin
 from processes import arguments_of
+from stretto.bus.messages.events import StepTrained, VersionPublished
 from worlds import in_simulation
 
 # --------------------------------------------------------------------------- many models, many groups
@@ -145,6 +146,13 @@ def test_a_supervised_run_may_sample_for_its_evaluation(start: Start, tmp_path: 
     run = start("algorithm=sft", "algorithm.completion_column=answer", evaluated, "evaluation.rows=10")
     summary = run.assert_completed(8, bound=0)
     assert [point["version"] for point in summary["evaluation"]] == [0, 8]
+    # No step waits until the weights of the one before are hashed: its rows need no version.
+    told = [event for event in run.journal() if isinstance(event, VersionPublished | StepTrained)]
+    trained = next(i for i, each in enumerate(told) if isinstance(each, StepTrained) and each.version == 1)
+    published = next(
+        i for i, each in enumerate(told) if isinstance(each, VersionPublished) and each.version == 1
+    )
+    assert trained < published
 
 
 @in_simulation

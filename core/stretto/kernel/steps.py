@@ -83,14 +83,15 @@ class Steps:
     async def take(self, start: StartBatch) -> None:
         """Train a batch, announce the new weights, and write a checkpoint if one is due.
 
-        The weights are published beside the next step, unless nothing may run ahead.
+        The weights are published beside the next step, unless its samples need them.
         """
         waits = self._setup.waits.take()
         self.under_way = refs_of(start.groups)
         version, config = start.version + 1, self._setup.config
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         due |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
-        beside = self._scheduler.settings.max_staleness > 0
+        # Rows of a dataset have no version: the next step needs no weights of this one.
+        beside = self._scheduler.settings.max_staleness > 0 or not self._setup.graph.samples
 
         async def train() -> tuple[StepResult, float, WeightsNote | None]:
             result, busy_s = await self._train(start)
