@@ -70,6 +70,10 @@ class WeightsNote(msgspec.Struct, frozen=True, array_like=True, gc=False):
     canary: Canary | str = ""
     """Added by the trainer: the canary under this version, or a text that says why there is none; empty when
     the run uses no canary."""
+    fetched_bytes: int = 0
+    """Bytes that an engine with the version before fetches; 0 if the transport does not say."""
+    publish_s: float = 0.0
+    """Added by the trainer: seconds in which the transport took the version in, and hashed it."""
 
 
 class WeightUpdate(Protocol):

@@ -254,6 +254,9 @@ async def test_two_runs_and_a_plain_loop_reach_the_same_weights_bit_for_bit(
     assert equal(final_weights(one), final_weights(two))
     assert equal(final_weights(one), plain)
     assert one.metrics()[0]["mismatch_max"] < 1e-4
+    size = sum(tensor.nbytes for tensor in initial.values())
+    assert all(size < line["version_bytes"] < 1.1 * size for line in one.metrics()[1:])
+    assert all(line["publish_s"] > 0 < line["receive_s"] for line in one.metrics()[1:])
 
 
 @pytest.mark.slow

@@ -101,7 +101,9 @@ def test_the_next_call_does_not_wait_for_the_publisher_and_changes_nothing_of_th
     note = Publication(engine, "no canary", publisher, compute, thread()).begin(3, ())  # pyright: ignore[reportArgumentType]
     compute.submit(engine.train).result(DEADLINE_S)  # would not end if it waited for `go`
     publisher.go.set()
-    assert note.result(DEADLINE_S) == WeightsNote(3, "", "digest", "no canary")
+    published = note.result(DEADLINE_S)
+    assert published is not None
+    assert published == WeightsNote(3, "", "digest", "no canary", publish_s=published.publish_s)
     assert publisher.versions[3]["weight"].tolist() == [1.0] * 4
     assert engine.weight.tolist() == [2.0] * 4
 

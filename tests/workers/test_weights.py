@@ -76,6 +76,13 @@ def ends(folder: Path, *, keep: int = 3, shard_gb: float = 2.0) -> tuple[FolderP
 async def test_a_copy_leaves_the_workers_other_folders(tmp_path: Path) -> None:
     publisher = FolderPublisher(tmp_path / "versions", 3, 2.0, deltas=True)
     notes = [publisher.publish(version, iter(halves(version))) for version in range(2)]
+    delta, whole = notes[1].fetched_bytes, notes[0].fetched_bytes
+    assert (
+        0
+        < delta
+        < whole
+        == sum(file.stat().st_size for file in (tmp_path / "versions").rglob("*v00000000/*.safetensors"))
+    )
     folders = RunFolders(context("inference-0"), str(tmp_path / "own"))
     merged = folders.own("whole")
     subscriber = FileSubscriber(folders)
@@ -96,6 +103,8 @@ async def test_frozen_tensors_are_written_and_hashed_once(tmp_path: Path) -> Non
         update = await subscriber.receive(notes[version])
         assert update.hashes() == {name: tensor_hash(each) for name, each in tensors(version)}
         [frozen] = Path(notes[version].address).glob("frozen-*")
+        [own] = Path(notes[version].address).glob("model-*")
+        assert notes[version].fetched_bytes == own.stat().st_size  # an engine has the frozen ones
         assert frozen.stat().st_nlink == 2  # the file of the publisher, and that of the one version
         if version == 1:  # alter it, as nobody could who does not know how: only a hash would show it
             status, damaged = frozen.stat(), bytearray(frozen.read_bytes())

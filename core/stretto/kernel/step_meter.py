@@ -14,12 +14,14 @@ import msgspec
 from stretto.algorithm import are_equal
 from stretto.base.cores import CoreMeter
 from stretto.bus.messages.events import Cause, StepMeasured
+from stretto.bus.messages.inference import SwapDone
 from stretto.bus.messages.tickets import GroupDone, Member
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of, metric_figures
 from stretto.kernel.setup import RunSetup
 from stretto.user_code.faults import FaultKind
+from stretto.weights import WeightsNote
 
 _MOST_METRICS = 1000
 """A step has figures of this many of the reward's metrics, the first in alphabetical order."""
@@ -44,6 +46,17 @@ class StepMeter:
         self._parts: set[str] = set()
         """Parts of a ticket's time that have a figure."""
         self._cores = CoreMeter()
+        self._of_versions: dict[str, float] = {}
+        """Bytes and times of the newest version that is published since the step before."""
+
+    def published(self, note: WeightsNote) -> None:
+        """Take in a version, before an engine fetches it."""
+        self._of_versions = {"version_bytes": note.fetched_bytes, "publish_s": note.publish_s}
+
+    def received(self, done: SwapDone) -> None:
+        """Take in an engine's fetch of the newest version. The slowest engine counts."""
+        slowest = max(self._of_versions.get("receive_s", 0.0), done.receive_s)
+        self._of_versions["receive_s"] = slowest
 
     def measure(
         self,
@@ -179,7 +192,9 @@ class StepMeter:
             "ticket_s": _mean([group.seconds for group in start.groups]),
             **{name: value for name, value in parts.items() if name in self._parts},
             **self._fleet.load_figures(),
+            **self._of_versions,
         }
+        self._of_versions = {}
         return {name: round(value, 4) for name, value in figures.items()}
 
     def _not_trained(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from stretto.bus.messages.events import BatchesReleased, Input, StepMeasured, StepTrained, VersionPublished
+from stretto.bus.messages.inference import SwapDone
 from stretto.bus.messages.training import RowRef
 from stretto.errors import one_job
 from stretto.kernel.calls.engine_errors import EngineErrors
@@ -63,7 +64,7 @@ class Steps:
         self._engine_errors = EngineErrors()
         self._ended = anyio.Event()
         """Set by the end of each step."""
-        engines.on_swapped = self._engine_errors.add
+        engines.on_swapped = self._swapped
 
     def begin(self, note: WeightsNote) -> None:
         """Begin with these weights."""
@@ -134,6 +135,10 @@ class Steps:
 
     # ----------------------------------------------------------------------------------- private
 
+    def _swapped(self, worker: str, done: SwapDone) -> None:
+        self._engine_errors.add(worker, done)
+        self._meter.received(done)
+
     def _record(self, start: StartBatch) -> None:
         """A batch is trained. Remember it until a checkpoint has its step."""
         self.rows[start.version] = refs_of(start.groups)
@@ -165,6 +170,7 @@ class Steps:
 
     async def _note(self, note: WeightsNote) -> None:
         """Write the digest of a published version to the journal."""
+        self._meter.published(note)
         self.digests[note.version] = note.digest
         self._journal.hear(VersionPublished(self._journal.incarnation, note.version, note.digest))
         await self._journal.flush()

@@ -196,6 +196,12 @@ class StoredVersion:
         paths = (self.folder / name for name in self.manifest.stored)
         return dict(zip(paths, self.outline.sizes, strict=True))
 
+    @property
+    def fetched_bytes(self) -> int:
+        """Size of what a receiver fetches that has the version before, and the frozen tensors."""
+        needed = {*(self.manifest.deltas.values() or self.manifest.files)} - {*self.manifest.frozen}
+        return sum(size for path, size in self.sizes.items() if path.name in needed)
+
 
 class FolderPublisher:
     """A publisher (see `stretto.weights.Publisher`) that keeps the newest versions, each in its own folder
@@ -266,7 +272,8 @@ class FolderPublisher:
         for old in versions.keys() - self._in_use(versions, needed):
             shutil.rmtree(versions.pop(old).folder, ignore_errors=True)
         self._versions = versions
-        return WeightsNote(version, self._address or str(final), manifest.digest)
+        fetched = versions[version].fetched_bytes
+        return WeightsNote(version, self._address or str(final), manifest.digest, fetched_bytes=fetched)
 
     def find(self, version: int) -> StoredVersion:
         """Find a version. It may be removed before the caller opens its files. Any thread may call this.

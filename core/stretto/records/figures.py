@@ -286,6 +286,13 @@ FIGURES: Mapping[str, Figure] = {
         "waiting samples", "Samples that wait for a slot or for newer weights, for each engine", form=".1f"
     ),
     "swap_pause_s": _seconds("swap pause", "Pause of an engine for swaps since the previous step"),
+    "version_bytes": Figure(
+        "bytes of a version",
+        "Bytes of the newest version that an engine fetches if it has the one before",
+        form=".0f",
+    ),
+    "publish_s": _seconds("publishing", "Time in which the trainer's transport took in the newest version"),
+    "receive_s": _seconds("fetching", "Time in which the slowest engine fetched the newest version"),
     "recovery_s": _seconds(
         "recovery", "Time from the loss of a trainer or the kernel to the end of this step"
     ),

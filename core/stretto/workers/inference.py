@@ -325,10 +325,12 @@ class InferenceWorker:
             self._drop_other_audiences(audience)
             return self._served
         update: WeightUpdate | None = None
+        began = clock.now()
         with anyio.CancelScope() as self._receiving:
             update = await self._receive(note)
         if update is None:
             raise WeightsError(f"version {note.version} is not needed any more", version=note.version)
+        receive_s = round(clock.now() - began, 4)
         try:
             self._drop_other_audiences(audience)
             self._unverified.add(note.version)
@@ -340,7 +342,8 @@ class InferenceWorker:
         if fault := _fault_of(report, update.note, update.hashes()):
             return SwapDone(kernel_report, fault)
         drift, unscored = await self._compare(note.canary)
-        return SwapDone(kernel_report, self._fault_of_canary(note, drift, unscored), drift, unscored)
+        fault = self._fault_of_canary(note, drift, unscored)
+        return SwapDone(kernel_report, fault, drift, unscored, receive_s=receive_s)
 
     def _is_served(self, note: WeightsNote) -> bool:
         """Return whether the last weights were the same ones. They may be published again elsewhere."""

@@ -126,6 +126,8 @@ class SwapDone(Message, frozen=True):
     of the `SharedRows`; None if the worker did not compare the rows."""
     rows_unscored: str = ""
     """Why the worker cannot compare the rows; empty if there are no rows yet."""
+    receive_s: float = 0.0
+    """Seconds in which the worker fetched the version, and put it together."""
 
 
 class AskSharedRows(Message, frozen=True):

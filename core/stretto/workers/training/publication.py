@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stretto.base import clock
 from stretto.engine import PartlyFrozenEngine, TrainingEngine
 from stretto.errors import WeightsError
 from stretto.models.digest import digest_of, tensor_hash
@@ -124,7 +125,7 @@ class Publication:
             size += tensor.nbytes
             if size > _MOST_COPIED:
                 rest = chain(self._frozen, _drain(copies), [(name, tensor)], weights)
-                return canary, self._publisher.publish(version, _finite(rest, version), needed)
+                return canary, _timed(self._publisher, version, _finite(rest, version), needed)
             copies.append((name, tensor.clone()))
         return canary, copies
 
@@ -148,7 +149,7 @@ class Publication:
             return None
         if isinstance(weights, list):
             every = chain(self._frozen, weights)
-            weights = self._publisher.publish(version, _finite(every, version), needed)
+            weights = _timed(self._publisher, version, _finite(every, version), needed)
         return msgspec.structs.replace(weights, canary=canary)
 
 
@@ -180,6 +181,15 @@ class DigestPublisher:
 
     def close(self) -> None:
         """Do nothing: there are no files to remove."""
+
+
+def _timed(
+    publisher: Publisher, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int]
+) -> WeightsNote:
+    """Publish a version, and note how long that takes."""
+    began = clock.now()
+    note = publisher.publish(version, tensors, needed)
+    return msgspec.structs.replace(note, publish_s=round(clock.now() - began, 4))
 
 
 def _folder_of(version: int, checkpoint: str) -> Path:
