@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+import stretto_plan
 from kept_samples import Kept
 from stretto.cli.main import app
 from stretto.errors import ConfigError, RunError
@@ -21,7 +22,7 @@ from stretto.testing.simulation.host import Host
 from stretto.testing.simulation.loop import SimulatedLoop
 from stretto_plan import plan
 from stretto_plan.fitting import fit, shortened
-from stretto_plan.measuring import Measured
+from stretto_plan.measuring import Measured, _steps_at  # pyright: ignore[reportPrivateUsage]
 from stretto_plan.recorded import times_of
 
 ROLES = ("kernel", "rollout", "verifier", "inference", "trainer")
@@ -160,9 +161,33 @@ def test_the_command_recommends_what_makes_a_run_faster(tmp_path: Path) -> None:
     assert "recommended: " in result.output
     assert "rollout.concurrency=2" in result.output.rpartition("recommended: ")[2]
     assert "queue.max_staleness=0" in result.output
-    only = CliRunner().invoke(app, ["plan", str(file), "--times", str(times), "--only", "--cores", "4"])
+    more = "rollout.concurrency=2"
+    only = CliRunner().invoke(app, ["plan", str(file), more, "--times", str(times), "--only", "--cores", "4"])
     assert "On 4 cores" in only.output
     assert "recommended" not in only.output
+    without, with_it = only.output.splitlines()[1:3]
+    assert (without.split()[2], without.split()[-1]) == ("1.00", "file")
+    assert with_it.endswith(f"the run file with {more}")
+    assert float(with_it.split()[2]) > 1.1
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize(("measured", "is_said"), [(0.9, False), (0.5, True), (2.0, True)])
+def test_a_measurement_that_disagrees_with_its_forecast_is_named(
+    measured: float, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 64)
+    file.write_bytes(msgspec.json.encode(run_file(dataset={"use": "jsonl", "path": str(rows)})))
+    step_s = forecast(shortened(composed(file)), CHEAP, cores=2, computes=False).step_s
+    monkeypatch.setattr(stretto_plan, "_measure_times", lambda *_: (CHEAP, measured * step_s))
+    said = CliRunner().invoke(app, ["plan", str(file), "--only", "--cores", "2"]).output
+    assert ("from what was measured" in said) is is_said
+
+
+@pytest.mark.parametrize(("pace", "steps"), [(0.0, 60), (0.1, 60), (1.0, 15), (2.0, 12), (6.0, 6)])
+def test_the_number_of_measured_steps_follows_from_their_time(pace: float, steps: int) -> None:
+    assert _steps_at(pace) == steps
 
 
 def test_a_run_is_compared_with_its_forecast(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _ENGINES = {"inference": ("torch", "mock"), "training": ("torch", "mock")}
 _STALENESS = (0, 1, 2, 4, 8)
 _HOURS_FROM_S = 600
+_SURE = 0.2
+"""A forecast that is farther from the measured step is said to be so."""
 _WORTH = 1.1
 """A value is recommended if it makes a run at least 1.1 times as fast: forecasts are not better than that."""
 
@@ -63,9 +65,9 @@ def plan(
 ) -> None:
     """Forecast how fast a run is, on virtual time, and recommend values that make it faster.
 
-    The kernel and the workers are the real ones. What engines and processes cost is measured first, in about
-    a minute with the run itself, or read from the records of a run. docs/plan.md says what the forecast does
-    not contain.
+    The kernel and the workers are the real ones. What engines and processes cost is measured first, in a
+    minute, or some twenty steps if these are long, or read from the records of a run. docs/plan.md says what
+    the forecast does not contain.
     """
     from stretto.run_folder import RunFolder
     from stretto.testing.simulation import composed
@@ -79,13 +81,22 @@ def plan(
     run = composed(file, overrides or ())
     number = cores or len(os.sched_getaffinity(0))
     splits = _splits(run, gpus) if gpus else []
-    service = _service_times(file, overrides or (), run, times, record, number)
+    service, measured_s = _service_times(file, overrides or (), run, times, record, number)
     planner = _Planner(run, service, number, splits)
     base = planner.forecast({})
     typer.echo(
         f"{'s/step':>8} {'tokens/s':>9} {'speed':>6} {'age':>5} {'engine':>7} {'trainer':>8} {'cores':>6}"
     )
-    planner.show("the run file", base)
+    if overrides and _what_takes_time(plain := composed(file)) == _what_takes_time(run):
+        without = _Planner(plain, service, number).forecast({})
+        planner.reference = without.tokens_per_s
+        planner.show("the run file", without)
+    planner.show(f"the run file with {' '.join(overrides)}" if overrides else "the run file", base)
+    if measured_s is not None and abs(error := base.step_s / measured_s - 1) > _SURE:
+        typer.echo(
+            f"the forecast of a step is {error:+.0%} from what was measured: something else used this host, "
+            "or the run waits for what a forecast does not contain (docs/plan.md); trust the ratios alone"
+        )
     if ran:
         planner.compare(ran)
     if not only:
@@ -155,17 +166,22 @@ def _service_times(
     kept: Path | None,
     record: Path | None,
     cores: int,
-) -> ServiceTimes:
+) -> tuple[ServiceTimes, float | None]:
+    """Return the service times, and the seconds of a step if they are measured now."""
     import msgspec
 
     from stretto.testing.simulation import ServiceTimes
 
     if kept is not None and kept.exists():
-        return msgspec.json.decode(kept.read_bytes(), type=ServiceTimes)
-    found = _read_times(run, record, cores) if record else _measure_times(file, overrides, run, cores)
+        return msgspec.json.decode(kept.read_bytes(), type=ServiceTimes), None
+    step_s = None
+    if record:
+        found = _read_times(run, record, cores)
+    else:
+        found, step_s = _measure_times(file, overrides, run, cores)
     if kept is not None:
         kept.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-    return found
+    return found, step_s
 
 
 def _read_times(run: Mapping[str, Any], record: Path, cores: int) -> ServiceTimes:
@@ -192,12 +208,16 @@ def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
     return {**engines, "model": run["model"]}
 
 
-def _measure_times(file: Path, overrides: Sequence[str], run: Mapping[str, Any], cores: int) -> ServiceTimes:
+def _measure_times(
+    file: Path, overrides: Sequence[str], run: Mapping[str, Any], cores: int
+) -> tuple[ServiceTimes, float]:
     from stretto_plan.fitting import fit
     from stretto_plan.measuring import measure
 
     _expect_measurable_parts(run)
-    typer.echo("measuring: the run itself, for some steps")
+    typer.echo(
+        "measuring: the run itself, for some steps; then again with fewer slots: a minute, or 20 long steps"
+    )
     one = measure(file, overrides)
     other = None
     if run["inference"]["use"] != "mock":
@@ -209,7 +229,7 @@ def _measure_times(file: Path, overrides: Sequence[str], run: Mapping[str, Any],
         )
         other = measure(file, [*overrides, *fewer])
     typer.echo(f"measured: {one.step_s:.3f} s/step, mean age {one.staleness:.2f}")
-    return fit(one, other, cores)
+    return fit(one, other, cores), one.step_s
 
 
 class _Planner:
@@ -228,6 +248,8 @@ class _Planner:
     ) -> None:
         self._run, self._times, self._cores, self._splits = run, times, cores, splits
         self._known: dict[tuple[tuple[str, Any], ...], Forecast] = {}
+        self.reference: float | None = None
+        """Tokens per second of the forecast that has speed 1; None for that of the run file."""
 
     def forecast(self, numbers: Mapping[str, Any]) -> Forecast:
         """Return the forecast with other values, by their keys."""
@@ -242,7 +264,7 @@ class _Planner:
 
     def show(self, what: str, seen: Forecast) -> None:
         """Print a forecast."""
-        speed = seen.tokens_per_s / self.forecast({}).tokens_per_s
+        speed = seen.tokens_per_s / (self.reference or self.forecast({}).tokens_per_s)
         engine, trainer = min(1.0, seen.engine_busy), min(1.0, seen.train_share)
         typer.echo(
             f"{seen.step_s:>8.3f} {seen.tokens_per_s:>9,.0f} {speed:>6.2f} {seen.mean_staleness:>5.2f} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import statistics
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import typer
 
 from stretto.base.scratch import scratch_folder
 from stretto.errors import RunError
@@ -22,12 +24,15 @@ from stretto.run_folder import RunFolder, SampleFilter
 from stretto.testing.simulation import composed
 from stretto.user_code.guard import end_with_parent
 
-_FIRST = 6
-"""Steps before the measurement: the queue fills, and libraries warm up."""
-FEWEST_STEPS, _MOST = 12, 60
-"""Steps that are measured at least, and at most."""
-_LONG_S = 15.0
-"""Seconds after which the least number of steps is enough."""
+_FIRST, _FIRST_SLOW = 6, 3
+"""Steps before the measurement, in which the queue fills and libraries warm up; of a slow run, the second."""
+_SLOW_S = 2.0
+"""Seconds of a step of a slow run."""
+FEWEST_STEPS, _FEWEST_SLOW, _MOST = 12, 6, 60
+"""Steps that are measured at least, and at most; of a slow run, the second."""
+_SHORT_S, _LONG_S = 15.0, 30.0
+"""Seconds of measurement that are enough, and after which the least number of steps of a slow run is."""
+_SAY_S = 10.0
 _POLL_S = 0.05
 _MOST_LENGTHS = 2048
 
@@ -67,9 +72,6 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
 
     Args:
         overrides: values of the run file's keys.
-
-    Raises:
-        ConfigError: if it cannot be composed.
     """
     run = composed(file, overrides)
     with scratch_folder("stretto-plan-") as (folder, until_ended):
@@ -131,19 +133,31 @@ def answers_of(folder: RunFolder) -> tuple[tuple[int, ...], float]:
 
 
 def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Reading | None, _Reading | None]:
-    """Wait for the steps, and read the processes at the first and at the last one."""
+    """Wait for the steps, and read the processes at the first and at the last one. Say how long it takes."""
     first: _Reading | None = None
-    root = psutil.Process(process.pid)
+    root, began, said = psutil.Process(process.pid), 0.0, time.monotonic()
     while process.poll() is None:
-        step = _steps_of(out)
-        if first is None and step >= _FIRST:
+        step, now = _steps_of(out), time.monotonic()
+        began = began or (now if step else 0.0)
+        pace = (now - began) / (step - 1) if step > 1 else 0.0  # also of the step under way
+        before = _FIRST_SLOW if pace > _SLOW_S else _FIRST
+        if first is None and step >= before:
             first = _read_processes(root, step)
-        elif first is not None:
-            long = time.monotonic() - first.at > _LONG_S
-            if step >= first.step + (FEWEST_STEPS if long else _MOST):
-                return first, _read_processes(root, step)
+        end = (first.step if first else before) + _steps_at(pace)
+        if first is not None and step >= end:
+            return first, _read_processes(root, step)
+        if now - said > _SAY_S:
+            said = now
+            left = f"{pace:.1f} s each, about {(end - step) * pace:.0f} s left" if pace else "the run starts"
+            typer.echo(f"  step {step} of {end}: {left}" if pace else f"  {left}")
         time.sleep(_POLL_S)
     return first, None
+
+
+def _steps_at(pace: float) -> int:
+    """How many steps to measure that take `pace` seconds each."""
+    wanted = max(_SHORT_S, min(FEWEST_STEPS * pace, _LONG_S), _FEWEST_SLOW * pace)
+    return min(_MOST, math.ceil(wanted / pace)) if pace else _MOST
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
