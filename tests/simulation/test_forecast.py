@@ -180,7 +180,11 @@ def test_a_measurement_that_disagrees_with_its_forecast_is_named(
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 64)
     file.write_bytes(msgspec.json.encode(run_file(dataset={"use": "jsonl", "path": str(rows)})))
     step_s = forecast(shortened(composed(file)), CHEAP, cores=2, computes=False).step_s
-    monkeypatch.setattr(stretto_plan, "_measure_times", lambda *_: (CHEAP, measured * step_s))
+
+    def known(*given: object) -> tuple[ServiceTimes, float]:
+        return CHEAP, measured * step_s
+
+    monkeypatch.setattr(stretto_plan, "_measure_times", known)
     said = CliRunner().invoke(app, ["plan", str(file), "--only", "--cores", "2"]).output
     assert ("from what was measured" in said) is is_said
 
