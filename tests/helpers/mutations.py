@@ -89,7 +89,6 @@ MUTATIONS: list[Mutation] = [
         "stretto.kernel.durable.recovery",
         old="""        if recorded is None:
             self._writer.hear(VersionPublished(self._state.incarnation, note.version, note.digest))
-            await self._writer.flush()
         elif recorded != note.digest:\n""",
         new="""        if recorded is not None and recorded != note.digest:\n""",
     ),

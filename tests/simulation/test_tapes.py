@@ -8,6 +8,7 @@ import multiprocessing
 import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ def test_a_kept_tape_passes(file: Path) -> None:
     outcome = run_tape(tape := read(file))
 
     assert not outcome.failed, "\n".join(describe(tape, outcome, last=60))
+
+
+@each_mutation
+def test_each_mistake_has_its_place_in_the_code(mutation: Mutation) -> None:
+    for each in (mutation, *mutation.also):
+        spec = find_spec(each.module)
+        assert spec is not None
+        assert spec.origin is not None
+        assert Path(spec.origin).read_text().count(each.old) == 1, each.name
 
 
 @pytest.mark.slow
