@@ -220,6 +220,15 @@ def test_failures_are_said_by_cause() -> None:
     assert advised([*steps(10), *steps(1, not_trained={"failed: worker lost": 2}), *steps(9)]) == []
 
 
+def test_failed_samples_are_those_of_the_batches_that_they_are_compared_with() -> None:
+    """Groups that are made ahead have ended, too: 110 of 128 samples seemed to have failed, and 55 had."""
+    steps = Steps()
+    lines = steps(1, not_trained={"missing: EnvironmentError: x": 110}, failed_members=55)
+    advice = only(advised(lines), "failures")
+    assert advice.message.startswith("55 of ")
+    assert advised(steps(1, not_trained={"missing: EnvironmentError: x": 110}, failed_members=0)) == []
+
+
 def test_causes_that_differ_in_numbers_and_quotes_only_are_one() -> None:
     reasons = {"failed: row 3 has no 'a'": 2, "failed: row 14 has no 'b'": 3, "failed: other": 1}
     assert causes(reasons) == {"failed: row 3 has no 'a'": 5, "failed: other": 1}

@@ -431,9 +431,11 @@ def _failures(history: History, knobs: _Knobs) -> _Finding | None:
         "tickets": len(lines) * batch + failed["tickets"].total(),
         "samples": len(lines) * batch * knobs.number("algorithm.group_size", 1),
     }
+    # The causes are those of all groups that ended meanwhile, also of those that are made ahead.
+    counts = {"tickets": failed["tickets"].total(), "samples": int(total(lines, "failed_members"))}
     for what, reasons in failed.items():
-        count = reasons.total()
-        if count < 3 or count < 0.02 * begun[what]:
+        count = counts[what]
+        if not reasons or count < 3 or count < 0.02 * begun[what]:
             continue
         worst = causes(reasons).most_common(3)
         causes_said = (f"{number} x {reason.removeprefix('failed: ')}" for reason, number in worst)
