@@ -161,7 +161,9 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     """Whether the engine sends `Chunk.kept`, and reports logprobs of the distribution that it really draws
     from, also under `logit_bias`."""
     deterministic: bool = False
-    """Give bitwise identical answers, whatever other requests the engine serves. This costs some speed."""
+    """Give bitwise identical answers, whatever other requests the engine serves. This costs some speed. The
+    first start of an engine tests what the processor needs for it, up to some minutes; the result is kept in
+    `~/.cache/stretto/deterministic`, for this model, processor, number of slots and other values."""
     canary: CanaryConfig | None = CanaryConfig()
     """The fixed text that trainer and engine score at every weight swap; null for none."""
 
@@ -279,6 +281,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lost_tokens: int | None = None
     """Total number of tokens that the engine computed again because its prefix cache had no room to keep
     them; None when the engine does not know it."""
+    note: Annotated[str, msgspec.Meta(max_length=500)] = ""
+    """What a user waits for while the engine starts, shown as its state; and once it has started, what the
+    user must know, which the run's log says once."""
 
 
 class InferenceEngine(Protocol):

@@ -19,6 +19,7 @@ import msgspec
 import psutil
 import pytest
 from anyio.from_thread import start_blocking_portal
+from structlog.testing import capture_logs
 
 from bus_testing import one_at_a_time, server_pid, until, welcome
 from fixture_types import OpenBus
@@ -41,7 +42,7 @@ from stretto.config import BusConfig
 from stretto.engine import Load
 from stretto.errors import NoAnswer
 from stretto.kernel.fleet import fleet
-from stretto.kernel.fleet.fleet import Fleet
+from stretto.kernel.fleet.fleet import Fleet, late_workers
 from stretto.launcher import Job, Resources
 from stretto.workers.context import WorkerContext
 from stretto.workers.heartbeats import heartbeats
@@ -265,6 +266,27 @@ def test_tokens_computed_again_are_counted_for_each_sampled_token(tmp_path: Path
     assert workers.load_figures()["lost_per_token"] == 600 / 300
     beat(0, 300, 1600)
     assert "lost_per_token" not in workers.load_figures()
+
+
+def test_what_an_engine_does_while_it_starts_is_its_state_and_what_it_found_is_in_the_log(
+    tmp_path: Path,
+) -> None:
+    workers = fleet_of(tmp_path)
+    join(workers, tmp_path, "inference-0")
+
+    def beat(note: str, *, ready: bool) -> None:
+        load = Load(-1, 0, 0, 8, 0, 0.0, 0, 0.0, 0.0, note=note)
+        workers.beat(Heartbeat("inference-0", "n", ready=ready, load=load))
+
+    for note in ("tries: 3 of 27", "tries: 4 of 27\x1b[2J"):
+        beat(note, ready=False)
+    [late] = late_workers(workers)
+    assert late.startswith("inference-0 (tries: 4 of 27")
+    assert "\x1b" not in late
+    with capture_logs() as logs:
+        for _ in range(2):
+            beat("bits depend on inference.slots", ready=True)
+    assert [entry["note"] for entry in logs] == ["bits depend on inference.slots"]
 
 
 def test_the_used_share_of_verifiers_is_a_mean_over_heartbeats(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from stretto_torch import TorchInferenceConfig
 from stretto_torch import model as model_module
 from stretto_torch.batcher import Batcher
 from stretto_torch.decoder_fast import FastDecoder
-from stretto_torch.determinism import stable_shapes
+from stretto_torch.determinism import kept_shapes, stable_shapes, what_was_found
 from stretto_torch.kv import Block, LayerShape, Move, SlotCache
 from stretto_torch.model import LoadedModel, difference, load_model
 from stretto_torch.norm import Norm
@@ -409,20 +410,17 @@ class Leaking(FastDecoder):
 def test_shapes_are_fixed_where_bits_depend_on_them() -> None:
     shapes = Shapes(slots=20, context=160)
     assert stable_shapes(Leaking(lambda tokens, spans: 0.0), shapes) == shapes
-    with capture_logs() as logs:
-        by_rows = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * len(tokens)), shapes)
-        by_length = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * spans[0].length), shapes)
-
+    by_rows = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * len(tokens)), shapes)
+    by_length = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * spans[0].length), shapes)
     assert by_rows.fixed
     assert by_length.fixed
-    assert [entry["log_level"] for entry in logs] == ["warning"] * 2
+    assert "depend on inference.slots" in what_was_found(by_rows)
 
 
 def test_lengths_are_fixed_only_where_bits_depend_on_them() -> None:
     shapes = Shapes(slots=9, context=160)
-    with capture_logs():
-        by_rows = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * len(tokens)), shapes)
-        by_length = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * spans[0].length), shapes)
+    by_rows = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * len(tokens)), shapes)
+    by_length = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * spans[0].length), shapes)
 
     assert by_rows.trimmed
     assert not by_length.trimmed
@@ -449,12 +447,34 @@ class LeakingPrompts(FastDecoder):
 
 def test_prompts_are_computed_separately_where_their_bits_depend_on_each_other() -> None:
     decoder = LeakingPrompts()
-    with capture_logs() as logs:
-        shapes = stable_shapes(decoder, Shapes(slots=20, context=160))
+    shapes = stable_shapes(decoder, Shapes(slots=20, context=160))
 
     assert shapes == Shapes(slots=20, context=160, solo_prompts=True)
-    assert [entry["log_level"] for entry in logs] == ["info"]
+    assert "each is computed by itself" in what_was_found(shapes)
     assert max(decoder.prefills) > 1  # before it was known
+
+
+def test_the_result_is_kept_for_the_same_model_processor_and_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said: list[str] = []
+    first, other = LeakingPrompts(), LeakingPrompts()
+    shapes = kept_shapes(first, Shapes(slots=20, context=160), ["model", "dtype"], said.append)
+    assert shapes.solo_prompts
+    assert first.prefills
+    assert re.fullmatch(r"tries that .* other: \d+ of \d+, about \d+ s left", said[-1])
+    assert kept_shapes(other, Shapes(slots=20, context=160), ["model", "dtype"], said.append) == shapes
+    assert not other.prefills
+    kept_shapes(other, Shapes(slots=20, context=160), ["model", "other dtype"], said.append)
+    assert other.prefills
+    [file, _] = sorted(
+        (tmp_path / "stretto" / "deterministic").iterdir(), key=lambda each: each.stat().st_mtime_ns
+    )
+    file.write_text("{")  # cut short
+    other.prefills.clear()
+    assert kept_shapes(other, Shapes(slots=20, context=160), ["model", "dtype"], said.append) == shapes
+    assert other.prefills
 
 
 def test_deterministic_prompts_of_one_padded_length_share_a_prefill() -> None:
@@ -478,7 +498,7 @@ def test_deterministic_prompts_of_one_padded_length_share_a_prefill() -> None:
 
 
 def test_bits_that_depend_on_the_neighbours_themselves_are_refused() -> None:
-    with capture_logs(), pytest.raises(EngineError, match="depend on the other rows"):
+    with pytest.raises(EngineError, match="depend on the other rows"):
         stable_shapes(Leaking(lambda tokens, spans: 1e-6 * tokens.sum()), Shapes(slots=20, context=160))
 
 

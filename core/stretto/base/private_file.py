@@ -1,11 +1,16 @@
-"""Files that only the user can read."""
+"""Files that only the user can read, and the folder for what can be made again."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["write_private"]
+__all__ = ["cache_folder", "write_private"]
+
+
+def cache_folder(name: str) -> Path:
+    """Return this user's folder for what stretto can make again, such as copies of checkpoints."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stretto" / name
 
 
 def write_private(path: Path, content: bytes) -> None:

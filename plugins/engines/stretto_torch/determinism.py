@@ -1,19 +1,28 @@
 """The test, at the start of a deterministic engine, that a row's bits do not depend on the other rows.
 
 No library promises this; on the machines tested so far it holds for shapes padded as in `shapes.py`. The
-prompts of the test are computed in prefills like those of the engine.
+prompts of the test are computed in prefills like those of the engine. It takes up to some minutes, so its
+result is kept for the model, the processor, the libraries and the engine's values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO
 
+import msgspec
 import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.base import clock
+from stretto.base.private_file import cache_folder
 from stretto.errors import EngineError
 from stretto_torch.decoder import Decoder
 from stretto_torch.shapes import Shapes, padded_prompt
@@ -24,18 +33,81 @@ log = structlog.get_logger(__name__)
 _PROMPT = 21
 _STEPS = 3
 
+Say = Callable[[str], None]
 
-def stable_shapes(decoder: Decoder, shapes: Shapes) -> Shapes:
+
+class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a former test has found: the fields of `Shapes` that it chooses."""
+
+    solo_prompts: bool
+    fixed: bool
+    trimmed: bool
+
+
+def kept_shapes(decoder: Decoder, shapes: Shapes, values: Sequence[str], say: Say) -> Shapes:
+    """Return `stable_shapes`: from this user's cache, or else by the test.
+
+    Args:
+        values: texts that say which model it is, and which values the engine has.
+        say: told what the test does, and how long it still takes.
+    """
+    facts = (*values, *_machine(decoder), repr(shapes))
+    name = sha256("\n".join(facts).encode()).hexdigest()[:32]
+    file = cache_folder("deterministic") / f"{name}.json"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kept = file.open("a+b")
+    except OSError as error:
+        log.info("the test's result is not kept", error=str(error))
+        return stable_shapes(decoder, shapes, say)
+    with kept:
+        if former := _former(kept, say):
+            log.info("a former test of this model and processor holds", file=str(file))
+            return dataclasses.replace(shapes, **msgspec.structs.asdict(former))
+        found = stable_shapes(decoder, shapes, say)
+        kept.truncate(0)
+        kept.write(msgspec.json.encode(_Found(found.solo_prompts, found.fixed, found.trimmed)))
+    return found
+
+
+def _former(kept: BinaryIO, say: Say) -> _Found | None:
+    say("waits for another engine that makes the same test")
+    fcntl.flock(kept, fcntl.LOCK_EX)  # an evaluation's engine starts at the same time as the others
+    kept.seek(0)
+    try:
+        return msgspec.json.decode(kept.read(), type=_Found)
+    except msgspec.DecodeError:  # new, or cut short
+        return None
+
+
+def _machine(decoder: Decoder) -> tuple[str, ...]:
+    """Return what bits depend on besides the model and the engine's values."""
+    device = decoder.cache.device
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    else:
+        text = Path("/proc/cpuinfo").read_text()
+        processor = next((line for line in text.splitlines() if line.startswith("model name")), "")
+    libraries = (torch.__config__.show(), torch.backends.cpu.get_cpu_capability())
+    return (processor, *libraries, str(torch.get_num_threads()), decoder.name, str(decoder.cache.tokens))
+
+
+def what_was_found(shapes: Shapes) -> str:
+    """Return in words what a user must know of the shapes; empty if all rows are independent."""
+    if shapes.fixed:
+        return "rows are not independent here, so steps have fixed shapes: bits depend on inference.slots"
+    return "prompts are not independent here, so each is computed by itself" if shapes.solo_prompts else ""
+
+
+def stable_shapes(decoder: Decoder, shapes: Shapes, say: Say = lambda text: None) -> Shapes:
     """Return shapes with which a row gives the same bits alone, among other rows, and at another position."""
-    if _same_bits(decoder, shapes):
+    if _same_bits(decoder, shapes, say):
         return shapes
     shapes = dataclasses.replace(shapes, solo_prompts=True)
-    if _same_bits(decoder, shapes):
-        log.info("prompts of a prefill are not independent here: every prompt is computed separately")
+    if _same_bits(decoder, shapes, say):
         return shapes
-    log.warning("rows of a step are not independent here: shapes are fixed, so the bits depend on `slots`")
     shapes = dataclasses.replace(shapes, fixed=True, trimmed=True)
-    if _same_bits(decoder, shapes):
+    if _same_bits(decoder, shapes, say):
         return shapes
     shapes = dataclasses.replace(shapes, trimmed=False)
     max_tokens = shapes.most_rows * shapes.length
@@ -44,14 +116,16 @@ def stable_shapes(decoder: Decoder, shapes: Shapes) -> Shapes:
             f"inference.deterministic: here all slots must be computed at full length, {max_tokens} tokens;"
             f" inference.cache_gb holds {decoder.cache.tokens}: raise it, or lower inference.slots"
         )
-    if _same_bits(decoder, shapes):
+    if _same_bits(decoder, shapes, say):
         return shapes
     threads = torch.get_num_threads()
     hint = f" with inference.threads={threads}; try 1" if threads > 1 else ""
     raise EngineError(f"inference.deterministic: here a row's bits depend on the other rows{hint}")
 
 
-def _same_bits(decoder: Decoder, shapes: Shapes) -> bool:
+def _same_bits(decoder: Decoder, shapes: Shapes, say: Say) -> bool:
+    what, began = "tries that answers do not depend on each other", clock.now()
+    say(what)
     longest = shapes.context - _STEPS
     prompt = min(_PROMPT, longest)
     expected = _logprobs(decoder, shapes, _Company(live=1, row=0, prompt=prompt, other_tokens=0))
@@ -62,8 +136,13 @@ def _same_bits(decoder: Decoder, shapes: Shapes) -> bool:
         for row in sorted({0, live // 2, live - 1})
         for other_tokens in (5, 30, 140)  # of these, 30 shares prefills with the sample
     ]
-    logprobs = (_logprobs(decoder, shapes, company) for company in companies)
-    return all(torch.equal(expected, result) for result in logprobs if result is not None)
+    for number, company in enumerate(companies, 1):
+        result = _logprobs(decoder, shapes, company)
+        if result is not None and not torch.equal(expected, result):
+            return False
+        left = (clock.now() - began) / number * (len(companies) - number)
+        say(f"{what}: {number} of {len(companies)}, about {left:.0f} s left")
+    return True
 
 
 @dataclass(frozen=True, slots=True)

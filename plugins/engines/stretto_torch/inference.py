@@ -29,10 +29,11 @@ from torch import Tensor
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, SwapReport
 from stretto.errors import EngineError, RequestError
 from stretto.models.digest import digest_of
+from stretto.models.files import known_config
 from stretto.serving.intake import final_chunks
 from stretto.serving.stop_strings import stop_tokenizer
 from stretto_torch.batcher import Batcher
-from stretto_torch.determinism import stable_shapes
+from stretto_torch.determinism import kept_shapes, what_was_found
 from stretto_torch.images import PromptImages
 from stretto_torch.model import load_model
 from stretto_torch.swap import hashes_of
@@ -115,6 +116,8 @@ class TorchInferenceEngine:
         self._reads = anyio.CapacityLimiter(1)
         self._samples_posted = 0
         self._swaps_called = 0
+        self._note = ""
+        """What the compute thread does while it loads, or has found out; replaced as a whole."""
         # Used by the compute thread only (`_samples_taken` is read by both).
         self._samples_taken = 0
         self._swaps_due: list[_SwapCommand] = []
@@ -189,7 +192,7 @@ class TorchInferenceEngine:
     def load(self) -> Load:
         """See `InferenceEngine`."""
         if self._batcher is None:
-            return Load(-1, 0, 0, self._config.slots or 1, 0, 0.0, 0, 0.0, 0.0)
+            return Load(-1, 0, 0, self._config.slots or 1, 0, 0.0, 0, 0.0, 0.0, note=self._note)
         batcher, figures = self._batcher, self._batcher.figures
         return Load(
             version=batcher.version,
@@ -203,6 +206,7 @@ class TorchInferenceEngine:
             pause_max_s=figures.pause_max_s,
             kv_used=batcher.slots.kv_used,
             lost_tokens=batcher.slots.lost_tokens,
+            note=self._note,
         )
 
     async def stop(self) -> None:
@@ -304,13 +308,18 @@ class TorchInferenceEngine:
                 self._end_swaps(failure)
                 self._post(self._break, failure, batcher.give_up())
 
+    def _say(self, note: str) -> None:
+        self._note = note
+
     def _load(self) -> Batcher:
         config = self._config
         if self._folder is None:
             raise EngineError("the torch inference engine needs a model (run.yaml: model)")
         model = load_model(self._folder, config, self._samples_in_flight)
         if config.deterministic:
-            model = replace(model, shapes=stable_shapes(model.decoder, model.shapes))
+            values = (repr(config), repr(known_config(self._folder)))
+            model = replace(model, shapes=kept_shapes(model.decoder, model.shapes, values, self._say))
+            self._say(what_was_found(model.shapes))
         log.info(
             "model loaded",
             decoder=model.decoder.name,

@@ -31,6 +31,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
+from stretto.base.private_file import cache_folder
 from stretto.base.remote_folder import RemoteFolder, file_hash
 from stretto.bus.messages.events import JournalHead
 from stretto.errors import ConfigError
@@ -317,8 +318,7 @@ def _with_all_files(folder: Path) -> Path:
     remote = _remote_of(folder)
     if remote is None:
         return folder
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stretto" / "checkpoints"
-    copy = cache / sha256(remote.url.encode()).hexdigest()[:16] / folder.name
+    copy = cache_folder("checkpoints") / sha256(remote.url.encode()).hexdigest()[:16] / folder.name
     if copy.exists() and not damage_of(copy):
         return copy
     copy.parent.mkdir(parents=True, exist_ok=True)

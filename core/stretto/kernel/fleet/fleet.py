@@ -434,7 +434,12 @@ class Fleet:
         if message.leaving and not member.leaving:
             member.leaving = True
             self.on_change(member)
+        note = printable(new.note) if new is not None else ""
+        if note and not message.ready and member.worker in self.starting:
+            self.starting[member.worker] = note
         if message.ready and not member.ready:
+            if note:
+                log.warning("an engine has started", worker=member.worker, note=note)
             member.ready = True
             self.starting.pop(member.worker, None)
             self.on_ready(member)
