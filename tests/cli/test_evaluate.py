@@ -45,7 +45,7 @@ def answer(row: int, reward: float, **fields: Any) -> KeptAnswer:
     return KeptAnswer(row=row, reward=reward, engine="", **plain)
 
 
-PLAIN: dict[str, Any] = {"source": "m", "failed": 0, "threshold": 1.0, "tokens_per_s": 0.0}
+PLAIN: dict[str, Any] = {"source": "m", "version": 0, "failed": 0, "threshold": 1.0, "tokens_per_s": 0.0}
 
 
 def test_figures_are_those_worked_out_by_hand() -> None:
@@ -53,7 +53,7 @@ def test_figures_are_those_worked_out_by_hand() -> None:
     answers += [
         answer(1, score, sample=index, tokens=30, finish="length") for index, score in enumerate((1, 1, 0, 1))
     ]
-    result = result_of(answers, source="m", failed=2, threshold=1.0, tokens_per_s=5.0)
+    result = result_of(answers, source="m", version=0, failed=2, threshold=1.0, tokens_per_s=5.0)
     # Row means 1/4 and 3/4: s = 0.353553, and 1.959964 s / sqrt(2) = 0.489991.
     assert (result.rows, result.samples, result.n, result.failed) == (2, 8, 4, 2)
     assert result.avg.mean == 0.5
@@ -96,7 +96,7 @@ def test_a_sample_that_became_several_trajectories_counts_once() -> None:
 
 def test_a_threshold_says_what_passes() -> None:
     answers = [answer(0, 0.4), answer(0, 0.6, sample=1)]
-    result = result_of(answers, source="m", failed=0, threshold=0.5, tokens_per_s=0.0)
+    result = result_of(answers, source="m", version=0, failed=0, threshold=0.5, tokens_per_s=0.0)
     assert result.pass_at[1].mean == 0.5
 
 
@@ -164,6 +164,14 @@ def test_what_cannot_be_evaluated_is_refused(
     source = source.replace("{tmp}", str(tmp_path)).replace("{run}", str(run_folder))
     with pytest.raises(ConfigError, match=message):
         compose_evaluation(source, wanted(**changes), overrides)
+
+
+def test_the_first_version_of_a_run_that_continues_an_adapter_is_not_its_model(run_folder: Path) -> None:
+    file = run_folder / "config.yaml"
+    run = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(run | {"training": {**run["training"], "lora": {"adapter": "ad"}}}))
+    with pytest.raises(ConfigError, match="began with the adapter 'ad', which no engine can load"):
+        compose_evaluation(str(run_folder), EvaluationOptions(version="0"))
 
 
 def test_an_unknown_reward_or_model_is_refused() -> None:
@@ -421,6 +429,8 @@ def test_a_checkpoint_gives_the_answers_that_its_run_reported(tmp_path: Path) ->
         assert done.returncode == 0, done.stderr + done.stdout
         assert summary_of(out / str(version))["result"]["avg"]["mean"] == accuracy
         assert answers_in(run, version) == answers_in(out / str(version), 0)
+        written = (out / str(version) / f"answers/step-{version:06d}.jsonl").read_text().splitlines()
+        assert {json.loads(line)["version"] for line in written} == {version}
 
 
 def answers_in(folder: Path, version: int) -> list[KeptAnswer]:

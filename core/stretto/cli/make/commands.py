@@ -304,6 +304,8 @@ def schema() -> None:
 def _show_result(result: Result, reasons: Mapping[str, int], folder: Path) -> None:
     from rich.table import Table
 
+    from stretto.cli.make.evaluate import answers_file
+
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row(f"avg@{result.n} ({result.measure})", str(result.avg))
     if result.measure != "reward":
@@ -315,7 +317,7 @@ def _show_result(result: Result, reasons: Mapping[str, int], folder: Path) -> No
     table.add_row("length", f"{result.length:.1f} tokens, {100 * result.truncated:.1f} % truncated")
     table.add_row("speed", f"{result.tokens_per_s:,.0f} tokens/s")
     table.add_row("model", result.source)
-    table.add_row("answers", str(folder / "answers" / "step-000000.jsonl"))
+    table.add_row("answers", str(folder / answers_file(result.version)))
     for reason, count in reasons.items():
         table.add_row(f"{count} x", printable(reason))
     print_table(table)

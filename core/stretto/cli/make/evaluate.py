@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,6 +65,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     """The model: a folder, or a hub id."""
+    version: int
+    """Version of the run that the checkpoint belongs to; 0 for another model."""
     rows: int
     """Rows with scored answers."""
     failed: int
@@ -156,6 +159,11 @@ def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
     `version` None means the newest intact checkpoint."""
     first = checkpoint_name(0)
     if version in ("0", first) and run.get("model") and not (folder / "checkpoints" / first).is_dir():
+        if adapter := (run["training"].get("lora") or {}).get("adapter"):
+            raise ConfigError(
+                f"--version {version}: the run began with the adapter {adapter!r}, which no engine can load; "
+                f"merge it into {run['model']!r}, and evaluate that folder"
+            )
         return run["model"]
     advice = "; `--version 0` evaluates the model it started from"
     checkpoint = find_checkpoint(folder, version, advice)
@@ -164,6 +172,17 @@ def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
             f"{checkpoint} has no model: the training engine {run['training']['use']!r} does not save one"
         )
     return str(checkpoint / "model")
+
+
+def _version_of(model: str) -> int:
+    """The version whose checkpoint has this model; 0 for a model of no run."""
+    found = re.fullmatch(rf"{checkpoint_name(0)[:-6]}(\d{{6,}})(-values-\d+)?", Path(model).parent.name)
+    return int(found[1]) if found else 0
+
+
+def answers_file(version: int) -> str:
+    """Return the name of the file with the answers, in the folder of the evaluation."""
+    return f"answers/{checkpoint_name(version)}.jsonl"
 
 
 def _name_of(source: str) -> str:
@@ -227,7 +246,7 @@ def run_evaluation(
     """Run the evaluation to its end. Return its result and the run's summary; see `stretto.process.life.run`.
 
     The result is None if the run did not complete, or if it has no answer or lacks some. Otherwise
-    `summary.json` also gets the result, and the answers are written to `answers/step-000000.jsonl`.
+    `summary.json` also gets the result, and the answers are written to `answers_file`.
     """
     from stretto.process.life import run
 
@@ -240,12 +259,16 @@ def run_evaluation(
     if kept < expected:
         problem = f"only {kept} of {expected} answers are kept; see {folder / 'logs' / 'samples.jsonl'}"
         return None, {**summary, "problems": [*summary["problems"], problem]}
+    # The run of this evaluation counts from 0; the answers are those of the version of its model.
+    version = _version_of(cast("str", config.model))
+    answers = [msgspec.structs.replace(answer, version=version) for answer in answers]
     (folder / "answers").mkdir(exist_ok=True)
-    (folder / "answers" / "step-000000.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(answers))
+    (folder / answers_file(version)).write_bytes(msgspec.json.Encoder().encode_lines(answers))
     busy_s = summary["busy_s"]["generate"] / config.inference.replicas
     result = result_of(
         answers,
         source=cast("str", config.model),
+        version=version,
         failed=summary["evaluation"][-1]["failed"],
         threshold=threshold,
         tokens_per_s=summary["tokens"]["generated"] / busy_s if busy_s else 0.0,
@@ -261,7 +284,13 @@ def run_evaluation(
 
 
 def result_of(
-    answers: Sequence[KeptAnswer], *, source: str, failed: int, threshold: float, tokens_per_s: float
+    answers: Sequence[KeptAnswer],
+    *,
+    source: str,
+    version: int,
+    failed: int,
+    threshold: float,
+    tokens_per_s: float,
 ) -> Result:
     """Compute the figures of one or more answers. If a sample has several answers, its last one counts, and
     the tokens of all of them."""
@@ -277,6 +306,7 @@ def result_of(
     finishes = Counter(answer.finish for answer in answers)
     return Result(
         source=source,
+        version=version,
         rows=len(rows),
         failed=failed,
         n=n,
