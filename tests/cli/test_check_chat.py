@@ -75,6 +75,11 @@ def test_a_prompt_that_is_read_otherwise_is_named(prompt: Any, words: str, tmp_p
     assert words in checked(tmp_path, [ASK], prompt)
 
 
+def test_prompts_of_which_none_has_a_token_are_refused(tmp_path: Path) -> None:
+    assert "error: run.yaml" in checked(tmp_path, "", "")
+    assert "error: run.yaml" not in checked(tmp_path, "", [ASK])
+
+
 def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> None:
     written = "{% for m in messages %}{{ '<r>' + m.role + '\n' + m.content + '<e>\n' }}{% endfor %}"
     write_model(replace(FORMS["plain lines"], template=written), tmp_path / "model")

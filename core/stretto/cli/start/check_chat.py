@@ -77,7 +77,7 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
             counts[kind] += 1
             first.setdefault(kind, f"row {index + 1}{detail and f': {detail}'}")
     for kind, count in counts.items():
-        level = "error" if kind == _OUTSIDE else "warning"
+        level = "error" if kind == _OUTSIDE or (kind == _EMPTY and count == len(dataset)) else "warning"
         yield Problem(path, f"{count:,} of {read:,} prompts {kind} ({first[kind]})", level)
 
 
@@ -96,6 +96,7 @@ def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
         )
 
 
+_EMPTY = "have no token, and are left out"
 _OUTSIDE = "have tokens outside of the model's vocabulary: its tokenizer is that of another model"
 
 
@@ -113,7 +114,7 @@ def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> It
         yield "are refused", str(error)
         return
     if not len(ids):
-        yield "have no token, and are left out", ""
+        yield _EMPTY, ""
     if size is not None and len(ids) and int(ids.max()) >= size:
         yield _OUTSIDE, f"token {int(ids.max())}, vocabulary {size}"
     known = set(tokenizer.decode(ids, special=True))

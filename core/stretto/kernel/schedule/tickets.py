@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import structlog
@@ -37,6 +39,8 @@ class TicketQueue:
         self._log_at_evaluation: int | None = None
         """`log_sequence` when the first ticket of the evaluation under way was issued; None if none is under
         way."""
+        self._left_out = Counter[str]()
+        """Reason -> number of rows that were left out for it."""
         self.log_sequence = 0
         """Sequence number of the last log message that the scheduler has taken in."""
 
@@ -90,11 +94,19 @@ class TicketQueue:
         async for sequence, outcome in outcomes:
             self._queued.pop((outcome.purpose, outcome.ticket, outcome.attempt), None)
             if isinstance(outcome, GroupFailed):
-                write, event = (
-                    (log.info, "row left out") if outcome.filtered else (log.warning, "ticket failed")
-                )
-                write(event, ticket=outcome.ticket, worker=outcome.worker, reason=outcome.reason)
+                self._log(outcome)
             self.take_in(sequence, outcome, accept)
+
+    def _log(self, outcome: GroupFailed) -> None:
+        """Log a failure; of the rows that are left out for one reason, which may be all, only some."""
+        fields = {"ticket": outcome.ticket, "worker": outcome.worker, "reason": outcome.reason}
+        if not outcome.filtered:
+            log.warning("ticket failed", **fields)
+            return
+        kind = re.sub(r"\d+", "…", outcome.reason)
+        self._left_out[kind] += 1
+        if self._left_out[kind].bit_count() == 1:  # 1, 2, 4, 8 …
+            log.info("row left out", **fields, rows=self._left_out[kind])
 
     def take_in(self, sequence: int, outcome: Outcome, accept: Callable[[int, Outcome], None]) -> None:
         """Take in an outcome. A checkpoint stores the ledger together with its number in the log."""
