@@ -334,6 +334,7 @@ OWN = {
         "import sys\n"
         "def gold(answer_text, gold): return 1.0\n"
         "def slip(prompt, completion, anwser=''): return 1.0\n"
+        "class Scorer: pass\nPI = 3\n"
         "def verl(response, ground_truth): return 1.0\n"
         "def nested(prompt, completion): return {'reward': 1.0, 'parts': {'a': 1}}\n"
         "def generator(prompt, completion):\n    yield 1.0\n"
@@ -399,6 +400,11 @@ def all_found(file: Path, *overrides: str) -> list[str]:
     ("overrides", "message"),
     [
         (("sampling.stop=['']",), "error override sampling.stop.0: expected str of length >= 1"),
+        (('sampling.stop=["\\\\n"]',), r"warning sampling.stop: has '\\n', a backslash and a letter"),
+        (("queue.min_members=99",), "error queue.min_members: is 99, but a group has"),
+        ((*TORCH, "training.weight_decay=2"), "warning training.weight_decay: is 2: a step takes"),
+        (("reward={use: function, function: user.py:Scorer}",), "'Scorer' is a class; expected a function"),
+        (("reward={use: function, function: user.py:PI}",), "'PI' is a value; expected a function"),
         ((*TORCH, "sampling.stop_token_ids=[99999]"), "error sampling.stop_token_ids: has the token 99999"),
         (
             (*TORCH, HELD, "evaluation.sampling.logit_bias={99999: 5}"),

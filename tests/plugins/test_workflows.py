@@ -388,6 +388,9 @@ def test_check_tries_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert warning.startswith("warning sandbox: unsafe: tools and commands run with this user's rights")
     [unknown] = told(tmp_path, {**tools, "tools": ["tools.py:ad"]})
     assert re.match(r"error workflow.tools.0: .*tools.py defines no 'ad'; did you mean 'add'\?", unknown)
+    (tmp_path / "bare.py").write_text("def bare(a, b=1): ...\n")
+    [bare] = told(tmp_path, {**tools, "tools": ["bare.py:bare"]})
+    assert "the tool 'bare' has no description, no type of 'a', no type of 'b': the model does not" in bare
     [loose] = told(tmp_path, {**tools, "tools": ["tools.py:loose"]})
     assert "the tools cannot be made: TypeError: tool 'loose': parameter 'args'" in loose
     [none] = told(tmp_path, {"use": "tool_use"})

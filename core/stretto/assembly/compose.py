@@ -727,6 +727,8 @@ def _hint(path: str, message: str, value: Any, annotation: Any) -> str:
     if message.startswith("Expected `str") and isinstance(value, (bool, int, float)):
         read = ", because YAML reads yes, no, on and off as true or false" if isinstance(value, bool) else ""
         return f"; write the text in quotes{read}"
+    if str(value).lower() == "none" and "null" in message:
+        return "; write null"
     if message.startswith("Expected `object") and not isinstance(value, dict):
         for struct, _ in _structs_in(annotation, None, ""):
             for field in _fields(struct):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -264,6 +265,8 @@ class Plugins:
         if instead := REMOVED.get((kind, name)):
             return f"the {kind} {name!r} is gone; {instead}"
         installed = self.names(kind)
+        if kind in ("reward", "environment") and re.search(r"\.py:\w+$", name):
+            return f"{name!r} is a function; write reward: {{use: function, function: {name}}}"
         guess = nearest(name, installed)
         return f"no {kind} {name!r}{guess or ';'} installed: {', '.join(installed) or 'none'}"
 

@@ -15,10 +15,13 @@ from typing import Any, cast
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml.parser import ParserError
+from yaml.scanner import ScannerError
 
 from stretto.assembly.sections import NAMED_SECTIONS, SECTIONS, KeySource, instead_of_list, names_component
 from stretto.errors import ConfigError
 
+_OTHER_BASE = re.compile(r"[-+]?0\d|.*:")
 _LONG_VALUE = 6
 """`RunFile.redact` replaces values of this many characters also inside longer words."""
 
@@ -44,14 +47,22 @@ class RunFile(KeySource):
                 f"override {item!r}: a list is written as a whole, such as {indexed[1]}=[…]", value=item
             )
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
-            raise ConfigError(f"override {item!r} is not of the form dotted.key=value", value=item)
+            text = f"override {item!r} is not of the form dotted.key=value{_hint(item)}"
+            raise ConfigError(text, value=item)
+        if number := _unusual_number(value):
+            raise ConfigError(f"override {item!r}: {number[1]}", value=item)
         # `training=mock` replaces the component and keeps the section's other keys.
         is_name = names_component(key) and not value.startswith(("{", "[")) and not _is_null(value)
         return f"{key}.use={value}" if is_name else item
 
     def load(self) -> Any:
         """Load the content with OmegaConf, without the overrides."""
-        return OmegaConf.load(self.file) if self._document is None else OmegaConf.create(dict(self._document))
+        if self._document is not None:
+            return OmegaConf.create(dict(self._document))
+        loaded = OmegaConf.load(self.file)
+        if number := _unusual_number(self.file.read_text()):
+            raise ConfigError(f"{self.file}:{number[0]}: {number[1]}")
+        return loaded
 
     def is_overridden(self, path: str) -> bool:
         """See `KeySource`."""
@@ -128,7 +139,9 @@ def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
         )
         raise ConfigError(text) from error
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{source.file}: cannot be read as YAML: {error}") from error
+        hint = "; look at the indentation of that line, and of those around it"
+        reads = isinstance(error, ParserError | ScannerError)
+        raise ConfigError(f"{source.file}: cannot be read as YAML: {error}{hint if reads else ''}") from error
     except RecursionError as error:
         raise nested_too_deeply(source.file) from error
     if not isinstance(loaded, DictConfig):
@@ -181,6 +194,32 @@ def _overrides(items: Sequence[str]) -> DictConfig:
                 f"text, for YAML and for the shell: {key}='\"…\"'"
             ) from error
     return merged
+
+
+def _hint(item: str) -> str:
+    if "=" not in item and Path(item).suffix in (".yaml", ".yml"):
+        return f"; the run file comes before the overrides: {item} KEY=VALUE …"
+    return "" if re.search(r"\w=\S", item) else "; write no spaces around ="
+
+
+def _unusual_number(text: str) -> tuple[int, str] | None:
+    """Find a number that YAML reads in another base, such as 010 or 1:30. Return its line, and how it reads
+    it."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return None  # it is refused elsewhere
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.CollectionNode):
+            nodes += [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        elif node is not None and node.tag == "tag:yaml.org,2002:int" and _OTHER_BASE.match(node.value):
+            number = yaml.safe_load(node.value)
+            reads = f"YAML reads {node.value} as {number}"
+            instead = f"{reads}; write it without a leading 0 and without colons, or in quotes"
+            return node.start_mark.line + 1, instead
+    return None
 
 
 def _is_null(value: str) -> bool:

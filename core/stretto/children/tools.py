@@ -39,6 +39,8 @@ _TRY_S = 60.0
 """Time limit for making the tools in a trial."""
 _MAX_CHARACTER = 4
 """Bytes of the longest character in UTF-8."""
+_TEXTS = {"description", "default", "title"}
+"""What the schema of a parameter may have beside its type."""
 _UNSEEN = "[image, which you cannot see]"
 _MAX_REST = 1024
 """Bytes of an answer besides the result, such as the note that the result is cut."""
@@ -112,6 +114,23 @@ def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
         return
     if started.error:
         yield Problem("workflow.tools", started.error)
+        return
+    for schema in msgspec.msgpack.decode(started.data, type=list[dict[str, Any]]):
+        tool = schema["function"]
+        untyped = [
+            name for name, each in tool["parameters"].get("properties", {}).items() if not {*each} - _TEXTS
+        ]
+        lacks = [
+            *([] if tool["description"] else ["no description"]),
+            *(f"no type of {name!r}" for name in untyped),
+        ]
+        if lacks:
+            yield Problem(
+                "workflow.tools",
+                f"the tool {tool['name']!r} has {', '.join(lacks)}: the model does not learn how to call "
+                "it; write a docstring, and hints of the parameters",
+                "warning",
+            )
 
 
 # ----------------------------------------------------------------------------------------- process

@@ -188,6 +188,13 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
             f"{_SMALL_LORA_LR:g} they hardly learn; usual values are 5e-5 to 1e-3",
             "warning",
         )
+    if config.weight_decay > 1:
+        yield Problem(
+            "training.weight_decay",
+            f"is {config.weight_decay:g}: a step takes this times the learning rate of every weight; usual "
+            "values are 0 to 0.1",
+            "warning",
+        )
     if config.lr < _SMALL_LR:
         yield Problem(
             "training.lr",

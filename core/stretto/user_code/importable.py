@@ -118,6 +118,14 @@ def fault_of_importable(reference: str) -> str:
     if name not in names:
         known = ", ".join(names) or "nothing"
         return f"{module_name} defines no {name!r}{nearest(name, names)}; it has {known}"
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return f"{module_name}:{node.lineno}: {name!r} is a class; expected a function"
+        targets = (
+            node.targets if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return f"{module_name}:{node.lineno}: {name!r} is a value; expected a function"
     return ""
 
 

@@ -470,6 +470,12 @@ def _batch_problems(assembly: Assembly) -> Iterator[Problem]:
                 f"call {call.name!r} has {units} {'groups' if by_group else 'sequences'} for the {parts} "
                 f"data-parallel ranks of {group.path!r}; expected at least one for each rank",
             )
+    least = config.queue.min_members
+    if isinstance(least, int) and graph.samples and least > graph.source.samples:
+        yield Problem(
+            "queue.min_members",
+            f"is {least}, but a group has {graph.source.samples} samples; expected at most as many, or 'all'",
+        )
     if not graph.samples and config.queue.max_divergence is not None:
         yield Problem(
             "queue.max_divergence",
@@ -510,6 +516,14 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
             f"is {sampling.temperature:g}: answers become almost random tokens; usual values are 0.6 to 1.2",
             "warning",
         )
+    for path, each in config.samplings():
+        if odd := [text for text in each.stop if re.search(r"\\[nrt]", text)]:
+            yield Problem(
+                f"{path}.stop",
+                f"has {odd[0]!r}, a backslash and a letter, at which no answer ends; in YAML a line end is "
+                'written in double quotes: "\\n"',
+                "warning",
+            )
     if config.model is not None and sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
         yield Problem(
             "sampling.ignore_eos",
