@@ -23,10 +23,14 @@ class MyName(PolicyGradient[MyNameConfig]):
 
     def advantages(self, batch: Batch) -> Tensor:
         """Return the reward minus the median of its group, at every sampled token: (T,) float32."""
-        rewards, group = batch["rewards"], batch["group"]
+        import torch
+
+        rewards, sample = batch["rewards"], batch["sample"]
         baseline = rewards.clone()
-        for number in group.unique():
-            baseline[group == number] = rewards[group == number].median()
+        for own in (batch["group"] == number for number in batch["group"].unique()):
+            # The pieces of a conversation are one sample: it counts once.
+            of_samples = [rewards[own & (sample == each)].mean() for each in sample[own].unique()]
+            baseline[own] = torch.stack(of_samples).median()
         return (rewards - baseline)[batch.sequence_index()] * batch["loss_mask"]
 
     def objective(
