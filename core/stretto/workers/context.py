@@ -22,6 +22,7 @@ from stretto.bus.messages.tickets import TicketStarted
 from stretto.component import Context
 from stretto.errors import Refused
 from stretto.launcher import Role
+from stretto.workers.full_memory import out_of_memory
 from stretto.workers.kernel_watch import KernelWatch
 from stretto.workers.process import HostProcess
 
@@ -83,7 +84,8 @@ class WorkerContext:
         """Return an error as text for readers without its traceback (see `Composed.explain`)."""
         context = self.component_context
         file = context.path("logs", f"{self.worker}.jsonl") if context.folder else None
-        return self.composed.explain(error, file or f"the output of {self.worker}")
+        text = self.composed.explain(error, file or f"the output of {self.worker}")
+        return text + out_of_memory(error, self.worker, self.assembly)
 
     def subject(self, verb: str) -> str:
         """Return the subject of requests to this process to do `verb`."""

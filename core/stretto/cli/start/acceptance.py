@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 from stretto.assembly.assembly import Assembly
 from stretto.errors import ConfigError, printable
 from stretto.kernel.fleet.forks import ForkServer, fork_server
+from stretto.models.hub import download
 
 
 def print_notice(level: str, text: str) -> None:
@@ -50,8 +52,19 @@ def accepted(
 def accepted_start(
     assembly: Assembly, show: Callable[[str, str], None] = print_notice, *, memory_limit: bool = True
 ) -> Generator[ForkServer | None]:
-    """Refuse a run as `accepted` does, while a fork server already imports what its workers need. Give the
-    server, for the duration of the block."""
+    """Refuse a run as `accepted` does, while a fork server already imports what its workers need. Then
+    download models of the hub. Give the server, for the duration of the block."""
     with fork_server(assembly) as forks:
         accepted(assembly, starting=True, memory_limit=memory_limit, show=show)
+        for model in _models_of_hub(assembly):
+            download(model, show)
         yield forks
+
+
+def _models_of_hub(assembly: Assembly) -> list[str]:
+    """The models that processes of this machine load; with another launcher, other machines do that."""
+    config, components = assembly.config, assembly.composed.components.values()
+    if config.launcher.use != "local" or not any(each.needs_model for each in components):
+        return []
+    named = [config.model, *(model.path for model in config.models.values())]
+    return [each for each in dict.fromkeys(named) if each is not None and not Path(each).is_dir()]

@@ -1,0 +1,57 @@
+"""Download a model of the Hugging Face hub before the processes start that would all wait for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["download"]
+
+_BESIDE = (".json", ".txt", ".model", ".jinja")
+"""Suffixes of the files beside the weights: configs, tokenizer, template."""
+_WEIGHTS = (".safetensors", ".bin")
+"""Suffixes of weights, the better one first."""
+_TIMEOUT_S = 5.0
+
+
+def download(model: str, say: Callable[[str, str], None]) -> None:
+    """Download what this machine lacks of a hub id's model, with a progress bar on the terminal.
+
+    Args:
+        say: called with (`note` or `warning`, text): what is downloaded, or why it is left to the workers.
+    """
+    if _is_cached(model):
+        return
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    try:
+        info = HfApi().model_info(model, files_metadata=True, timeout=_TIMEOUT_S)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        top = {name: size for name, size in sizes.items() if "/" not in name}
+        of_weights = [[name for name in top if name.endswith(suffix)] for suffix in _WEIGHTS]
+        names = [*(name for name in top if name.endswith(_BESIDE)), *next(filter(None, of_weights), [])]
+        size = sum(top[name] for name in names) / 1e9
+        say("note", f"downloading {model} from the hub: {size:.2f} GB, into {constants.HF_HUB_CACHE}")
+        snapshot_download(model, allow_patterns=names)
+    except Exception as error:  # noqa: BLE001 - the exceptions differ between versions of the hub's client
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        say("warning", f"{model} is not downloaded yet, and the workers try it again: {reason}")
+
+
+def _is_cached(model: str) -> bool:
+    """Whether this machine has the weights of a model: one file, or all that an index names."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if _cached(model, name):
+            return True
+        if index := _cached(model, f"{name}.index.json"):
+            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            return all(_cached(model, each) for each in {*files.values()})
+    return False
+
+
+def _cached(model: str, name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, name)
+    return Path(found) if isinstance(found, str) else None

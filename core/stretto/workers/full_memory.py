@@ -1,0 +1,64 @@
+"""What a process held when its memory was full, and the keys that free most of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from stretto.assembly.placement import group_of_worker
+
+if TYPE_CHECKING:
+    from stretto.assembly.assembly import Assembly
+
+_OF_PROCESSORS = "DefaultCPUAllocator: can't allocate memory"
+"""In the text of the RuntimeError that PyTorch raises for host memory."""
+
+
+def out_of_memory(error: BaseException, worker: str, assembly: Assembly) -> str:
+    """Return what to do about an error of full memory; empty for another error."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    causes = [*_chain(error)]
+    if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
+        held = "its GPU was full"
+        if torch.cuda.is_available():
+            (free, total), own = torch.cuda.mem_get_info(), torch.cuda.memory_allocated()
+            held += f": {_gib(own)} of tensors in this process, {_gib(total - free)} of {_gib(total)} in use"
+    elif any(_OF_PROCESSORS in str(cause) for cause in causes):
+        own = psutil.Process().memory_info().rss
+        held = f"this machine's memory was full: {_gib(own)} in this process"
+    else:
+        return ""
+    return f"; {held}; these keys free most: {', '.join(_keys(worker, assembly))}"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _keys(worker: str, assembly: Assembly) -> Iterator[str]:
+    """Yield keys with what they are, the one that frees most first."""
+    if worker.startswith("trainer-"):
+        group = assembly.placement.groups[group_of_worker(worker)[0]]
+        tokens = getattr(group.section, "micro_batch_tokens", None)
+        if getattr(group.section, "lora", True) is None:
+            yield f"{group.path}.lora={{}} (no gradients and optimizer for the model itself)"
+        if getattr(group.section, "gradient_checkpointing", True) is False:
+            yield f"{group.path}.gradient_checkpointing=true"
+        yield f"{group.path}.micro_batch_tokens (now {tokens})"
+    else:
+        section = assembly.config.inference
+        for key in ("slots", "context_length", "cache_gb", "share"):
+            if hasattr(section, key):
+                yield f"inference.{key} (now {getattr(section, key)})"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
