@@ -191,7 +191,6 @@ def open_bus(server: NatsServer, tmp_path: Path) -> OpenBus:
 
 @pytest.fixture
 def names() -> Subjects:
-    """Subjects of the test's run."""
     return Subjects(RUN)
 
 
@@ -288,11 +287,9 @@ class Run(TestedRun):
         return [process for process in self.seen.values() if process.is_running() and not _zombie(process)]
 
     def worker(self, name: str) -> psutil.Process | None:
-        """The process of a worker, if it runs."""
         return self.process_with(str(self.folder / "bus" / f"{name}.json"))
 
     def process_with(self, argument: str) -> psutil.Process | None:
-        """The process of the run that has this argument, if it runs."""
         return next((process for process in self.look() if argument in arguments_of(process)), None)
 
     def until(self, condition: Callable[[], Any]) -> Any:
@@ -312,7 +309,6 @@ class Run(TestedRun):
         return status
 
     def text(self) -> str:
-        """What it printed."""
         return self.output.read_text()
 
     def clock(self) -> float:
@@ -391,7 +387,6 @@ def refusals(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def write_run_file(folder: Path) -> Path:
-    """Write a run of the mock engines and its dataset."""
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "n": n} for n in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = folder / "run.yaml"

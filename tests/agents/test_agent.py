@@ -38,7 +38,6 @@ ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
-    """One with a chat template."""
     return tokenizer_with(TEMPLATE, tmp_path_factory.mktemp("tokenizer"))
 
 
@@ -439,7 +438,6 @@ class Group(FakeSession):
 
 
 async def run_agent(session: FakeSession, sandbox: Any = "unsafe", **options: Any) -> Sequence[Trajectory]:
-    """One ticket of the workflow."""
     config = AgentConfig(use="agent", **options)
     workflow = AgentWorkflow(config, Context(run="r", name="r", seed=1, sandbox=sandbox))
     row = {"prompt": "1+1=", "answer": "2"}

@@ -28,7 +28,6 @@ USER: Any = {"role": "user", "content": "abc ok?"}
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One with a chat template."""
     return tokenizer_with(TEMPLATE, tmp_path_factory.mktemp("tokenizer"))
 
 

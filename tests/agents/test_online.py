@@ -40,7 +40,6 @@ USER: Any = {"role": "user", "content": "1+1="}
 
 
 def post(url: str, key: str, body: Any = None, *, raw: bytes = b"") -> tuple[int, Any]:
-    """Status and answer of a request."""
     data = raw or (b"" if body is None else json.dumps(body).encode())
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, data, headers, method="POST")
@@ -104,7 +103,6 @@ class Ticket:
 async def registry_of(
     folder: Path, *sessions: FakeSession, **options: Any
 ) -> AsyncGenerator[tuple[Client, list[Ticket], TaskGroup]]:
-    """A worker with a ticket for each session."""
     context = Context(run="r", name="r", seed=1, folder=str(folder), worker="rollout-0")
     workflow = OnlineWorkflow(OnlineConfig(use="online", **options), context)
     await workflow.registry.open()

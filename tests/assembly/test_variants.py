@@ -47,7 +47,6 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def found(file: Path, *overrides: str) -> dict[str, str]:
-    """Path -> what is wrong there."""
     composed = compose(file, [*overrides, f"out={file.parent}/out"])
     return {each.path: each.message for each in problems(Assembly(composed)) if each.severity == "error"}
 

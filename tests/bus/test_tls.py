@@ -33,7 +33,6 @@ from stretto.errors import BusError, ConfigError, NoAnswer
 
 
 def identity(folder: Path, client: str = "client") -> TlsIdentity:
-    """The client of a folder of `write_certificates`."""
     return TlsIdentity.of(tls_config(folder, client))
 
 

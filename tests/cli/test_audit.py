@@ -171,7 +171,6 @@ def evaluation_group(ticket: int, version: int, reward: float) -> GroupDone:
 
 
 def chained(events: Iterable[Event]) -> Iterator[EventBatch]:
-    """Messages of the journal with an event each."""
     former = ""
     for number, event in enumerate(events):
         batch = EventBatch(1, number, (msgspec.Raw(msgspec.msgpack.encode(event)),), (0.0,), former)

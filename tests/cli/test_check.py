@@ -54,7 +54,6 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def found(file: Path, *overrides: str, severity: str = "error", starting: bool = True) -> dict[str, str]:
-    """Path -> what is wrong there."""
     composed = compose(file, [*overrides, f"out={file.parent}/out"])
     return {
         problem.path: problem.message

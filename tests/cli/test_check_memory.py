@@ -29,7 +29,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
 
 
 def problems(*overrides: str, limited: bool = True) -> dict[str, tuple[str, str]]:
-    """Path -> severity and message."""
     found = memory_problems(assembled(*overrides), limited=limited)
     return {each.path: (each.severity, each.message) for each in found}
 

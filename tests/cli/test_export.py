@@ -41,7 +41,6 @@ def export(*arguments: object) -> Result:
 
 
 def exported(*arguments: object) -> str:
-    """What a command prints that has exported something."""
     done = export(*arguments)
     assert done.exit_code == 0, done.output
     return done.output

@@ -59,7 +59,6 @@ class Nodes:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
-        """Start a node, and wait until the cluster has it."""
         number = int(name.removeprefix("node"))
         shared = {"shared": 100, "seat": 1, **({"first": 100} if number == 1 else {})}
         resources = shared if number < 3 else {"hidden": 100}
@@ -96,13 +95,11 @@ class Nodes:
         return set(found[1].split()) if found else set()
 
     def actors(self) -> list[psutil.Process]:
-        """The processes of the launcher's actors on all nodes."""
         heads = [psutil.Process(process.pid) for process in self._processes.values()]
         children = [child for head in heads for child in head.children(recursive=True)]
         return [child for child in children if "ray::WorkerActor" in " ".join(arguments_of(child))]
 
     def kill(self, name: str) -> None:
-        """Kill everything that Ray has started on a node, at once."""
         process = self._processes.pop(name)
         parent = psutil.Process(process.pid)
         for each in [parent, *parent.children(recursive=True)]:
@@ -410,5 +407,4 @@ def test_workers_live_on_when_their_kernel_is_killed(
 
 
 def kernel_of(run: Run) -> psutil.Process:
-    """The kernel's process, a child of the supervisor."""
     return run.until(lambda: next(iter(psutil.Process(run.process.pid).children()), None))

@@ -43,7 +43,6 @@ HIDE = (
 
 @pytest.fixture(scope="module", autouse=True)
 def slurm() -> Iterator[None]:
-    """Two nodes, idle."""
     script = [str(HERE / "slurm.sh")]
     subprocess.run(script, env={**os.environ, **SETTINGS}, check=True)
     yield
@@ -86,7 +85,6 @@ class SlurmRun:
         return "\n".join([*(part.read_text() for part in parts), ask("squeue"), ask("sinfo")])
 
     def nodes(self) -> dict[str, list[str]]:
-        """The nodes on which each worker has run, in order."""
         logs = (self.folder / "logs").glob("*.out")
         started = [
             re.findall(r"^stretto: (\S+) on (\S+), step", log.read_text(), re.MULTILINE) for log in logs

@@ -65,12 +65,10 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether the tests of this module run it."""
         return not self.mark and self.page.name not in RUN_ELSEWHERE
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page, from top to bottom."""
     return [
         Block(page, each["language"], each["text"], each["mark"] or "", each["reason"] or "")
         for each in BLOCK.finditer(page.read_text())
@@ -82,7 +80,6 @@ TUTORIALS = sorted({block.page for block in BLOCKS if block.language == "bash" a
 
 
 def name_of(value: object) -> str:
-    """A name for a test's parameter."""
     return value.stem if isinstance(value, Path) else ""
 
 
@@ -138,7 +135,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_file(block: Block, folder: Path) -> None:
-    """Write a block that is a file into the folder."""
     if block.file:
         (folder / block.file).write_text(block.text)
 
@@ -203,7 +199,6 @@ def test_the_page_runs(page: Path, folder: Path) -> None:
 
 
 def keys_of(schema: Any) -> Iterator[str]:
-    """Every name of a key in a JSON schema."""
     if isinstance(schema, dict):
         yield from schema.get("properties", {})
         for each in schema.values():

@@ -58,7 +58,6 @@ class Installed:
     where: Path
 
     def install(self, requirement: str) -> None:
-        """Install a requirement and what it declares."""
         versions = ["-c", str(ROOT / "constraints.txt"), *shlex.split(os.environ.get("PIP_ARGS", ""))]
         pip = [str(self.programs / "pip"), "install", "--quiet", "--no-compile", *versions, requirement]
         done = subprocess.run(pip, capture_output=True, text=True)

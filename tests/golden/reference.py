@@ -194,7 +194,6 @@ def _whitened(sequences: list[Sequence], returns: Floats) -> Floats:
 def _ppo_advantages(
     options: Mapping[str, Any], sequences: list[Sequence], penalties: Floats, values: Floats
 ) -> tuple[Floats, Floats]:
-    """Advantages, and returns, which are what the critic is to learn."""
     scores = [sequence.reward for sequence in sequences]
     if options["reward_norm"]:
         mean, std = np.mean(scores), np.std(scores, ddof=1)
@@ -269,7 +268,6 @@ def _adapted(coef: float, kl: float, options: Mapping[str, Any], samples: int) -
 
 
 def _token_weight(use: str, options: Mapping[str, Any], log_rho: float, of_sequence: Floats) -> float:
-    """The weight of one token, given its log(proximal / behaviour) and those of its sequence."""
     if use in ("behaviour", "none"):
         return 1.0
     rho = float(np.exp(log_rho))

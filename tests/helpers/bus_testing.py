@@ -29,7 +29,6 @@ async def one_at_a_time() -> int:
 
 
 async def until(condition: Callable[[], T], within_s: float | None = None) -> T:
-    """Wait until a condition holds, and return its value."""
     with anyio.fail_after(within_s or patience()):
         while not (value := condition()):
             await anyio.sleep(SOON_S)
@@ -71,7 +70,6 @@ def welcome(run: str, lease_epoch: int, **sections: Any) -> Welcome:
 
 
 def bundle(size: int) -> TrajectoryBundle:
-    """A bundle of one trajectory with this many tokens."""
     tokens = np.arange(size, dtype=np.int32)
     trajectory = WireTrajectory(
         "1/1/0",

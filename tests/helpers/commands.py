@@ -19,7 +19,6 @@ STRETTO = (sys.executable, "-m", "stretto")
 def stretto(
     *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A command that has ended, with what it printed."""
     command = [*STRETTO, *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=cwd, env=env, timeout=patience(400)
@@ -27,7 +26,6 @@ def stretto(
 
 
 def output_of(*arguments: object, status: int = 0, cwd: Path | None = None) -> str:
-    """What a command printed that ended with this status."""
     done = stretto(*arguments, cwd=cwd)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -36,7 +36,6 @@ class Kept:
         row: int = 5,
         **facts: Any,
     ) -> None:
-        """A group of two, whose answers are `text`."""
         bundle, kept = trajectories(ticket, attempt, purpose, **facts), record(ticket, attempt, purpose, row)
         if text is not None:
             kept = msgspec.structs.replace(kept, texts=(KeptText(None, text),) * 2)

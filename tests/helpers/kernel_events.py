@@ -8,7 +8,6 @@ from stretto.bus.messages.events import Cause, StepMeasured
 def step_measured(
     version: int, began: float, tickets: tuple[int, ...], waits: tuple[tuple[Cause, float], ...] = ()
 ) -> StepMeasured:
-    """Return the event of a step of these tickets, without figures."""
     return StepMeasured(
         version=version,
         repeated=False,

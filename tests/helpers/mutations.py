@@ -215,7 +215,6 @@ def plant(mutation: Mutation) -> None:
 
 
 def _changes(mutation: Mutation) -> list[tuple[FunctionType, CodeType]]:
-    """Return the loaded functions that a mutation changes, each with its new code."""
     module = import_module(mutation.module)
     if module.__file__ is None:
         raise ValueError(f"{mutation.module} has no file")
@@ -249,7 +248,6 @@ def _execute(module: ModuleType, source: str) -> ModuleType:
 
 
 def _functions_of(module: ModuleType) -> dict[str, FunctionType]:
-    """Return the functions and methods of a module, by qualified name."""
     return dict(_functions_in(vars(module), module.__name__, ""))
 
 

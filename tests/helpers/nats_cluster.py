@@ -23,7 +23,6 @@ LOGIN = {"user": "me", "password": "secret"}
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of loopback that are free now."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -32,7 +31,6 @@ def free_ports(count: int) -> list[int]:
 
 
 def outer_address() -> str:
-    """An address of this machine that is not on loopback."""
     for host in own_hosts():
         if host[0].isdigit() and not is_loopback(host):
             return host
@@ -70,7 +68,6 @@ class Server:
                 time.sleep(SOON_S)
 
     def kill(self) -> None:
-        """Kill it as `kill -9` does, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -32,12 +32,10 @@ class Page:
         self.until(lambda: driver.current_url.startswith(f"{self.base}#") or driver.current_url == self.base)
 
     def open(self, place: str) -> None:
-        """Load an address of the page from the beginning."""
         self.driver.get("about:blank")
         self.driver.get(f"{self.base}#/{place}")
 
     def until(self, found: Callable[[], T]) -> T:
-        """Wait until a condition holds, and return what it found."""
         within_s = patience()
         deadline = time.monotonic() + within_s
         while True:
@@ -71,7 +69,6 @@ class Page:
         ActionChains(self.driver).send_keys(*keys).perform()
 
     def run(self, name: str) -> str:
-        """Return the id of a run."""
         script = (
             "return fetch('/api/runs').then((answer) => answer.json())"
             ".then(({ runs }) => runs.find((run) => run.name === arguments[0]).id)"
@@ -94,7 +91,6 @@ def served(folder: Path) -> Generator[str]:
 
 
 def curve_of(page: Page, key: str) -> list[tuple[float, float]]:
-    """Return the points of a chart, from its table."""
     chart = f".chart[data-key='{key}']"
     page.driver.execute_script(
         "arguments[0].scrollIntoView()", page.one(chart)

@@ -91,7 +91,6 @@ def _read(file: Path) -> float:
 
 @contextmanager
 def simulated_time() -> Generator[None]:
-    """The test's time is virtual."""
     global _simulated
     _simulated += 1
     try:

@@ -18,7 +18,6 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def public_api() -> str:
-    """The whole list."""
     return "\n\n".join("\n".join(_module(path)) for path in public_modules()) + "\n"
 
 
@@ -52,7 +51,6 @@ def _module(path: Path) -> Iterator[str]:
 
 
 def _names_in(tree: ast.Module) -> list[str]:
-    """The names in `__all__`."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)

@@ -54,7 +54,6 @@ class TestedRun(ABC):
         is one of a module."""
 
     def audit(self) -> AuditReport:
-        """What `stretto audit` finds."""
         return self.call(audit, self.folder)
 
     def assert_audit_is_clean(self) -> None:
@@ -75,7 +74,6 @@ class TestedRun(ABC):
         """What `stretto scale` or `stretto stop` prints, which ends with this status."""
 
     def kill(self) -> None:
-        """Kill its kernel."""
         self.process.kill()
         self.process.wait()
 
@@ -84,7 +82,6 @@ class TestedRun(ABC):
         return self.call(_read_journal, self.folder)
 
     def log(self, process: str = "kernel") -> list[dict[str, Any]]:
-        """The lines that a process has logged."""
         return _whole_lines(self.folder / "logs" / f"{process}.jsonl")
 
     def until_a_call(self) -> None:
@@ -95,11 +92,9 @@ class TestedRun(ABC):
         self.until(lambda: len(self.metrics()) >= step)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of its steps."""
         return [line for line in _whole_lines(self.folder / "metrics.jsonl") if "ledger" in line]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The lines of its evaluations."""
         return [line for line in _whole_lines(self.folder / "metrics.jsonl") if "ledger" not in line]
 
     def summary(self) -> dict[str, Any]:

@@ -81,7 +81,6 @@ class Record(msgspec.Struct, array_like=True):
 
 
 def digest_of(commands: Iterable[object]) -> bytes:
-    """Return a digest of commands, in order."""
     named = [(type(command).__name__, command) for command in commands]
     return hashlib.blake2b(msgspec.msgpack.encode(named), digest_size=8).digest()
 
@@ -165,7 +164,6 @@ def differences(life: Life) -> Iterator[str]:
 
 
 def write(file: Path, tapes: Iterable[tuple[str, Tape]], jobs: int) -> None:
-    """Record universes into a file."""
     named = [*tapes]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
         found = pool.map(record, [tape for _, tape in named])
@@ -177,12 +175,10 @@ def write(file: Path, tapes: Iterable[tuple[str, Tape]], jobs: int) -> None:
 
 
 def read(file: Path) -> list[Record]:
-    """Read recorded universes."""
     return msgspec.msgpack.decode(gzip.decompress(file.read_bytes()), type=list[Record])
 
 
 def check(records: Iterable[Record]) -> list[str]:
-    """Return what differs."""
     return [
         f"{each.size} {each.seed}, kernel {number}: {difference}"
         for each in records

@@ -37,7 +37,6 @@ PREFIX = 5
 
 @cache
 def picture() -> OpenImage:
-    """The image."""
     pixels = np.random.default_rng(5).integers(0, 256, (16, 16, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
@@ -79,7 +78,6 @@ class SeeingEngine(TorchInferenceEngine):
 
 @hookimpl
 def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
-    """The component of this file."""
     yield Component("seeing", SeeingEngine, TorchInferenceConfig, "sees an image before every prompt")
 
 

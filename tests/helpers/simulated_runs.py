@@ -61,7 +61,6 @@ class _Driver:
         return self._universe.folder / "run"
 
     def begin(self) -> None:
-        """Prepare the run in the universe, which is open."""
         if self._references:
             (self._folder / "references.yaml").write_text(yaml.safe_dump(dict(self._references)))
         structlog.configure(
@@ -121,7 +120,6 @@ class _Driver:
         return new, self._exit_status()
 
     def _print_end(self) -> None:
-        """Print what a command prints when its run has ended."""
         summary = self._universe.summary
         if summary is None:
             return
@@ -140,7 +138,6 @@ class _Driver:
         return self._kernel.status if summary is None else _STATUS[summary["status"]]
 
     def now(self) -> float:
-        """Virtual time."""
         return self._universe.loop.time()
 
     def stop_server(self) -> None:
@@ -163,7 +160,6 @@ class _Driver:
             return self._universe.loop.run_until_complete(ask())
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """The result of a coroutine."""
         if self._exit_status() is not None:
             self._universe.server.calm()
         return self._universe.loop.run_until_complete(function(*args))
@@ -174,7 +170,6 @@ class _Driver:
         return [each.name for each in self._universe.machine.alive()]
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to the newest process of that name."""
         process = self._kernel if name == "kernel" else self._named(name)
         assert process is not None
         process.context().run(self._signal, process, number)
@@ -200,7 +195,6 @@ class _Driver:
         return next((each for each in reversed(self._universe.machine.alive()) if each.name == name), None)
 
     def violations(self) -> list[str]:
-        """What oracles and audit find."""
         assert self._universe.summary is not None
         return [*self._universe.judge(self._universe.summary), *self._universe.loop.errors]
 
@@ -262,7 +256,6 @@ class SimulatedRun(TestedRun):
         self.ask("start")
 
     def resume(self, arguments: Sequence[str]) -> SimulatedRun:
-        """Do what `stretto resume` does with these arguments."""
         overrides = [each for each in arguments if not each.startswith("--")]
         self.ask(
             "start",
@@ -273,7 +266,6 @@ class SimulatedRun(TestedRun):
         return self
 
     def worker(self, name: str) -> _Process | None:
-        """The process of a worker, if it lives."""
         pid = self.ask("pid", name)
         return None if pid is None else _Process(self, name, pid)
 

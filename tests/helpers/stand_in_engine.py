@@ -38,15 +38,12 @@ class StandInEngine(ServerEngine):
     """So many first tokens of a request are the prompt, whose sum decides the answer."""
 
     def command(self, port: int, key: str) -> ServerCommand:
-        """Return the command of the server."""
         return ServerCommand((sys.executable, *self.program, str(port), key), {})
 
     async def greet(self, server: Server) -> None:
-        """Ask for its state."""
         await server.get("/state", deadline_s=patience())
 
     async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
-        """Yield the chunks of one answer."""
         body = {
             "id": ask.id,
             "tokens": ask.text.tokens,
@@ -57,7 +54,6 @@ class StandInEngine(ServerEngine):
             yield StreamChunk(event.tokens, event.logprobs, event.finish, "", event.versions)
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        """Stop answers."""
         await server.post("/abort", ids, deadline_s=patience())
 
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
@@ -66,7 +62,6 @@ class StandInEngine(ServerEngine):
     async def load_weights(
         self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
     ) -> Mapping[str, str]:
-        """Load a version."""
         version = update.note.version
         try:
             await server.post(
@@ -77,5 +72,4 @@ class StandInEngine(ServerEngine):
         return update.hashes()
 
     async def score(self, server: Server, text: ServerText) -> list[float]:
-        """Return a logprob of -1 for each token."""
         return [-1.0] * (len(text.tokens) - 1)

@@ -29,7 +29,6 @@ def surface() -> str:
 
 
 def _options(command: Any, path: str) -> Iterator[str]:
-    """Each command, its arguments and its options."""
     yield path
     for parameter in command.params:
         is_option = parameter.param_type_name == "option"
@@ -41,7 +40,6 @@ def _options(command: Any, path: str) -> Iterator[str]:
 
 
 def _keys() -> Iterator[str]:
-    """Each key of each table of a run file."""
     schema = json_schema(Plugins())
     for name, table in schema["$defs"].items():
         yield from (f"key {name}.{key}" for key in table.get("properties", {}))

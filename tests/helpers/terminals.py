@@ -46,7 +46,6 @@ class Terminal:
                 time.sleep(SOON_S)
 
     def until_it_shows(self, text: str) -> None:
-        """Wait until it shows a text from now on."""
         self.shown = ""
         self.until(lambda: text in self.shown)
 

@@ -204,7 +204,6 @@ class Served:
         return bool(result.finish) or (tokens is not None and len(result.tokens) >= tokens)
 
     async def answers(self, *requests: GenerateRequest) -> list[list[Result]]:
-        """The finished samples of each request."""
         for request in requests:
             self.engine.generate(request)
         return [await self.until(*((r.id, i) for i in range(len(r.seeds)))) for r in requests]
@@ -217,7 +216,6 @@ class Served:
 async def serving(
     folder: Path, version: int | None = 0, slots: int = 8, **config: Any
 ) -> AsyncGenerator[Served]:
-    """An engine that serves the folder's weights as `version`, or none yet."""
     served = Served(make_engine(folder, slots=slots, **config))
     async with anyio.create_task_group() as tasks:
         try:

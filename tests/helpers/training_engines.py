@@ -22,7 +22,6 @@ NEARLY_LINEAR: Mapping[str, Any] = {"lr": 0.1, "eps": 1.0, "clip_norm": None}
 def loaded_engine(
     model: Path, *, head: Head = "policy", trainable: bool = True, **options: Any
 ) -> HFTraining:
-    """The engine with its model loaded."""
     section: dict[str, Any] = {"warmup_steps": 0, **options}
     config = TorchTrainingConfig(**section)
     context = Context(run="r", name="n", seed=1, model=str(model), head=head, trainable=trainable)

@@ -145,6 +145,5 @@ def save_llava_processor(tokenizer: Any, folder: Path) -> None:
 
 
 def picture(seed: int, width: int = 20, height: int = 14) -> Image.Image:
-    """Noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)

@@ -43,7 +43,6 @@ class _ProcessOnB:
         return _NOBODY if self._is_lost.is_set() else self._process.pid
 
     async def wait(self) -> int:
-        """Wait for the end, or until it is lost."""
         status: list[int] = []
 
         async def look(tasks: anyio.abc.TaskGroup) -> None:
@@ -57,14 +56,12 @@ class _ProcessOnB:
         return status[0] if status else _LOST
 
     def terminate(self) -> None:
-        """Send SIGTERM, or lose it."""
         if self._cut.exists():
             self._is_lost.set()
         else:
             self._process.terminate()
 
     def send_signal(self, signal: object) -> None:
-        """Send a signal, if the host can be reached."""
         if not self._cut.exists():
             self._process.send_signal(signal)  # type: ignore[arg-type]
 
@@ -92,5 +89,4 @@ class HostsLauncher(LocalLauncher):
 
 @hookimpl
 def stretto_launcher() -> Iterator[Component[HostsConfig]]:
-    """The component of this module."""
     yield Component("hosts", HostsLauncher, HostsConfig, "two hosts of a test")

@@ -44,7 +44,6 @@ def hosts(*arguments: str) -> None:
 
 
 def written_run_file(folder: Path, training: str) -> Path:
-    """Write a run file, and its rows."""
     rows = (json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(40))
     (folder / "rows.jsonl").write_text("".join(rows))
     file = folder / "run.yaml"
@@ -72,7 +71,6 @@ def written_run_file(folder: Path, training: str) -> Path:
 
 
 def processes_on(host: str, module: str = "") -> list[psutil.Process]:
-    """The processes on a host, or those of them that run a module."""
     command = ["ip", "netns", "pids", f"stretto{host}"]
     pids = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     found: list[psutil.Process] = []
@@ -104,12 +102,10 @@ class RunOnHosts:
         return self._output.read_text()
 
     def steps(self) -> int:
-        """Number of complete steps."""
         file = self.folder / "metrics.jsonl"
         return file.read_text().count('"ledger"') if file.exists() else 0
 
     def until(self, condition: Callable[[], Any]) -> Any:
-        """Wait until a condition holds, and return its value."""
         deadline = time.monotonic() + patience()
         while not (value := condition()):
             assert time.monotonic() < deadline, self.text()[-3000:]
@@ -123,7 +119,6 @@ class RunOnHosts:
         hosts("cut")
 
     def mend(self) -> None:
-        """Mend the cable."""
         self.cut_file.unlink()
         hosts("mend")
 
@@ -170,7 +165,6 @@ def runs() -> Generator[list[RunOnHosts]]:
 
 @pytest.fixture
 def run_on_hosts(folder: Path, runs: list[RunOnHosts]) -> Start:
-    """Start a run whose kernel is on host A."""
 
     def start(*overrides: str, training: str = _MOCK) -> RunOnHosts:
         file, out = written_run_file(folder, training), folder / "run"

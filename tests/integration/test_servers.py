@@ -117,6 +117,5 @@ def test_evaluations_beside_training_are_of_the_version_they_name(
 
 
 def _completions(folder: Path, version: int) -> dict[int, str]:
-    """The kept answers of a version, by row."""
     answers = read_answers(SampleStore(folder), version, texts=True)
     return {answer.row: answer.completion or "" for answer in answers}

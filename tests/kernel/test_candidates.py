@@ -85,7 +85,6 @@ def test_everyone_is_known_and_the_same_events_give_the_same_candidates(
 
 
 def many(rollouts: int, engines: int, order: str) -> Candidates:
-    """So many of both, which join in this order."""
     candidates = Candidates()
     events = [
         *(("add", number) for number in range(rollouts)),

@@ -56,7 +56,6 @@ class Stored:
             }
 
     def remote(self, version: int) -> Path:
-        """The only folder of a version in the store."""
         [found] = self.files.glob(f"{checkpoint_name(version)}-*")
         return found
 

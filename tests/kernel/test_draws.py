@@ -100,7 +100,6 @@ class World:
         return Scheduler(self.settings, keep, curriculum=self.make())
 
     def run(self) -> Mapping[int, int]:
-        """Return the row of every ticket."""
         self.scheduler.start()
         self.checkpoint = msgspec.json.encode(self.scheduler.snapshot())
         self.obey()

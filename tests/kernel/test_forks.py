@@ -33,7 +33,6 @@ sys.exit(3)
 
 @pytest.fixture
 def folder_with_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules in `tmp_path`, which processes find."""
     (tmp_path / "show.py").write_text(SHOW)
     (tmp_path / "waits.py").write_text(
         "import sys, time\nprint('stretto' in sys.modules, flush=True)\ntime.sleep(100)\n"
@@ -46,7 +45,6 @@ def folder_with_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 async def forks(folder_with_modules: None, tmp_path: Path) -> AsyncIterator[ForkServer]:
-    """A server whose processes find these modules."""
     del folder_with_modules
     server = ForkServer(tmp_path, ["numpy.random"])
     yield server

@@ -10,7 +10,6 @@ BESIDE = Demand(10, (10,))
 
 
 def training(*workers: str) -> dict[str, int | None]:
-    """All serve training."""
     return dict.fromkeys(workers)
 
 

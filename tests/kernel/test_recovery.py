@@ -90,7 +90,6 @@ class History:
         await self.store(event, *decisions(self.scheduler.commands()))
 
     async def store(self, *events: Event) -> None:
-        """Append events in one message."""
         raw = tuple(msgspec.Raw(encode(event)) for event in events)
         batch = EventBatch(1, self.events, raw, (0.0,) * len(raw), self.head.digest)
         self.events += len(events)
@@ -103,7 +102,6 @@ class History:
         await self.bus.store.make_log(names.journal_stream, names.of_journal)
 
     async def finish(self, ticket: int, images: tuple[int, ...] = ()) -> None:
-        """Append the outcome of a ticket."""
         oldest = max(0, ticket // 2 - 1)
         bundle = TrajectoryBundle(ticket, 1, ticket, ())
         sequence = await self.bus.store.append(self.names.trajectories, bundle, id=f"{ticket}/1/0")
@@ -120,7 +118,6 @@ class History:
         await self.hear(StepTrained(version, hold=False))
 
     async def run_to(self, version: int) -> None:
-        """Train up to a version."""
         for step in range(self.scheduler.version, version):
             for ticket in (2 * step, 2 * step + 1):
                 if ticket not in self.bundles:
@@ -128,7 +125,6 @@ class History:
             await self.train()
 
     async def checkpoint(self) -> Checkpoint:
-        """A checkpoint of the current version."""
         end = (await self.bus.store.end(self.names.journal_stream)).sequence
         data = msgspec.json.encode(self.scheduler.snapshot())
         snapshot = msgspec.json.decode(data, type=Snapshot)
@@ -227,14 +223,12 @@ async def open_history(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[His
 async def history_at(
     open_bus: OpenBus, names: Subjects, version: int
 ) -> AsyncGenerator[tuple[History, Checkpoint]]:
-    """A run that has come to a version, and its checkpoint."""
     async with open_history(open_bus, names) as history:
         await history.run_to(version)
         yield history, await history.checkpoint()
 
 
 def issued(scheduler: Scheduler) -> set[int]:
-    """Tickets that the scheduler issues."""
     return {command.ticket.id for command in scheduler.commands() if isinstance(command, Issue)}
 
 

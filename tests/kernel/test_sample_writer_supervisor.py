@@ -34,7 +34,6 @@ async def running(supervisor: SampleWriterSupervisor) -> AsyncGenerator[None]:
 
 
 def make_supervisor(folder: Path) -> tuple[SampleWriterSupervisor, list[str]]:
-    """A supervisor and the problems of its run."""
     setup, bus = make_setup(folder, steps=1), Connected()
     return SampleWriterSupervisor(setup, cast("Any", bus), 1), setup.facts.problems
 

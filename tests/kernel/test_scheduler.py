@@ -39,7 +39,6 @@ from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 
 
 def done(ticket: Ticket, oldest: int, newest: int | None = None, reward: float = 1.0) -> GroupDone:
-    """A finished group of one sample."""
     member = Member(
         id=f"{ticket.name}/0",
         sequence=1,
@@ -67,7 +66,6 @@ def issued(scheduler: Scheduler) -> list[Ticket]:
 
 
 def started(keep: Callable[[Group], bool] = lambda group: True, **settings: Any) -> Scheduler:
-    """A scheduler of a run with these settings that has just started."""
     settings = {"batch_size": 1, "max_staleness": 0, "rows": 100, **settings}
     scheduler = Scheduler(SchedulerSettings(**settings), keep)
     scheduler.start()
@@ -353,7 +351,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule()
     def release(self) -> None:
-        """The checkpoint is complete."""
         self.holds = False
         self.scheduler.release()
         self.obey()
@@ -914,7 +911,6 @@ def test_the_rows_of_an_evaluation_beside_training_begin_as_groups_of_training_e
         return [ticket.row for ticket in tickets if ticket.purpose == "eval"]
 
     def finish_groups() -> list[int]:
-        """Finish the two newest groups."""
         scheduler.group_done(done(training[-2], training[-2].min_version))
         assert begun() == []
         scheduler.group_done(done(training[-1], training[-1].min_version))
@@ -1145,7 +1141,6 @@ def test_narrowing_lets_the_backlog_drain_and_leaves_issued_tickets_their_deadli
 
 
 def continued(scheduler: Scheduler) -> Scheduler:
-    """A scheduler in the state of a snapshot of this one."""
     other = Scheduler(scheduler.settings)
     other.restore(msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()), type=Snapshot))
     return other

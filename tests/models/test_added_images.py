@@ -345,7 +345,6 @@ async def test_a_trainer_makes_the_arrays_of_the_images_that_a_trajectory_names(
     names = [name_of(file) for file in files]
 
     def trajectory(index: int, images: Sequence[str | int] | None, places: int) -> WireTrajectory:
-        """One with four tokens for each image."""
         count = 4 * places + 4
         return WireTrajectory(
             id=f"1/1/{index}",

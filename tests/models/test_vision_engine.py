@@ -28,7 +28,6 @@ TOLERANCE = 1e-4
 
 
 def file_of(seed: int, width: int = 20, height: int = 14) -> OpenImage:
-    """A picture as the file of a row."""
     stream = io.BytesIO()
     picture(seed, width, height).save(stream, "PNG")
     return OpenImage(stream.getvalue(), decode(stream.getvalue()))
@@ -51,7 +50,6 @@ class SeenModel:
         return {self._names.get(name, name): parameter.data for name, parameter in named}
 
     def logprobs(self, asked: Asked, answer: Sequence[int]) -> NDArray[np.float32]:
-        """(A,) the logprobs of an answer."""
         ids = torch.tensor([[*asked.request.prompt_ids.numpy().tolist(), *answer]])
         media = {name: torch.from_numpy(array) for name, array in asked.media.items()}
         if "image_grid_thw" in media:

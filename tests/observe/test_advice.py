@@ -22,7 +22,6 @@ from worlds import in_simulation
 
 
 def only(given: list[Advice], rule: str) -> Advice:
-    """The advice of a rule, which is all that was given."""
     assert [advice.rule for advice in given] == [rule], given
     return given[0]
 

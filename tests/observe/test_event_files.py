@@ -216,7 +216,6 @@ def versions(folder: Path) -> list[int]:
 
 
 def events_of(folder: Path) -> list[tuple[float, Event]]:
-    """The events in the files of a run, with their times."""
     batches = [msgspec.msgpack.decode(data or b"", type=EventBatch) for _, data in stored_events(folder)]
     return list(chain.from_iterable(zip(each.times, each.decoded(), strict=True) for each in batches))
 

@@ -36,7 +36,6 @@ class make:
 
 
 def run_with(tmp_path: Path, deed: str, finish_s: float) -> Composed:
-    """A run whose tracker does this with a step."""
     plugin = write_plugin(tmp_path, "tracker", PLUGIN.format(deed=deed), "stretto.TrackerConfig")
     (tmp_path / "bus").mkdir()
     trackers = [{"use": "mine", "finish_s": finish_s}]

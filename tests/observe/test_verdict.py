@@ -22,7 +22,6 @@ RUNNING, COMPLETED = RunState("running", 60), RunState("completed", 60)
 def judged(
     lines: Sequence[Line], state: RunState = RUNNING, evaluations: Sequence[tuple[int, float, int]] = ()
 ) -> Verdict:
-    """The verdict after lines and evaluations."""
     adviser = Adviser(RUN)
     for each in evaluations:
         adviser.evaluated(Evaluation(*each, 0))

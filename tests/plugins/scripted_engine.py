@@ -84,5 +84,4 @@ class Scripted:
 
 @hookimpl
 def stretto_inference() -> Iterator[Component[ScriptedConfig]]:
-    """The engine."""
     yield Component("scripted", Scripted, ScriptedConfig, "answers by a function", needs_model=False)

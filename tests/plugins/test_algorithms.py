@@ -55,7 +55,6 @@ def made(name: str, **options: Any) -> Any:
 
 
 def problems(name: str, temperature: float = 1.0, **options: Any) -> list[str]:
-    """Paths of what `check` finds."""
     component = Plugins().get("algorithm", name)
     config = msgspec.convert({"use": name, **options}, component.config)
     run = SimpleNamespace(

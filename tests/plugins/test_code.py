@@ -255,7 +255,6 @@ def test_no_process_of_a_program_is_left(runner: SandboxRunner) -> None:
 
 
 def below_warm_pythons() -> list[psutil.Process]:
-    """Processes that stay below the warm Pythons of this process."""
     found: list[psutil.Process] = []
     for each in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # a supervisor may end while it is looked at

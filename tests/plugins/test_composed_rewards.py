@@ -30,7 +30,6 @@ def composed_with(folder: Path, reward: dict[str, Any], *overrides: str) -> Comp
 def scores(
     folder: Path, reward: dict[str, Any], *answers: str, row: dict[str, Any] = ROW, **columns: list[Any]
 ) -> list[tuple[float, dict[str, float]]]:
-    """What a scoring process computes."""
     composed = composed_with(folder, reward)
     return score_group(Assembly(composed, folder="").make("reward"), row, answers, columns)
 

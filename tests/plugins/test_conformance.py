@@ -24,7 +24,6 @@ class TestTorchWithImages(InferenceConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def models(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModel, TinyModel]:
-        """Two models that read images."""
         parent = tmp_path_factory.mktemp("seeing")
         first = seeing_engine.make_seeing_model(parent / "a", seed=0, layers=16)
         return first, seeing_engine.make_seeing_model(parent / "b", seed=1, layers=16)

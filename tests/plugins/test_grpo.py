@@ -19,7 +19,6 @@ def grpo(**options: Any) -> GRPO:
 
 
 def batch_of(rewards: list[float], groups: list[int], answers: list[int], prompt: int = 2) -> Batch:
-    """Sequences of `prompt` tokens and an answer each."""
     lengths = [prompt + answer for answer in answers]
     mask = torch.cat([torch.arange(length) >= prompt for length in lengths])
     return Batch(

@@ -36,7 +36,6 @@ def test_rows_are_read_by_index_and_the_fingerprint_tells_changes(tmp_path: Path
 
 
 def prompts(tmp_path: Path, row: Mapping[str, object], **options: object) -> Mapping[str, object]:
-    """What the dataset `jsonl` makes of one row."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     section = {"use": "jsonl", "path": str(tmp_path / "rows.jsonl"), **options}
     return JsonLines(msgspec.convert(section, JsonLinesConfig), CONTEXT)[0]

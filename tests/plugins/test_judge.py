@@ -87,7 +87,6 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def scores(
     server: JudgeServer, folder: Path, *completions: str, row: dict[str, Any] | None = None, **options: Any
 ) -> list[tuple[float, dict[str, float]]]:
-    """Score answers as a scoring process does."""
     config = msgspec.convert({"use": "judge", "url": server.url, "model": "m", **options}, JudgeConfig)
     reward = make(config, Context(run="r", name="n", seed=0, folder=str(folder)))
     return score_group(reward, {"prompt": "2+2?", "answer": "4", **(row or {})}, completions, {})

@@ -35,7 +35,6 @@ def dataset(**keys: Any) -> ReasoningGym:
 
 
 def sent(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as a scoring process gets it."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=dict[str, Any])
 
 

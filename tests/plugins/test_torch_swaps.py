@@ -136,7 +136,6 @@ async def test_a_swap_reads_only_the_tensors_that_changed(folders: Folders) -> N
 
 
 def digest_by_hand(weights: Mapping[str, Tensor]) -> str:
-    """Of float32 tensors that are one tile each."""
     hashes: dict[str, str] = {}
     for name, tensor in weights.items():
         leaf = sha256(b"stretto tile\0" + bytes(16) + tensor.numpy().astype("<f4").tobytes()).digest()

@@ -77,7 +77,6 @@ class Kernel:
 
     @property
     def own(self) -> Path:
-        """The tracker's folder."""
         return self.folder / "trackers" / self.name
 
     def step(self, step: int, reward: float, **more: Any) -> None:
@@ -97,13 +96,11 @@ class Kernel:
         self.kept.flush()
 
     def end(self) -> None:
-        """The run ends."""
         aside = self.folder / ".summary.json"
         aside.write_text(json.dumps({"status": "completed", "reason": "", "version": 8, "wall_s": 9.0}))
         aside.rename(self.folder / "summary.json")
 
     def start(self) -> None:
-        """Start the tracker's process, as the kernel does."""
         self.own.mkdir(parents=True, exist_ok=True)
         with (self.own / "output.log").open("ab") as output:
             self.child = subprocess.Popen(
@@ -115,7 +112,6 @@ class Kernel:
             )
 
     def until_noted(self, **expected: int) -> None:
-        """Until the cursor has these numbers."""
         file = cursor_file(self.folder, self.name)
         deadline = time.monotonic() + patience(90)
         while not (file.exists() and expected.items() <= json.loads(file.read_bytes()).items()):
@@ -135,7 +131,6 @@ class Kernel:
         pipe.unlink()
 
     def kill(self) -> None:
-        """Kill the process and what it has started."""
         assert self.child is not None
         os.killpg(self.child.pid, signal.SIGKILL)
         self.wait()
@@ -159,7 +154,6 @@ class Kernel:
 
 @pytest.fixture
 def kernel_of(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
-    """`kernel_of("wandb")`: a run with this tracker."""
     kernels: list[Kernel] = []
 
     def make(tracker: str, **section: Any) -> Kernel:
@@ -333,7 +327,6 @@ LATE = {"wandb", "trackio"}
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the libraries read from the environment."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "run" / "store"))
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))

@@ -103,7 +103,6 @@ class Environment:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A folder with the stand-in."""
     package = tmp_path / "library" / "verifiers" / "v1"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")

@@ -79,7 +79,6 @@ def warmer(completion: str, secret: int, turn: int, state: dict[str, Any], **_: 
 
 
 def go_on(turn: int, **_: Any) -> Any:
-    """Three turns."""
     return "go on" if turn < 3 else None
 
 
@@ -150,7 +149,6 @@ def test_an_environment_is_told_what_it_may_return(returned: Any, fault: str) ->
 
 
 def add(a: int, b: int) -> int:
-    """A sum."""
     return a + b
 
 
@@ -361,7 +359,6 @@ def test_the_environment_of_the_page_rewards_every_conversation(start: Start, tm
 
 
 def _defined(code: str, file: str) -> Any:
-    """The first function of a block."""
     names: dict[str, Any] = {}
     exec(compile(code, file, "exec"), names)
     return next(value for name, value in names.items() if callable(value) and not name.startswith("_"))
@@ -371,7 +368,6 @@ def _defined(code: str, file: str) -> Any:
 
 
 def told(tmp_path: Path, workflow: Mapping[str, Any], *overrides: str) -> list[str]:
-    """What `check` says of a workflow."""
     composed = compose(write_run(tmp_path, steps=1, workflow=dict(workflow)), overrides)
     return [
         f"{problem.severity} {problem.path}: {problem.message}"

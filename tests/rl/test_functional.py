@@ -157,7 +157,6 @@ def test_group_normalise_properties(groups: list[list[float]], shift: float, see
 
 
 def by_numpy(groups: list[list[float]]) -> list[float]:
-    """The normalised rewards, group by group."""
     return [
         0.0 if are_equal(group) else float((value - np.mean(group)) / (np.std(group, ddof=1) + 1e-6))
         for group in groups

@@ -33,7 +33,6 @@ PARTS = [{"type": "text", "text": "is it "}, {"type": "text", "text": "ok?"}]
 
 
 def samples_of(run: Path, *options: str) -> list[dict[str, Any]]:
-    """The samples of a run as a user exports them."""
     output_of("samples", run, "--format", "jsonl", "--tokens", "--output", run / "rows.jsonl", *options)
     return [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
 

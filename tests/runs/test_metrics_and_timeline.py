@@ -61,13 +61,11 @@ class Scrape:
         return found == [version]
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The values of a family by one of its labels."""
         found = [sample for sample in self.samples if sample.name == f"stretto_{name}"]
         return {sample.labels[label]: sample.value for sample in found}
 
 
 def read(url: str, accept: str = "") -> tuple[str, str]:
-    """The body and its content type."""
     request = urllib.request.Request(url, headers={"Accept": accept} if accept else {})
     with urllib.request.urlopen(request, timeout=patience()) as answer:
         return answer.read().decode(), answer.headers["Content-Type"]
@@ -229,7 +227,6 @@ def labels_by_name(scrapes: list[Scrape]) -> dict[str, set[str]]:
 
 
 def selectors(expression: Any) -> Iterator[Any]:
-    """The vector selectors in a parsed query."""
     if isinstance(expression, promql_parser.VectorSelector):
         yield expression
         return

@@ -103,7 +103,6 @@ def lines_of(run: Any, event: str) -> list[dict[str, Any]]:
 
 
 def invitation(run: Any, worker: str) -> list[str]:
-    """The command with which one more worker joins."""
     return shlex.split(stretto("invite", run.folder, worker).stdout.splitlines()[-1])
 
 

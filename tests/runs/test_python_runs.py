@@ -27,13 +27,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
-    """A run of the mock engines, as a mapping."""
     document = yaml.safe_load(write_run_file(tmp_path).read_text())
     return {**document, "training": {"use": "mock", "seconds_per_step": 0.05}, "out": tmp_path / "out"}
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every process of the run in a folder, but its kernel."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])

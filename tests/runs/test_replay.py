@@ -135,7 +135,6 @@ def test_a_replay_has_the_number_of_trainers_that_each_step_had(start: Start) ->
 
 @pytest.fixture(scope="module")
 def finished(module_start: Start) -> Any:
-    """A run of the mock engines."""
     keep = ("samples.keep=all", "checkpoint.every=1", "checkpoint.keep=2")
     run = module_start("steps=4", *keep, out="finished")
     assert run.end() == 0, run.text()

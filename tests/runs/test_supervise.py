@@ -22,7 +22,6 @@ from stretto.cli.start import supervise
 
 
 def kernel_of(run: Any) -> psutil.Process:
-    """The kernel's process, a child of the supervisor."""
     return run.until(lambda: next(iter(psutil.Process(run.process.pid).children()), None))
 
 

@@ -87,12 +87,10 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def named(*files: bytes) -> dict[str, bytes]:
-    """Files by their SHA-256."""
     return {ImageFile(file).digest: file for file in files}
 
 
 def images_in(folder: Path) -> dict[str, bytes]:
-    """All that is in the folder of images."""
     return {path.name: path.read_bytes() for path in (folder / "samples" / "images").iterdir()}
 
 

@@ -30,7 +30,6 @@ def request(name: str, **options: Any) -> GenerateRequest:
 
 
 def intake(*names: str, version: int = 0) -> Intake[OpenSample]:
-    """An intake that serves a version, with a request of each name."""
     line = Intake(OpenSample, vocabulary=VOCABULARY, room=64, eos=(1,))
     line.serve(version)
     for name in names:

@@ -52,7 +52,6 @@ PROMPT = [3, 4, 5]
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    """A run whose engine is to be chosen."""
     return write_run(tmp_path, steps=1)
 
 
@@ -218,7 +217,6 @@ Started = tuple[Engine, Answers]
 
 @asynccontextmanager
 async def started(folder: Path, **options: Any) -> AsyncGenerator[Started]:
-    """An engine with its server."""
     options = {"python": sys.executable, "slots": 4, "start_timeout_s": patience(20.0)} | options
     context = Context(run="r", name="n", seed=1, folder=str(folder), worker="inference-0")
     engine, answers = Engine(ServerEngineConfig(use="stand_in", **options), context), Answers()

@@ -37,7 +37,6 @@ TOKENS = [1, IMAGE, IMAGE, 2, IMAGE, 3, IMAGE]
 
 
 def picture(seed: int) -> Image.Image:
-    """Noise."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (14, 20, 3), dtype=np.uint8))
 
 

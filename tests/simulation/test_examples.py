@@ -32,7 +32,6 @@ CHEAP = ServiceTimes(
 
 
 def said(*arguments: object) -> str:
-    """The output of a command, with its error."""
     command = CliRunner().invoke(app, [*map(str, arguments)])
     if command.exception is not None and not isinstance(command.exception, StrettoError | SystemExit):
         raise command.exception

@@ -54,7 +54,6 @@ class Sequence:
         self.last = 0
 
     async def run(self) -> list[Any]:
-        """Return what the server said."""
         await self._begin()
         for _ in range(self.rng.randint(5, 25)):
             kind = self.rng.choice(KINDS)

@@ -27,7 +27,6 @@ each_mutation = pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutati
 
 
 def tape_of(mutation: Mutation) -> Path:
-    """Return the file of the tape that fails with a mutation."""
     return TAPES / f"{re.sub(r'[^a-z0-9]+', '-', mutation.name.lower()).strip('-')}.json"
 
 

@@ -66,7 +66,6 @@ print(run_tape(msgspec.json.decode(sys.stdin.read(), type=Tape)).digest)
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    """Return a run file of somebody who has GPUs."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
@@ -74,14 +73,12 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def simulate(folder: Path, *arguments: str, status: int = 0) -> str:
-    """What `stretto simulate` prints."""
     done = called("simulate", *arguments, cwd=folder)
     assert done.returncode == status, done.stderr
     return done.stdout + done.stderr
 
 
 def few_steps(tape: Tape) -> Tape:
-    """Return the universe with a shorter run."""
     return msgspec.structs.replace(tape, run={**tape.run, "steps": 2})
 
 

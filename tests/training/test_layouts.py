@@ -78,7 +78,6 @@ class Measured:
         return [json.loads((self.folder / f"{name}-{rank}.json").read_text()) for rank in range(self.ranks)]
 
     def said(self, name: str) -> Tensor:
-        """What the head says of all parts."""
         return torch.tensor([number for rank in self.of(name)[:: self.width] for number in rank["said"]])
 
     def steps(self, name: str) -> list[dict[str, float]]:
@@ -199,7 +198,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def single(models: dict[str, Path], work: Path) -> Measured:
-    """The engine `torch` in this process."""
     folder = work / "torch"
     folder.mkdir()
     runs = runs_of(models, work / "saved/torch", {})

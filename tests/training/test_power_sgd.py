@@ -28,7 +28,6 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def gradients(seed: int) -> list[Tensor]:
-    """A matrix and a vector."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(24, 16, generator=generator), torch.randn(16, generator=generator)]
 

@@ -221,7 +221,6 @@ def test_other_options_share_prefixes_too(tiny_models: Models, head: Head, optio
 
 
 def _count_nodes(engine: HFTraining, batch: Batch) -> int:
-    """Count the tokens that a forward computes."""
     counts: list[int] = []
 
     def count(module: Any, arguments: Any, named: dict[str, Any]) -> None:

@@ -31,7 +31,6 @@ Client = TestClient[web.Request, web.Application]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one run."""
     folder = tmp_path_factory.mktemp("runs")
     make_run(folder / "one", steps=3)
     return folder

@@ -39,7 +39,6 @@ OTHERS = [{"type": "image", "sha256": "../config.yaml"}, {"type": "image"}, None
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """Three runs in a browser."""
     folder = tmp_path_factory.mktemp("runs")
     make_run(folder / "one", name="one", steps=40)
     make_run(folder / "two", name="two", steps=30, seed=2)

@@ -39,7 +39,6 @@ class Ended:
     """Id -> kept sample."""
 
     def those(self, **values: Any) -> list[dict[str, Any]]:
-        """Return the kept samples that have these values."""
         return [row for row in self.rows.values() if all(row[name] == each for name, each in values.items())]
 
 

@@ -271,7 +271,6 @@ BOTH = pytest.mark.parametrize("sandbox", ["bubblewrap", "unsafe"])
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Processes that sleep for `mark` seconds."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         if (process.info["cmdline"] or [])[:2] == ["sleep", mark]:

@@ -55,7 +55,6 @@ def open_pool(tmp_path: Path) -> OpenPool:
 
 
 async def ask(pool: ChildPool, completion: str, timeout_s: float | None = None) -> str:
-    """The child's feedback, or its error."""
     question = Question(msgspec.msgpack.encode({"completion": completion, "state": {}}))
     reaction = await pool.ask(question, Reaction, timeout_s or patience())
     return reaction.fault.error if reaction.fault else str(reaction.feedback.messages[0])
@@ -242,7 +241,6 @@ def environment(completion):
 
 
 def sleepers(mark: str) -> list[int]:
-    """Processes that sleep for `mark` seconds."""
     found: list[int] = []
     for each in psutil.process_iter(["cmdline", "status"]):
         if (each.info["cmdline"] or [])[:2] == ["sleep", mark]:

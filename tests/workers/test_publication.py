@@ -20,7 +20,6 @@ DEADLINE_S = 60
 
 
 def thread() -> ComputeThread:
-    """Start a thread that computes."""
     return ComputeThread(ThreadPoolExecutor(1))
 
 

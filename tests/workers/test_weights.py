@@ -588,7 +588,6 @@ class Told:
     async def stop(self) -> None: ...
 
     def say(self, sample: int, position: int, *versions: int, finish: Any = "", request: str = "q") -> None:
-        """New tokens of a sample of a request."""
         count = len(versions)
         tokens, logprobs = np.arange(count, dtype=np.int32), np.zeros(count, np.float32)
         self.emit([Chunk(request, sample, position, tokens, logprobs, np.array(versions, np.int32), finish)])
@@ -632,7 +631,6 @@ class Worker:
         )
 
     async def ask(self, id: str, exact_version: int | None = None) -> None:
-        """Ask for two samples, of an evaluation if a version is given."""
         request = GenerateRequest(id, Array.of(np.ones(1, np.int32)), (1, 2), Sampling(), 0)
         subject = Subjects("test-run").worker("inference", "inference-0", "x", "generate")
         await self._rollout.publish(subject, Generate(request, self._rollout.inbox, exact_version))
