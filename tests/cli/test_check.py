@@ -328,6 +328,7 @@ def test_odd_values_are_warned_of(run_file: Path) -> None:
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 TORCH = f"model={MODEL}", "training.use=torch", "inference.use=torch", "sampling.max_tokens=32"
 HELD = "evaluation={dataset: {use: jsonl, path: held.jsonl}, sampling: {temperature: 0}}"
+ONE = "evaluation.sampling.max_tokens=1"
 OWN = {
     "user.py": (
         "import sys\n"
@@ -439,6 +440,10 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         (
             (*TORCH, f"dataset.path={MODEL.parent}/train.jsonl", "sampling.max_tokens=1"),
             "warning sampling.max_tokens: is 1, but the answer in the first",
+        ),
+        (
+            (*TORCH, HELD, f"evaluation.dataset.path={MODEL.parent}/train.jsonl", ONE),
+            "warning evaluation.sampling.max_tokens: is 1, but the answer in the first",
         ),
         ((*TORCH, "workflow.timeout_s=0.01"), "warning workflow.timeout_s: "),
         ((*TORCH, "training.warmup_steps=1000"), "warning training.warmup_steps: is 1000, but the run has 5"),

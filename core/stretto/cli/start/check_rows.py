@@ -136,12 +136,14 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
         )
 
 
-def _answer_problems(config: RunConfig, row: Row, tokenizer: Tokenizer) -> Iterator[Problem]:
+def _answer_problems(config: RunConfig, path: str, row: Row, tokenizer: Tokenizer) -> Iterator[Problem]:
     """Warn if the answer in the first row is longer than a sample can be."""
-    answer, limit = row.get("answer"), config.sampling.max_tokens
+    samplings = dict(config.samplings())
+    key = "evaluation.sampling" if path != "dataset" and "evaluation.sampling" in samplings else "sampling"
+    answer, limit = row.get("answer"), samplings[key].max_tokens
     if isinstance(answer, str) and (length := len(tokenizer.encode_text(answer))) > limit:
         yield Problem(
-            "sampling.max_tokens",
+            f"{key}.max_tokens",
             f"is {limit}, but the answer in the first row has {length} tokens: answers like it are cut",
             "warning",
         )
@@ -162,8 +164,10 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
         )
     if limit is not None and tokens > limit:
         yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
-    elif path == "dataset" and config.steps:
-        yield from _answer_problems(config, dataset[0], tokenizer)
+        return
+    if path != "dataset" or config.steps:
+        yield from _answer_problems(config, path, dataset[0], tokenizer)
+    if path == "dataset" and config.steps:
         longest = tokens + config.sampling.max_tokens
         context: int | None = getattr(config.inference, "context_length", None)
         if assembly.graph.samples and context is not None and longest > context:
