@@ -85,7 +85,7 @@ class WeightUpdate(Protocol):
         ...
 
     def hashes(self) -> Mapping[str, str]:
-        """Return tensor name -> hash of the published tensor, see `stretto.models.tiles`. `digest_of` these
+        """Return tensor name -> hash of the published tensor, see `stretto.models.digest`. `digest_of` these
         hashes is the digest of the note."""
         ...
 

@@ -1,18 +1,17 @@
 """The digest of a set of weights. Trainer and engines compute it over the same tensors, one by one.
 
-A tensor's hash covers its bytes, dtype and shape; `stretto.models.tiles` defines it. The digest covers names
-and hashes.
+A tensor's hash is the SHA-256 of the text `stretto tensor`, a zero byte, dtype and shape, such as
+`int16 2x3`, a line end, and the little-endian bytes of its elements. The digest covers names and hashes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from stretto.models.tiles import MatrixPart, Tiling, hash_part, root_hash
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,10 +37,12 @@ def bytes_hash(data: bytes | memoryview | NDArray[np.uint8], dtype: str, shape: 
     Raises:
         ValueError: if a tensor of this shape cannot have this number of bytes.
     """
-    flat = np.frombuffer(data, np.uint8)
-    tiling = Tiling(dtype, tuple(shape), len(flat))
-    leaves, _ = hash_part(tiling, MatrixPart(0, 0, flat.reshape(tiling.rows, tiling.width)))
-    return root_hash(tiling, leaves)
+    flat, elements = np.frombuffer(data, np.uint8), math.prod(shape)
+    if len(flat) % elements if elements else len(flat):
+        raise ValueError(f"a tensor of shape {tuple(shape)} cannot have {len(flat)} bytes")
+    hasher = hashlib.sha256(f"stretto tensor\0{dtype} {'x'.join(map(str, shape))}\n".encode())
+    hasher.update(flat.data)
+    return hasher.hexdigest()
 
 
 def digest_of(hashes: Iterable[tuple[str, str]]) -> str:

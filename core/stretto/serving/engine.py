@@ -136,7 +136,7 @@ class ServerEngine(Streams, ABC):
             forget: whether to empty the server's prefix cache.
 
         Returns:
-            For each tensor of the update, its hash as the server loaded it, see `stretto.models.tiles`.
+            For each tensor of the update, its hash as the server loaded it, see `stretto.models.digest`.
 
         Raises:
             WeightsError: if the weights do not fit; the old ones are unchanged.

@@ -40,7 +40,7 @@ from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
-FORMAT = 4
+FORMAT = 5
 """Number of the format of snapshots and events. Runs of another format cannot be resumed."""
 _PREFIX = "step-"
 _MANIFEST = "manifest.json"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -85,20 +84,11 @@ def _files(folder: str) -> list[str]:
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
-    """Return the hash of a tensor that `stretto.models.tiles` defines. A test compares the two."""
-    rows = tensor.shape[0] if tensor.ndim else 1
-    matrix = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().reshape(rows, -1 if rows else 0)
-    width = matrix.shape[1]
-    tile_rows = max(1, min(rows, max(256, 2**19 // max(1, width))))
-    tile_width = max(1, min(width, max(2048, 2**19 // tile_rows // 2048 * 2048)))
+    """Return the hash of a tensor that `stretto.models.digest` defines. A test compares the two."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), "x".join(map(str, tensor.shape))
-    root = hashlib.sha256(b"stretto tensor\0" + f"{dtype} {shape}\n".encode())
-    for row in range(0, rows, tile_rows):
-        for byte in range(0, width, tile_width):
-            leaf = hashlib.sha256(b"stretto tile\0" + struct.pack("<QQ", row, byte))
-            leaf.update(matrix[row : row + tile_rows, byte : byte + tile_width].copy().data)
-            root.update(leaf.digest())
-    return root.hexdigest()
+    hasher = hashlib.sha256(f"stretto tensor\0{dtype} {shape}\n".encode())
+    hasher.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
 
 
 class RequireKey:
