@@ -54,13 +54,13 @@ def test_no_two_figures_have_one_name() -> None:
 def test_views_show_figures_of_the_table() -> None:
     shown = {
         *(*report._CURVES, *drawing._FIGURES, *export._FIGURES, *view._CURVES),
-        *(*view._OF_STEP, *MAIN_FIGURES, *prometheus._LAST_STEP, *(f"wait/{cause}_s" for cause in CAUSES)),
+        *(*view._OF_STEP, *MAIN_FIGURES, *(f"wait/{cause}_s" for cause in CAUSES)),
     }
     assert shown <= FIGURES.keys()
 
 
 def test_the_dashboard_has_the_names_and_units_of_the_table() -> None:
-    keys = {f"stretto_last_step_{name}": key for key, name in prometheus._LAST_STEP.items()}
+    keys = {f"stretto_{prometheus.gauge_of(key)}": key for key in FIGURES}
     keys["stretto_evaluation_accuracy"] = ACCURACY
     panels = json.loads((ROOT / "examples" / "grafana" / "stretto.json").read_text())["panels"]
     found: list[str] = []

@@ -7,6 +7,7 @@ section `metrics` does not import this module.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
@@ -41,29 +42,6 @@ log = structlog.get_logger()
 
 _REPORT_S = 1.0
 """An answer waits for the report of a step for at most this many seconds."""
-_LAST_STEP = {
-    "step_s": "seconds",
-    "train_s": "train_seconds",
-    "reward": "reward_mean",
-    "reward_std": "reward_stddev",
-    "zero_variance_groups": "zero_variance_ratio",
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "entropy": "entropy_nats",
-    "behaviour_kl": "behaviour_kl_nats",
-    "lr": "learning_rate",
-    "divergence": "divergence_nats",
-    "length": "length_mean_tokens",
-    "truncated": "truncated_ratio",
-    "staleness": "staleness_mean_steps",
-    "staleness_max": "staleness_max_steps",
-    "tokens": "tokens",
-    "step_tokens_per_s": "tokens_per_second",
-    "train_tokens_per_s": "train_tokens_per_second",
-    "swap_pause_s": "swap_pause_seconds",
-}
-"""Key of the newest line of `metrics.jsonl` -> name after `stretto_last_step_`."""
-
 _ENGINE = {
     "version": ("version", "Version that the engine serves"),
     "running": ("running_samples", "Samples that the engine decodes"),
@@ -141,6 +119,12 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def gauge_of(key: str) -> str:
+    """Return the name, after `stretto_`, of a figure of the newest step: Prometheus writes units in full."""
+    name = key.replace("/", "_")
+    return "last_step_" + re.sub("_s$", "_seconds", re.sub("_per_s$", "_per_second", name))
 
 
 class RunCollector(Collector):
@@ -278,8 +262,9 @@ class RunCollector(Collector):
 
     def _last_step(self) -> Iterable[Metric]:
         line = self._report.last
-        for key, name in _LAST_STEP.items():
-            yield self._gauge(f"last_step_{name}", FIGURES[key].meaning, line.get(key))
+        for key, figure in FIGURES.items():
+            if not key.startswith("evaluation/"):
+                yield self._gauge(gauge_of(key), figure.meaning, line.get(key))
         metrics = {key.removeprefix("reward/"): line[key] for key in line if key.startswith("reward/")}
         text = "Mean of each of the reward's metrics over the newest batch"
         yield self._gauges("last_step_reward_metric", text, "metric", metrics)
