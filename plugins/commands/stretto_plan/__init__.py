@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,7 +88,7 @@ def plan(
     typer.echo(
         f"{'s/step':>8} {'tokens/s':>9} {'speed':>6} {'age':>5} {'engine':>7} {'trainer':>8} {'cores':>6}"
     )
-    if overrides and _what_takes_time(plain := composed(file)) == _what_takes_time(run):
+    if overrides and (plain := _without_overrides(file, run)):
         without = _Planner(plain, service, number).forecast({})
         planner.reference = without.tokens_per_s
         planner.show("the run file", without)
@@ -206,6 +207,17 @@ def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return what must be the same for service times to hold, by its key."""
     engines = {f"{part}.{key}": run[part][key] for part in _ENGINES for key in ("use", "gpus")}
     return {**engines, "model": run["model"]}
+
+
+def _without_overrides(file: Path, run: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the run file alone; None if the service times do not hold for it, or if it is no run without the
+    overrides."""
+    from stretto.testing.simulation import composed
+
+    with suppress(ConfigError):
+        plain = composed(file)
+        return plain if _what_takes_time(plain) == _what_takes_time(run) else None
+    return None
 
 
 def _measure_times(
