@@ -401,7 +401,7 @@ def all_found(file: Path, *overrides: str) -> list[str]:
     [
         (("sampling.stop=['']",), "error override sampling.stop.0: expected str of length >= 1"),
         (('sampling.stop=["\\\\n"]',), r"warning sampling.stop: has '\\n', a backslash and a letter"),
-        (("queue.min_members=99",), "error queue.min_members: is 99, but a group has"),
+        (("queue.min_members=99",), "warning queue.min_members: is 99, but a group has"),
         ((*TORCH, "training.weight_decay=2"), "warning training.weight_decay: is 2: a step takes"),
         (("reward={use: function, function: user.py:Scorer}",), "'Scorer' is a class; expected a function"),
         (("reward={use: function, function: user.py:PI}",), "'PI' is a value; expected a function"),

@@ -53,15 +53,23 @@ def test_what_is_no_model_says_what_it_is(
     [
         ({}, {}, ""),
         ({"base_model_name_or_path": "elsewhere/of/base"}, {}, ""),
+        ({"base_model_name_or_path": "/c/hub/models--org--base/snapshots/12ab"}, {}, ""),
+        (
+            {"base_model_name_or_path": "runs/other/checkpoints/step-000100/model"},
+            {},
+            "warning: .* is an adapter of",
+        ),
+        ({"base_model_name_or_path": None}, {}, "warning: .* is an adapter of None, and the model"),
         (
             {"base_model_name_or_path": "org/other"},
             {},
-            "is an adapter of 'org/other', but `model` is 'org/base'",
+            "is an adapter of 'org/other', and the model is 'org/base'",
         ),
         ({"r": 8}, {}, r"write rank: 8, alpha: 16, targets: \[k_proj, q_proj\]"),
         ({"target_modules": "all-linear"}, {}, r"targets: \[all-linear\]"),
         ({"use_rslora": True, "bias": "all"}, {}, "has .*use_rslora.*bias.* merge it into its model"),
         ({"init_lora_weights": "pissa_niter_4"}, {}, "has .*pissa_niter_4"),
+        ({"init_lora_weights": "lora_ga"}, {}, "has .*lora_ga"),
         ({}, {"adapter": "nowhere"}, "'nowhere' is no adapter in peft's format"),
     ],
 )
@@ -78,6 +86,7 @@ def test_an_adapter_that_cannot_go_on_is_refused(
     lora = LoraConfig(
         rank=4, alpha=16, targets=("q_proj", "k_proj"), adapter=run.get("adapter", str(tmp_path))
     )
-    found = [problem.message for problem in adapter_problems(lora, "org/base")]
+    problems = adapter_problems(lora, "org/base", "training.lora")
+    found = [f"{problem.severity}: {problem.message}" for problem in problems]
     assert len(found) == bool(message)
     assert all(re.search(message, text) for text in found)

@@ -47,6 +47,7 @@ def test_everyone_is_known_and_the_same_events_give_the_same_candidates(
     rollouts, groups = set[str](), dict[str, object]()
     for event, number in events:
         apply(candidates, event, number)
+        gone = ""
         match event:
             case "add":
                 rollouts.add(f"rollout-{number}")
@@ -57,12 +58,16 @@ def test_everyone_is_known_and_the_same_events_give_the_same_candidates(
             case "verifier":
                 groups[f"verifier-{number}"] = "verifier"
             case _:
-                groups.pop(f"{'inference' if number % 2 else 'verifier'}-{number}", None)
+                gone = f"{'inference' if number % 2 else 'verifier'}-{number}"
+                groups.pop(gone, None)
         changed = set(candidates.take_changed())
         assert changed <= rollouts
         for rollout in rollouts - changed:
             assert candidates.of(rollout) == known[rollout], "a change was not reported"
-        known = {rollout: candidates.of(rollout) for rollout in rollouts}
+        former, known = known, {rollout: candidates.of(rollout) for rollout in rollouts}
+        if gone:
+            others = {rollout for rollout in rollouts if gone not in former[rollout]}
+            assert all(known[rollout] == former[rollout] for rollout in others), "not theirs to replace"
     assert set(candidates.rollouts) == rollouts
     sizes = Counter(groups.values())
     for rollout in rollouts:
@@ -107,6 +112,29 @@ def test_few_candidates_however_many_workers(order: str, rollouts: int, engines:
     part = engines / rollouts
     assert statistics.mean(counts) <= max(LEAST, part) + 0.1
     assert max(counts) < 2 * max(LEAST, part)
+
+
+@ORDERS
+def test_a_worker_that_joins_or_leaves_changes_the_candidates_of_few(order: str) -> None:
+    candidates = many(300, 900, order)
+    for number in range(20):
+        candidates.remove(f"inference-{number}")
+        assert 1 <= len(candidates.take_changed()) < 30
+        apply(candidates, "engine", 1000 + number)
+        assert 1 <= len(candidates.take_changed()) < 30
+
+
+@ORDERS
+def test_whoever_joined_late_is_known_by_as_many_as_the_others(order: str) -> None:
+    candidates = many(200, 400, order)
+    for number in range(100):
+        candidates.remove(f"inference-{3 * number}")
+        apply(candidates, "engine", 1000 + number)
+    known = Counter(worker for rollout in candidates.rollouts for worker in candidates.of(rollout))
+    late = [known[f"inference-{1000 + number}"] for number in range(100)]
+    early = [known[f"inference-{3 * number + 1}"] for number in range(100)]
+    assert statistics.mean(late) == pytest.approx(200 * LEAST / 400, rel=0.15)
+    assert statistics.mean(early) == pytest.approx(200 * LEAST / 400, rel=0.15)
 
 
 @ORDERS

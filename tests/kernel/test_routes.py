@@ -154,7 +154,7 @@ async def test_a_busy_rollout_worker_may_finish_its_calls_at_a_former_candidate(
         assert all(peer.worker != gone for each in case.heard.values() for peer in each.peers)
 
 
-async def test_an_engine_that_joins_is_told_at_once_and_a_swap_waits_with_many_rollout_workers() -> None:
+async def test_an_engine_that_joins_is_told_to_few_of_many_rollout_workers() -> None:
     case = Case()
     for number in range(120):
         case.add(f"rollout-{number}")
@@ -163,10 +163,10 @@ async def test_an_engine_that_joins_is_told_at_once_and_a_swap_waits_with_many_r
     async with case.sending():
         await case.until(lambda: len(case.heard) == 120)
         assert max(len(each.peers) for each in case.heard.values()) < 30
+        case.messages = 0
         case.add("inference-new")
         await case.until(lambda: any("inference-new" in case.peers(each) for each in case.heard))
-        await anyio.sleep(patience(0.2))
-        case.messages = 0
+        assert case.messages < 20
         for member in list(case.members.values()):
             case.sender.look(member)  # as after a swap: with many rollout workers that can wait a second
         await anyio.sleep(patience(0.2))

@@ -209,9 +209,12 @@ def _unusual_number(text: str) -> tuple[int, str] | None:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
         return None  # it is refused elsewhere
-    nodes = [node]
+    nodes, seen = [node], set[int]()
     while nodes:
         node = nodes.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
         if isinstance(node, yaml.CollectionNode):
             nodes += [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
         elif node is not None and node.tag == "tag:yaml.org,2002:int" and _OTHER_BASE.match(node.value):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from urllib.request import getproxies_environment
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
 
-__all__ = ["proxy_variables", "spare_this_machine"]
+__all__ = ["proxy_of", "proxy_variables", "spare_this_machine"]
 
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
@@ -16,6 +17,8 @@ def spare_this_machine() -> None:
     health checks of inference servers would otherwise ask the proxy for it."""
     listed = getproxies_environment().get("no", "")
     hosts = [host.strip() for host in listed.split(",") if host.strip()]
+    if "*" in hosts:  # no proxy at all; beside other names, it would be one of them
+        return
     hosts += [host for host in (*_THIS_MACHINE, socket.gethostname()) if host not in hosts]
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)
 
@@ -23,3 +26,11 @@ def spare_this_machine() -> None:
 def proxy_variables() -> dict[str, str]:
     """The variables that name proxies, for a process whose environment is otherwise its own."""
     return {f"{scheme}_proxy": address for scheme, address in getproxies_environment().items()}
+
+
+def proxy_of(address: str) -> str | None:
+    """The proxy by which the environment says that an address is reached; None for none."""
+    parts, proxies = urlsplit(address), getproxies_environment()
+    if parts.hostname is None or proxy_bypass(parts.hostname):
+        return None
+    return proxies.get(parts.scheme) or proxies.get("all")

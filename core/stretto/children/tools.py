@@ -78,7 +78,8 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Sandboxed
         if module.endswith(".py")
     ]
     search = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH", "")]))
-    proxies = proxy_variables() if config.network else {}
+    own = {name.lower() for name in config.env}
+    proxies = {name: value for name, value in proxy_variables().items() if config.network and name not in own}
     return sandbox_command(
         [sys.executable, "-m", "stretto.children.tools"],
         sandbox=sandbox,
@@ -118,7 +119,9 @@ def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
     for schema in msgspec.msgpack.decode(started.data, type=list[dict[str, Any]]):
         tool = schema["function"]
         untyped = [
-            name for name, each in tool["parameters"].get("properties", {}).items() if not {*each} - _TEXTS
+            name
+            for name, each in (tool["parameters"].get("properties") or {}).items()
+            if isinstance(each, dict) and not each.keys() - _TEXTS
         ]
         lacks = [
             *([] if tool["description"] else ["no description"]),

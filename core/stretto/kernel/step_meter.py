@@ -47,11 +47,11 @@ class StepMeter:
         """Parts of a ticket's time that have a figure."""
         self._cores = CoreMeter()
         self._of_versions: dict[str, float] = {}
-        """Bytes and times of the newest version that is published since the step before."""
+        """Bytes and times of the newest version that was published, and fetched, since the step before."""
 
     def published(self, note: WeightsNote) -> None:
         """Take in a version, before an engine fetches it."""
-        self._of_versions = {"version_bytes": note.fetched_bytes, "publish_s": note.publish_s}
+        self._of_versions |= {"version_bytes": note.fetched_bytes, "publish_s": note.publish_s}
 
     def received(self, done: SwapDone) -> None:
         """Take in an engine's fetch of the newest version. The slowest engine counts."""

@@ -10,8 +10,6 @@ __all__ = ["download"]
 
 _BESIDE = (".json", ".txt", ".model", ".jinja")
 """Suffixes of the files beside the weights: configs, tokenizer, template."""
-_WEIGHTS = (".safetensors", ".bin")
-"""Suffixes of weights, the better one first."""
 _TIMEOUT_S = 5.0
 
 
@@ -29,8 +27,12 @@ def download(model: str, say: Callable[[str, str], None]) -> None:
         info = HfApi().model_info(model, files_metadata=True, timeout=_TIMEOUT_S)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         top = {name: size for name, size in sizes.items() if "/" not in name}
-        of_weights = [[name for name in top if name.endswith(suffix)] for suffix in _WEIGHTS]
-        names = [*(name for name in top if name.endswith(_BESIDE)), *next(filter(None, of_weights), [])]
+        weights = [name for name in top if name.endswith(".safetensors")]  # engines load no others
+        own = [name for name in weights if name.startswith("model")]  # not a second copy of the maker's
+        names = [*(name for name in top if name.endswith(_BESIDE)), *(own or weights)]
+        names = [name for name in names if not _cached(model, name)]
+        if not names:
+            return
         size = sum(top[name] for name in names) / 1e9
         say("note", f"downloading {model} from the hub: {size:.2f} GB, into {constants.HF_HUB_CACHE}")
         snapshot_download(model, allow_patterns=names)
@@ -41,13 +43,11 @@ def download(model: str, say: Callable[[str, str], None]) -> None:
 
 def _is_cached(model: str) -> bool:
     """Whether this machine has the weights of a model: one file, or all that an index names."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if _cached(model, name):
-            return True
-        if index := _cached(model, f"{name}.index.json"):
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            return all(_cached(model, each) for each in {*files.values()})
-    return False
+    if _cached(model, "model.safetensors"):
+        return True
+    index = _cached(model, "model.safetensors.index.json")
+    files: dict[str, str] = json.loads(index.read_text())["weight_map"] if index else {}
+    return bool(files) and all(_cached(model, each) for each in {*files.values()})
 
 
 def _cached(model: str, name: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from stretto.component import Problem
 if TYPE_CHECKING:
     from stretto.training.config import LoraConfig
 
-__all__ = ["adapter_problems", "base_of", "is_of_model"]
+__all__ = ["adapter_problems", "base_of"]
 
 _OTHER_ADAPTERS = (
     "alora_invocation_tokens",
@@ -29,8 +30,12 @@ _OTHER_ADAPTERS = (
     "use_rslora",
 )
 """Keys of peft whose adapters compute something else than W + alpha / rank · B A."""
-_NEW_BASES = ("corda", "loftq", "olora", "pissa")
+_NEW_BASES = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Values of `init_lora_weights`, or their beginnings, that change the weights of the model too."""
+_OF_MANY = ("", "model", "unknown")
+"""Last parts of names that tell no model: checkpoints of a run have theirs in a folder `model`."""
+_SNAPSHOT = re.compile(r".*/models--(.+?)--(.+?)/snapshots/[^/]+/?")
+"""Folder of a model in the hub's cache."""
 
 
 def base_of(folder: Path) -> str | None:
@@ -38,30 +43,44 @@ def base_of(folder: Path) -> str | None:
     return _read(folder).get("base_model_name_or_path")
 
 
-def is_of_model(folder: Path, model: str) -> bool:
-    """Whether an adapter belongs to a model: the same folder or hub id, or one of the same name elsewhere."""
-    base = base_of(folder)
-    return base is not None and Path(base).resolve().name == Path(model).resolve().name
+def _is_of(base: str, model: str) -> bool | None:
+    """Whether an adapter of `base` is one of `model`: the same folder or hub id, or another place of that
+    name. None if the name does not tell."""
+    one, other = (_SNAPSHOT.sub(r"\1/\2", each) for each in map(_place, (base, model)))
+    if one == other:
+        return True
+    return None if Path(one).name in _OF_MANY else Path(one).name == Path(other).name
 
 
-def adapter_problems(lora: LoraConfig, model: str | None) -> Iterator[Problem]:
-    """Refuse an adapter that the run cannot continue."""
+def _place(name: str) -> str:
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+
+def adapter_problems(lora: LoraConfig, model: str, path: str) -> Iterator[Problem]:
+    """Refuse an adapter that the run cannot continue.
+
+    Args:
+        model: the model that the adapter is put on.
+        path: dotted key of the section `lora`.
+    """
     if lora.adapter is None:
         return
-    folder, key = Path(lora.adapter), "training.lora.adapter"
+    folder, key = Path(lora.adapter), f"{path}.adapter"
     own = _read(folder)
-    if not own or not (folder / "adapter_model.safetensors").is_file():
+    if not own or not next(folder.glob("adapter_model*.safetensors"), None):
         yield Problem(
             key,
             f"{lora.adapter!r} is no adapter in peft's format: expected a folder with adapter_config.json "
             "and adapter_model.safetensors",
         )
         return
-    if model is not None and not is_of_model(folder, model):
+    fits = _is_of(base_of(folder) or "", model)
+    if not fits:
         yield Problem(
             key,
-            f"{lora.adapter!r} is an adapter of {base_of(folder)!r}, but `model` is {model!r}; write the "
-            "model that it was trained on",
+            f"{lora.adapter!r} is an adapter of {base_of(folder)!r}, and the model is {model!r}; it has to "
+            "be the model that the adapter was trained on",
+            "warning" if fits is None else "error",
         )
     kind = {name: own[name] for name in _OTHER_ADAPTERS if own.get(name)}
     kind |= {
@@ -79,7 +98,7 @@ def adapter_problems(lora: LoraConfig, model: str | None) -> Iterator[Problem]:
     has = (own.get("r"), own.get("lora_alpha"), {targets} if isinstance(targets, str) else {*targets})
     if has != (lora.rank, lora.alpha, {*lora.targets}):
         yield Problem(
-            "training.lora",
+            path,
             f"differs from the adapter that it continues: write rank: {has[0]}, alpha: {has[1]}, targets: "
             f"[{', '.join(sorted(has[2]))}]",
         )

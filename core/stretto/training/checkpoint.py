@@ -37,6 +37,7 @@ __all__ = [
     "restore_layout",
     "restore_optimizer",
     "restore_parameters",
+    "tensor_names",
     "write_tensors",
 ]
 
@@ -210,6 +211,11 @@ class _CheckpointFile(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def tensor_names(folder: Path, stem: str) -> list[str]:
+    """Return the names of the tensors that `write_tensors` wrote."""
+    return [*_CheckpointFile(folder, stem)]
 
 
 # --------------------------------------------------------------------------------------- parameters

@@ -23,7 +23,6 @@ from stretto.errors import offer
 from stretto.models.files import known_config, shapes_in
 from stretto.models.vision import is_vision_language
 from stretto.nodes import interface_problems
-from stretto.training.adapter_files import adapter_problems
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -214,7 +213,6 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
         )
     if config.lora is not None:
         yield from _target_problems(config.lora, run.model)
-        yield from adapter_problems(config.lora, run.model)
     if config.decay_steps == 0 and run.steps:
         yield Problem("training.decay_steps", "is 0: the schedule would end before the first step")
     if config.device == "cuda" and not config.gpus:

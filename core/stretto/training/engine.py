@@ -33,7 +33,6 @@ from stretto.models.tokenizer import TOKENIZER_FILES
 from stretto.models.vision import PROCESSOR_FILES, Vision
 from stretto.rl.batch import Batch
 from stretto.rl.functional import loss_count, loss_weights
-from stretto.training.adapter_files import is_of_model
 from stretto.training.checkpoint import (
     Copies,
     catch_error,
@@ -43,6 +42,7 @@ from stretto.training.checkpoint import (
     restore_layout,
     restore_optimizer,
     restore_parameters,
+    tensor_names,
     write_tensors,
 )
 from stretto.training.layout import Layout
@@ -107,6 +107,7 @@ class HFTraining:
                 for name, parameter in self._model.named_parameters()
                 if ".lora_" in name
             }
+            self._expect_all(self._continued, own)
             restore_parameters(self._continued, "adapter_model", own, self._layout, _PEFT_PREFIX)
         self._trained = {
             self._layout.name(file_name(name)): parameter
@@ -203,7 +204,7 @@ class HFTraining:
         self._names_in_files = names_in_files(model, self._initial)
         if self._reads_images and self._layout.parts > 1:
             self._blank = _blank_image(self._initial or source)
-        freezes = self._reads_images and self._trainable and config.freeze_vision_tower
+        freezes = self._reads_images and config.freeze_vision_tower
         self._tower = vision_tower(model) if freezes else ""
         if has_adapters and lora is not None:
             add_adapters(model, lora, self._head, self._tower)
@@ -280,12 +281,20 @@ class HFTraining:
 
     @property
     def _continued(self) -> Path | None:
-        """The adapter with which a policy begins, if it belongs to this model."""
+        """The adapter with which a policy begins."""
         lora = self._config.lora
-        if lora is None or lora.adapter is None or self._head != "policy" or self._initial is None:
-            return None
-        folder = Path(lora.adapter)
-        return folder if is_of_model(folder, self._initial) else None
+        adapter = lora.adapter if lora is not None and self._head == "policy" else None
+        return None if adapter is None else Path(adapter)
+
+    def _expect_all(self, adapter: Path, own: Mapping[str, nn.Parameter]) -> None:
+        """Refuse an adapter with tensors that no rank of the run has a place for."""
+        places = {name for each in self._layout.gather_ranks([*own]) for name in each}
+        names = {name.removeprefix(_PEFT_PREFIX) for name in tensor_names(adapter, "adapter_model")}
+        if unused := sorted(names - places):
+            raise EngineError(
+                f"training.lora.adapter: {adapter} has {unused[0]!r} and {len(unused) - 1} more tensors for "
+                "which the run has no adapter; was it trained with an image encoder that this run freezes?"
+            )
 
     @property
     def _adapter_only(self) -> LoraConfig | None:

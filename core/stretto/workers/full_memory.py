@@ -33,7 +33,8 @@ def out_of_memory(error: BaseException, worker: str, assembly: Assembly) -> str:
         held = f"this machine's memory was full: {_gib(own)} in this process"
     else:
         return ""
-    return f"; {held}; these keys free most: {', '.join(_keys(worker, assembly))}"
+    keys = ", ".join(_keys(worker, assembly))
+    return f"; {held}" + (f"; these keys free most: {keys}" if keys else "")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -53,7 +54,7 @@ def _keys(worker: str, assembly: Assembly) -> Iterator[str]:
         if getattr(group.section, "gradient_checkpointing", True) is False:
             yield f"{group.path}.gradient_checkpointing=true"
         yield f"{group.path}.micro_batch_tokens (now {tokens})"
-    else:
+    elif not worker.startswith(("rollout-", "verifier-")):
         section = assembly.config.inference
         for key in ("slots", "context_length", "cache_gb", "share"):
             if hasattr(section, key):

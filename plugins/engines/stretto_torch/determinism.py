@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import structlog
@@ -54,23 +54,23 @@ def kept_shapes(decoder: Decoder, shapes: Shapes, values: Sequence[str], say: Sa
     facts = (*values, *_machine(decoder), repr(shapes))
     name = sha256("\n".join(facts).encode()).hexdigest()[:32]
     file = cache_folder("deterministic") / f"{name}.json"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        kept = file.open("a+b")
-    except OSError as error:
-        log.info("the test's result is not kept", error=str(error))
-        return stable_shapes(decoder, shapes, say)
-    with kept:
-        if former := _former(kept, say):
+    with ExitStack() as stack:
+        former = None
+        with suppress(OSError):  # a folder that cannot be written, or a file system without locks
+            former = _former(stack, file, say)
+        if former is not None:
             log.info("a former test of this model and processor holds", file=str(file))
             return dataclasses.replace(shapes, **msgspec.structs.asdict(former))
         found = stable_shapes(decoder, shapes, say)
-        kept.truncate(0)
-        kept.write(msgspec.json.encode(_Found(found.solo_prompts, found.fixed, found.trimmed)))
+        with suppress(OSError):
+            file.write_bytes(msgspec.json.encode(_Found(found.solo_prompts, found.fixed, found.trimmed)))
     return found
 
 
-def _former(kept: BinaryIO, say: Say) -> _Found | None:
+def _former(stack: ExitStack, file: Path, say: Say) -> _Found | None:
+    """Return the kept result, and lock its file for the duration of the stack."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = stack.enter_context(file.open("a+b"))
     say("waits for another engine that makes the same test")
     fcntl.flock(kept, fcntl.LOCK_EX)  # an evaluation's engine starts at the same time as the others
     kept.seek(0)

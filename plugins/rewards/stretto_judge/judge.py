@@ -18,6 +18,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stretto import Context
+from stretto.base.proxies import proxy_of
 from stretto.errors import RewardError, printable
 from stretto.reward import text_of
 from stretto_judge import JudgeConfig
@@ -96,8 +97,7 @@ class Judge:
         at_once = asyncio.Semaphore(self._config.concurrency)
         timeout = aiohttp.ClientTimeout(total=self._config.request_s)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        # The proxies of the environment, and its NO_PROXY, hold: a judge is often outside.
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as client:
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as client:
 
             async def score_one(index: int) -> dict[str, float]:
                 row = {name: values[index] for name, values in columns.items()}
@@ -158,7 +158,9 @@ class Judge:
         await self._rate.wait()
         url = f"{self._config.url.rstrip('/')}/chat/completions"
         try:
-            async with client.post(url, json=request, allow_redirects=False) as response:
+            # A judge is often outside. `trust_env` would take logins from .netrc, too.
+            proxy = proxy_of(url)
+            async with client.post(url, json=request, allow_redirects=False, proxy=proxy) as response:
                 body = await _beginning(response)
                 status, after = response.status, response.headers.get("Retry-After", "")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

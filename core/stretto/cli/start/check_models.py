@@ -11,7 +11,7 @@ from stretto.component import Problem
 from stretto.config import RunConfig
 from stretto.models.files import known_config, text_config
 from stretto.models.vision import is_vision_language
-from stretto.training.adapter_files import base_of
+from stretto.training.adapter_files import adapter_problems, base_of
 from stretto.training.config import ModelTrainingConfig
 
 _NAMED = 3
@@ -67,6 +67,19 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
         )
     section, source = placement.lead.section, path_of(config, graph.lead)
     lora = section.lora if isinstance(section, ModelTrainingConfig) else None
+    if lora is not None and source is not None:
+        yield from adapter_problems(lora, source, f"{placement.lead.path}.lora")
+    for group in placement.groups.values():
+        other = getattr(group.section, "lora", None)
+        copies = [name for name in group.models if path_of(config, name) == source]
+        heads = {graph.models[name].head for name in copies}
+        adapter = lora.adapter if lora is not None and "policy" in heads else None
+        if adapter is not None and (other is None or other.adapter != adapter):
+            yield Problem(
+                f"{group.path}.lora",
+                f"{', '.join(copies)} would begin without the adapter with which {graph.lead} begins; write "
+                f"the same `lora` as in {placement.lead.path}",
+            )
     if sampling and lora is not None and lora.send == "adapter" and source != config.model:
         yield Problem(
             f"{placement.lead.path}.lora.send",

@@ -474,7 +474,8 @@ def _batch_problems(assembly: Assembly) -> Iterator[Problem]:
     if isinstance(least, int) and graph.samples and least > graph.source.samples:
         yield Problem(
             "queue.min_members",
-            f"is {least}, but a group has {graph.source.samples} samples; expected at most as many, or 'all'",
+            f"is {least}, but a group has {graph.source.samples} samples: all are needed, as with 'all'",
+            "warning",
         )
     if not graph.samples and config.queue.max_divergence is not None:
         yield Problem(
@@ -517,7 +518,7 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
             "warning",
         )
     for path, each in config.samplings():
-        if odd := [text for text in each.stop if re.search(r"\\[nrt]", text)]:
+        if odd := [text for text in each.stop if re.search(r"\\[nrt](?![a-zA-Z])", text)]:
             yield Problem(
                 f"{path}.stop",
                 f"has {odd[0]!r}, a backslash and a letter, at which no answer ends; in YAML a line end is "

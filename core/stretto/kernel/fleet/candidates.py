@@ -1,26 +1,31 @@
 """Which engines and verifiers each rollout worker may call. A plain class without I/O.
 
-Routing needs a few candidates, not all workers. The workers of a group stand in a ring, in an order that
-their ids give, and each rollout worker has a place in it. It knows
+Routing needs a few candidates, not all workers. In each group of workers, a rollout worker knows
 
-- its part: the workers from its place up to that of the next rollout worker, so that nobody is forgotten;
-- further workers, at distances that are the same for all, until it knows a fixed number.
+- its part: the ids of the workers divide them among the rollout workers, so that nobody is forgotten;
+- further workers, until it knows a fixed number: those that follow places of its own on a ring on which every
+  worker has some points.
 
-So of a small group everybody knows all. The distances are drawn: of next neighbours, the load of a few would
-not spread. All engines that serve the same purpose are one group: those of training, and those lent to the
-evaluation of a version.
+So of a small group everybody knows all. Of a large one, a worker that joins or leaves is a candidate more or
+less for few: the conversations of others stay where their prefixes are cached. All engines that serve
+the same purpose are one group: those of training, and those lent to the evaluation of a version.
 """
 
 from __future__ import annotations
 
-import random
+from bisect import bisect
 from collections.abc import Hashable
+from functools import cache
+from itertools import count
 from zlib import crc32
+
+_POINTS = 8
+"""Points of a worker on the ring. With fewer, the numbers of rollout workers that know it differ more."""
 
 
 class Candidates:
     """The rollout workers of a run, and the workers that they can call. The same calls in the same order give
-    the same choices. With m rollout workers and n workers, a change takes O(m + n log n)."""
+    the same choices. With m rollout workers and n workers, a change takes O((m + n) log n)."""
 
     def __init__(self) -> None:
         self._rollouts: dict[str, None] = {}
@@ -28,9 +33,9 @@ class Candidates:
         """Worker -> its group."""
         self._least: dict[Hashable, int] = {}
         """Group -> candidates of a rollout worker, if the group has that many."""
-        self._known: dict[str, list[str]] | None = None
-        """Rollout worker -> its candidates; None after a change."""
-        self._told: dict[str, list[str]] = {}
+        self._known: dict[str, dict[str, Hashable]] | None = None
+        """Rollout worker -> its candidates with their groups; None after a change."""
+        self._told: dict[str, dict[str, Hashable]] = {}
         """The candidates at the last call of `take_changed`."""
 
     def __len__(self) -> int:
@@ -71,7 +76,7 @@ class Candidates:
 
     def of(self, rollout: str) -> list[str]:
         """Return the candidates of a rollout worker, by id."""
-        return self._all()[rollout]
+        return sorted(self._all()[rollout])
 
     def rollouts_of(self, worker: str) -> set[str]:
         """Return the rollout workers that have a worker among their candidates."""
@@ -82,24 +87,39 @@ class Candidates:
         former, self._told = self._told, self._all()
         return [rollout for rollout, known in self._told.items() if former.get(rollout) != known]
 
-    def _all(self) -> dict[str, list[str]]:
+    def _all(self) -> dict[str, dict[str, Hashable]]:
         if self._known is None:
-            rings: dict[Hashable, list[str]] = {}
-            for worker in sorted(self._group_of, key=lambda each: (crc32(each.encode()), each)):
-                rings.setdefault(self._group_of[worker], []).append(worker)
-            found: dict[str, list[str]] = {rollout: [] for rollout in self._rollouts}
-            for group, ring in rings.items():
-                distances = _distances(len(ring), len(found), self._least[group])
-                for number, known in enumerate(found.values()):
-                    place = number * len(ring) // len(found)
-                    known += [ring[(place + distance) % len(ring)] for distance in distances]
-            self._known = {rollout: sorted(known) for rollout, known in found.items()}
+            self._known = {rollout: {} for rollout in self._rollouts}
+            groups: dict[Hashable, list[str]] = {}
+            for worker, group in self._group_of.items():
+                groups.setdefault(group, []).append(worker)
+            for group, workers in groups.items():
+                for rollout, found in _choices(list(self._rollouts), workers, self._least[group]).items():
+                    self._known[rollout] |= dict.fromkeys(found, group)
         return self._known
 
 
-def _distances(size: int, rollouts: int, least: int) -> list[int]:
-    """Where the candidates of a rollout worker stand, from its place on, in a ring of this size."""
-    part = -(-size // max(1, rollouts))  # rounded up
-    others = range(part, size)
-    drawn = random.Random(size).sample(others, min(len(others), max(0, least - part)))
-    return [*range(part), *drawn]
+def _choices(rollouts: list[str], workers: list[str], least: int) -> dict[str, list[str]]:
+    """Return for each rollout worker those of a group that it may call."""
+    if len(workers) <= least:
+        return dict.fromkeys(rollouts, workers)
+    parts: dict[str, list[str]] = {rollout: [] for rollout in rollouts}
+    for worker in workers if rollouts else ():
+        parts[rollouts[crc32(worker.encode()) % len(rollouts)]].append(worker)
+    ring = sorted((place, worker) for worker in workers for place in _places(worker))
+    for rollout, found in parts.items():
+        known = set(found)
+        for number in count():
+            if len(found) >= least:
+                break
+            place = crc32(f"{number} {rollout}".encode())
+            _, worker = ring[bisect(ring, (place, "")) % len(ring)]
+            if worker not in known:
+                known.add(worker)
+                found.append(worker)
+    return parts
+
+
+@cache
+def _places(worker: str) -> tuple[int, ...]:
+    return tuple(crc32(f"{number} {worker}".encode()) for number in range(_POINTS))

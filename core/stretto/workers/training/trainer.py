@@ -53,6 +53,7 @@ from stretto.bus.messages.training import (
 from stretto.bus.server import free_port
 from stretto.engine import TrainingEngine
 from stretto.errors import ConfigError, EngineError, Refused, one_job
+from stretto.training.config import ModelTrainingConfig
 from stretto.weights import Publisher, WeightsNote
 from stretto.workers.context import ComputeThread, WorkerContext
 from stretto.workers.shared_rows import choose_rows, score_rows
@@ -225,6 +226,11 @@ class TrainerWorker:
         expect_contract(publisher, Publisher, context.composed.origin("weights").label)
         return publisher
 
+    def _source_of(self, name: str) -> str | None:
+        """Return the folder or hub id of a model's initial weights."""
+        settings = self._context.composed.config.models.get(name)
+        return (settings and settings.path) or self._context.component_context.model
+
     def _make_engine(self, name: str) -> TrainingEngine:
         """Make the engine of one model of the group, with the run file's settings for that model."""
         context, group = self._context, self._group
@@ -232,9 +238,13 @@ class TrainerWorker:
         section = group.section
         if settings is not None and settings.lr is not None:
             section = msgspec.structs.replace(section, lr=settings.lr)
+        source = self._source_of(name)
+        lora = section.lora if isinstance(section, ModelTrainingConfig) else None
+        if lora is not None and source != self._source_of(self._graph.lead):  # it has no adapter to continue
+            section = msgspec.structs.replace(section, lora=msgspec.structs.replace(lora, adapter=None))
         component_context = msgspec.structs.replace(
             context.component_context,
-            model=(settings and settings.path) or context.component_context.model,
+            model=source,
             head=model.head,
             trainable=model.trainable,
             rank=self._rank,
