@@ -138,9 +138,8 @@ async def test_a_swap_reads_only_the_tensors_that_changed(folders: Folders) -> N
 def digest_by_hand(weights: Mapping[str, Tensor]) -> str:
     hashes: dict[str, str] = {}
     for name, tensor in weights.items():
-        leaf = sha256(b"stretto tile\0" + bytes(16) + tensor.numpy().astype("<f4").tobytes()).digest()
-        shape = "x".join(map(str, tensor.shape))
-        hashes[name] = sha256(b"stretto tensor\0float32 " + shape.encode() + b"\n" + leaf).hexdigest()
+        shape, values = "x".join(map(str, tensor.shape)), tensor.numpy().astype("<f4").tobytes()
+        hashes[name] = sha256(b"stretto tensor\0float32 " + shape.encode() + b"\n" + values).hexdigest()
     return digest_of(hashes.items())
 
 
