@@ -455,6 +455,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.evaluation is not None and self.evaluation.sampling is not None:
             yield "evaluation.sampling", self.evaluation.sampling
 
+    def source_of(self, model: str) -> str | None:
+        """Return the folder or hub id of the initial weights of one of the algorithm's models."""
+        settings = self.models.get(model)
+        return (settings and settings.path) or self.model
+
     def keeps_row(self, row: int) -> bool:
         """Whether to keep the samples of a held-out row."""
         evaluation = self.evaluation

@@ -76,7 +76,7 @@ class ToolsConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """Let tools reach the network, by the proxies that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name."""
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Environment variables for the tools, such as `{API_KEY: "${oc.env:API_KEY}"}`. Of the run's own
-    variables, tools receive only PATH."""
+    variables, tools receive only PATH, and with `network` those that name proxies."""
     tool_memory_mb: PositiveInt | None = None
     """Limit of the address space of a tool's process, in MiB; with systemd, also of the memory of all its
     processes. Default: no limit; with systemd, half of the machine's memory."""

@@ -265,7 +265,7 @@ class Plugins:
         if instead := REMOVED.get((kind, name)):
             return f"the {kind} {name!r} is gone; {instead}"
         installed = self.names(kind)
-        if kind in ("reward", "environment") and re.search(r"\.py:\w+$", name):
+        if kind == "reward" and re.search(r"\.py:\w+$", name):
             return f"{name!r} is a function; write reward: {{use: function, function: {name}}}"
         guess = nearest(name, installed)
         return f"no {kind} {name!r}{guess or ';'} installed: {', '.join(installed) or 'none'}"

@@ -22,6 +22,7 @@ from stretto.assembly.sections import NAMED_SECTIONS, SECTIONS, KeySource, inste
 from stretto.errors import ConfigError
 
 _OTHER_BASE = re.compile(r"[-+]?0\d|.*:")
+"""Numbers that YAML 1.1 reads with base 8 or 60."""
 _LONG_VALUE = 6
 """`RunFile.redact` replaces values of this many characters also inside longer words."""
 
@@ -57,12 +58,12 @@ class RunFile(KeySource):
 
     def load(self) -> Any:
         """Load the content with OmegaConf, without the overrides."""
-        if self._document is not None:
-            return OmegaConf.create(dict(self._document))
-        loaded = OmegaConf.load(self.file)
-        if number := _unusual_number(self.file.read_text()):
+        return OmegaConf.load(self.file) if self._document is None else OmegaConf.create(dict(self._document))
+
+    def refuse_unusual_numbers(self) -> None:
+        """Refuse numbers of the file that YAML reads in another base."""
+        if self._document is None and (number := _unusual_number(self.file.read_text())):
             raise ConfigError(f"{self.file}:{number[0]}: {number[1]}")
-        return loaded
 
     def is_overridden(self, path: str) -> bool:
         """See `KeySource`."""
@@ -125,6 +126,7 @@ def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
     as interpolations."""
     try:
         loaded = source.load()
+        source.refuse_unusual_numbers()
     except FileNotFoundError:
         raise ConfigError(f"no run file {str(source.file)!r}", value=str(source.file)) from None
     except IsADirectoryError:

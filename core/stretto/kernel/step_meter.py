@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import pstdev
@@ -18,6 +17,7 @@ from stretto.bus.messages.inference import SwapDone
 from stretto.bus.messages.tickets import GroupDone, Member
 from stretto.kernel.calls.trainers import StepResult
 from stretto.kernel.schedule.commands import StartBatch
+from stretto.kernel.schedule.outcomes import without_details
 from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of, metric_figures
 from stretto.kernel.setup import RunSetup
 from stretto.user_code.faults import FaultKind
@@ -233,8 +233,7 @@ def causes(reasons: Mapping[str, int]) -> Counter[str]:
     first: dict[str, str] = {}
     counted: Counter[str] = Counter()
     for reason, count in reasons.items():
-        kind = re.sub(r"""'[^']*'|"[^"]*"|\d+""", "…", reason)
-        counted[first.setdefault(kind, reason)] += count
+        counted[first.setdefault(without_details(reason), reason)] += count
     return counted
 
 

@@ -30,17 +30,20 @@ def known_config(model: str | None) -> Mapping[str, Any]:
     empty."""
     if model is None:
         return {}
-    path: Path | None = Path(model, "config.json")
-    if not Path(model).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = try_to_load_from_cache(model, "config.json")
-        except HFValidationError:  # not a valid name of a model; `check` reports that
-            cached = None
-        path = Path(cached) if isinstance(cached, str) else None
+    path = Path(model, "config.json") if Path(model).is_dir() else cached_file(model, "config.json")
     return _read(path) if path is not None and path.is_file() else {}
+
+
+def cached_file(model: str, name: str) -> Path | None:
+    """Return a file of a hub id's model in the hub's cache; None if this machine does not have it."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, name)
+    except HFValidationError:  # not a valid name of a model; `check` reports that
+        return None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def fetch_config(model: str | None) -> Mapping[str, Any]:

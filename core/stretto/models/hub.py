@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+
+from stretto.models.files import cached_file
 
 __all__ = ["download"]
 
@@ -30,7 +31,7 @@ def download(model: str, say: Callable[[str, str], None]) -> None:
         weights = [name for name in top if name.endswith(".safetensors")]  # engines load no others
         own = [name for name in weights if name.startswith("model")]  # not a second copy of the maker's
         names = [*(name for name in top if name.endswith(_BESIDE)), *(own or weights)]
-        names = [name for name in names if not _cached(model, name)]
+        names = [name for name in names if not cached_file(model, name)]
         if not names:
             return
         size = sum(top[name] for name in names) / 1e9
@@ -43,15 +44,8 @@ def download(model: str, say: Callable[[str, str], None]) -> None:
 
 def _is_cached(model: str) -> bool:
     """Whether this machine has the weights of a model: one file, or all that an index names."""
-    if _cached(model, "model.safetensors"):
+    if cached_file(model, "model.safetensors"):
         return True
-    index = _cached(model, "model.safetensors.index.json")
+    index = cached_file(model, "model.safetensors.index.json")
     files: dict[str, str] = json.loads(index.read_text())["weight_map"] if index else {}
-    return bool(files) and all(_cached(model, each) for each in {*files.values()})
-
-
-def _cached(model: str, name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, name)
-    return Path(found) if isinstance(found, str) else None
+    return bool(files) and all(cached_file(model, each) for each in {*files.values()})

@@ -70,7 +70,7 @@ class SampleFault(msgspec.Struct, frozen=True):
 
 def kind_of(error: BaseException) -> FaultKind:
     """Return what is at fault, from what was raised and what led to it."""
-    for each in _chain(error):
+    for each in with_causes(error):
         if isinstance(each, PolicyError):
             return "policy"
         if isinstance(each, RewardError):
@@ -89,7 +89,7 @@ def _site_of(error: BaseException) -> str:
     return f"{type(error).__name__} {location}"
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def with_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error, and then those that led to it."""
     seen = set[int]()
     following: BaseException | None = error

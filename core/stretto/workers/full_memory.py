@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from stretto.assembly.placement import group_of_worker
+from stretto.user_code.faults import with_causes
 
 if TYPE_CHECKING:
     from stretto.assembly.assembly import Assembly
@@ -22,7 +23,7 @@ def out_of_memory(error: BaseException, worker: str, assembly: Assembly) -> str:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ""
-    causes = [*_chain(error)]
+    causes = [*with_causes(error)]
     if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
         held = "its GPU was full"
         if torch.cuda.is_available():
@@ -35,13 +36,6 @@ def out_of_memory(error: BaseException, worker: str, assembly: Assembly) -> str:
         return ""
     keys = ", ".join(_keys(worker, assembly))
     return f"; {held}" + (f"; these keys free most: {keys}" if keys else "")
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__ or current.__context__
 
 
 def _keys(worker: str, assembly: Assembly) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -214,10 +213,11 @@ def _without_overrides(file: Path, run: Mapping[str, Any]) -> dict[str, Any] | N
     overrides."""
     from stretto.testing.simulation import composed
 
-    with suppress(ConfigError):
+    try:
         plain = composed(file)
-        return plain if _what_takes_time(plain) == _what_takes_time(run) else None
-    return None
+    except ConfigError:
+        return None
+    return plain if _what_takes_time(plain) == _what_takes_time(run) else None
 
 
 def _measure_times(

@@ -148,8 +148,8 @@ def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Readi
             return first, _read_processes(root, step)
         if now - said > _SAY_S:
             said = now
-            left = f"{pace:.1f} s each, about {(end - step) * pace:.0f} s left" if pace else "the run starts"
-            typer.echo(f"  step {step} of {end}: {left}" if pace else f"  {left}")
+            left = f"{pace:.1f} s each, about {(end - step) * pace:.0f} s left"
+            typer.echo(f"  step {step} of {end}: {left}" if pace else "  the run starts")
         time.sleep(_POLL_S)
     return first, None
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
 from stretto.bus.messages.events import Measure
 from stretto.errors import ConfigError, offer
-from stretto.kernel.durable.checkpoint import checkpoint_name, find_checkpoint
+from stretto.kernel.durable.checkpoint import checkpoint_name, find_checkpoint, version_in
 from stretto.kernel.fleet.forks import ForkServer
 from stretto.records.accuracy import estimate, row_scores
 from stretto.records.document import read_document
@@ -174,12 +173,6 @@ def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
     return str(checkpoint / "model")
 
 
-def _version_of(model: str) -> int:
-    """The version whose checkpoint has this model; 0 for a model of no run."""
-    found = re.fullmatch(rf"{checkpoint_name(0)[:-6]}(\d{{6,}})(-values-\d+)?", Path(model).parent.name)
-    return int(found[1]) if found else 0
-
-
 def answers_file(version: int) -> str:
     """Return the name of the file with the answers, in the folder of the evaluation."""
     return f"answers/{checkpoint_name(version)}.jsonl"
@@ -260,7 +253,7 @@ def run_evaluation(
         problem = f"only {kept} of {expected} answers are kept; see {folder / 'logs' / 'samples.jsonl'}"
         return None, {**summary, "problems": [*summary["problems"], problem]}
     # The run of this evaluation counts from 0; the answers are those of the version of its model.
-    version = _version_of(cast("str", config.model))
+    version = version_in(Path(cast("str", config.model)).parent.name) or 0
     answers = [msgspec.structs.replace(answer, version=version) for answer in answers]
     (folder / "answers").mkdir(exist_ok=True)
     (folder / answers_file(version)).write_bytes(msgspec.json.Encoder().encode_lines(answers))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.placement import WorkerGroup
 from stretto.base.cores import available_memory
-from stretto.cli.start.check_models import path_of
 from stretto.component import Problem
 from stretto.engine import HostMemory
 from stretto.models.files import folder_of_model, parameters_in
@@ -112,7 +111,7 @@ def _of_group(assembly: Assembly, group: WorkerGroup) -> HostMemory | None:
     """Return what each process of a worker group takes; None if a model is not on this machine."""
     sizes = {True: 0, False: 0}
     for name in group.models:
-        folder = folder_of_model(path_of(assembly.config, name))
+        folder = folder_of_model(assembly.config.source_of(name))
         if folder is None:
             return None
         sizes[assembly.graph.models[name].trainable] += parameters_in(folder)

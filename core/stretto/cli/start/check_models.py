@@ -9,7 +9,7 @@ from pathlib import Path
 from stretto.assembly.assembly import Assembly
 from stretto.component import Problem
 from stretto.config import RunConfig
-from stretto.models.files import known_config, text_config
+from stretto.models.files import cached_file, known_config, text_config
 from stretto.models.vision import is_vision_language
 from stretto.training.adapter_files import adapter_problems, base_of
 from stretto.training.config import ModelTrainingConfig
@@ -65,27 +65,32 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
             "evaluation",
             f"it samples answers from the model {graph.lead!r}, which is not a policy; remove `evaluation`",
         )
-    section, source = placement.lead.section, path_of(config, graph.lead)
+    section, source = placement.lead.section, config.source_of(graph.lead)
     lora = section.lora if isinstance(section, ModelTrainingConfig) else None
-    if lora is not None and source is not None:
+    if lora is not None and lora.adapter is not None and source is not None:
         yield from adapter_problems(lora, source, f"{placement.lead.path}.lora")
-    for group in placement.groups.values():
-        other = getattr(group.section, "lora", None)
-        copies = [name for name in group.models if path_of(config, name) == source]
-        heads = {graph.models[name].head for name in copies}
-        adapter = lora.adapter if lora is not None and "policy" in heads else None
-        if adapter is not None and (other is None or other.adapter != adapter):
-            yield Problem(
-                f"{group.path}.lora",
-                f"{', '.join(copies)} would begin without the adapter with which {graph.lead} begins; write "
-                f"the same `lora` as in {placement.lead.path}",
-            )
+        yield from _copy_problems(assembly, source, lora.adapter)
     if sampling and lora is not None and lora.send == "adapter" and source != config.model:
         yield Problem(
             f"{placement.lead.path}.lora.send",
             f"is 'adapter': inference workers would apply the adapter to {config.model!r}, but the run "
             f"trains {source!r}; set it to 'merged'",
         )
+
+
+def _copy_problems(assembly: Assembly, source: str, adapter: str) -> Iterator[Problem]:
+    """Refuse a frozen copy of the policy that would begin without the policy's adapter."""
+    config, graph, placement = assembly.config, assembly.graph, assembly.placement
+    for group in placement.groups.values():
+        lora = getattr(group.section, "lora", None)
+        policies = (name for name in group.models if graph.models[name].head == "policy")
+        copies = [name for name in policies if config.source_of(name) == source]
+        if copies and (lora is None or lora.adapter != adapter):
+            yield Problem(
+                f"{group.path}.lora",
+                f"{', '.join(copies)} would begin without the adapter with which {graph.lead} begins; write "
+                f"the same `lora` as in {placement.lead.path}",
+            )
 
 
 def _context_problems(config: RunConfig) -> Iterator[Problem]:
@@ -127,12 +132,6 @@ def token_problems(config: RunConfig) -> Iterator[Problem]:
                     f"has the token {unknown[0]}, but {config.model!r} has a vocabulary of {vocabulary}: the "
                     "ids begin at 0",
                 )
-
-
-def path_of(config: RunConfig, model: str) -> str | None:
-    """Return the folder or hub id of a model of the algorithm."""
-    settings = config.models.get(model)
-    return (settings.path if settings else None) or config.model
 
 
 def _vocabulary_problems(path: str, model: str, run_model: str | None) -> Iterator[Problem]:
@@ -217,10 +216,10 @@ def _architecture_problems(path: str, model: str) -> Iterator[Problem]:
 
 
 def _hub_problems(path: str, model: str) -> Iterator[Problem]:
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+    if cached_file(model, "config.json"):
         return
     try:
         HfApi().model_info(model, timeout=5.0)

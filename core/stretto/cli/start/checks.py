@@ -31,7 +31,7 @@ from stretto.bus.listening import is_loopback
 from stretto.bus.probe import bus_problems
 from stretto.children.row_check import faults_of_rows, row_checks
 from stretto.cli.start.check_memory import memory_problems
-from stretto.cli.start.check_models import model_problems, path_of, source_problems, token_problems
+from stretto.cli.start.check_models import model_problems, source_problems, token_problems
 from stretto.cli.start.check_rows import ReadRows, RowForm, dataset_problems, leaked_rows
 from stretto.cli.start.folders import is_free
 from stretto.component import Problem
@@ -230,7 +230,7 @@ def _component_problems(assembly: Assembly, path: str, models: Iterable[str]) ->
         yield Problem(f"{path}.use", missing)
     elif component.check is not None:
         # Call a training engine's `check` once for each model that it will hold, as the run's `model`.
-        runs = [msgspec.structs.replace(config, model=path_of(config, model)) for model in models]
+        runs = [msgspec.structs.replace(config, model=config.source_of(model)) for model in models]
         reported: set[Problem] = set()
         for run in runs or [config]:
             for problem in component.check(section, run):

@@ -10,7 +10,6 @@ from stretto.assembly.variants import own_sections, variants_of
 from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.cli.start.check_chat import chat_lines
 from stretto.cli.start.check_memory import memory_lines
-from stretto.cli.start.check_models import path_of
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
 from stretto.launcher import Resources
@@ -125,7 +124,7 @@ def _copy_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
     for group in placement.groups.values():
         section, size = group.section, 0.0
         for name in group.models:
-            folder = folder_of_model(path_of(config, name))
+            folder = folder_of_model(config.source_of(name))
             if not isinstance(section, ModelTrainingConfig) or folder is None:
                 break
             if placement.graph.models[name].trainable:

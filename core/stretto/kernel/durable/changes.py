@@ -229,7 +229,10 @@ def _adapters(placed: Placement) -> dict[str, object]:
     """Return what says which adapters each model has that has some."""
     return {
         model: (
-            *(section.lora.rank, section.lora.alpha, section.lora.targets, section.lora.adapter),
+            section.lora.rank,
+            section.lora.alpha,
+            section.lora.targets,
+            section.lora.adapter,
             section.freeze_vision_tower,
         )
         for group in placed.groups.values()

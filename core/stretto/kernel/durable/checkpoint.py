@@ -18,6 +18,7 @@ not count, and is removed from the store.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import AsyncGenerator, Collection, Iterator
@@ -122,6 +123,12 @@ def checkpoint_name(version: int, values: int | None = None) -> str:
             name sorts after the checkpoint of the previous values at the same version, which stays.
     """
     return f"{_PREFIX}{version:06d}" + (f"-values-{values}" if values is not None else "")
+
+
+def version_in(name: str) -> int | None:
+    """Return the version of a checkpoint from its name; None if this is no such name."""
+    found = re.fullmatch(rf"{_PREFIX}(\d{{6,}})(-values-\d+)?", name)
+    return int(found[1]) if found else None
 
 
 def checkpoints_in(folder: Path) -> set[str]:

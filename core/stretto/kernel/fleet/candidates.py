@@ -29,10 +29,8 @@ class Candidates:
 
     def __init__(self) -> None:
         self._rollouts: dict[str, None] = {}
-        self._group_of: dict[str, Hashable] = {}
-        """Worker -> its group."""
-        self._least: dict[Hashable, int] = {}
-        """Group -> candidates of a rollout worker, if the group has that many."""
+        self._group_of: dict[str, tuple[Hashable, int]] = {}
+        """Worker -> its group, and the candidates of a rollout worker in it, if it has that many."""
         self._known: dict[str, dict[str, Hashable]] | None = None
         """Rollout worker -> its candidates with their groups; None after a change."""
         self._told: dict[str, dict[str, Hashable]] = {}
@@ -66,8 +64,8 @@ class Candidates:
         Args:
             least: number of candidates of a rollout worker in this group, if the group has that many.
         """
-        if self._group_of.get(worker) != group:
-            self._group_of[worker], self._least[group], self._known = group, least, None
+        if self._group_of.get(worker) != (group, least):
+            self._group_of[worker], self._known = (group, least), None
 
     def remove(self, worker: str) -> None:
         """Remove a worker that cannot be called any more."""
@@ -90,11 +88,11 @@ class Candidates:
     def _all(self) -> dict[str, dict[str, Hashable]]:
         if self._known is None:
             self._known = {rollout: {} for rollout in self._rollouts}
-            groups: dict[Hashable, list[str]] = {}
+            groups: dict[tuple[Hashable, int], list[str]] = {}
             for worker, group in self._group_of.items():
                 groups.setdefault(group, []).append(worker)
-            for group, workers in groups.items():
-                for rollout, found in _choices(list(self._rollouts), workers, self._least[group]).items():
+            for (group, least), workers in groups.items():
+                for rollout, found in _choices(list(self._rollouts), workers, least).items():
                     self._known[rollout] |= dict.fromkeys(found, group)
         return self._known
 
@@ -108,11 +106,9 @@ def _choices(rollouts: list[str], workers: list[str], least: int) -> dict[str, l
         parts[rollouts[crc32(worker.encode()) % len(rollouts)]].append(worker)
     ring = sorted((place, worker) for worker in workers for place in _places(worker))
     for rollout, found in parts.items():
-        known = set(found)
-        for number in count():
-            if len(found) >= least:
-                break
-            place = crc32(f"{number} {rollout}".encode())
+        known, numbers = set(found), count()
+        while len(found) < least:
+            place = crc32(f"{next(numbers)} {rollout}".encode())
             _, worker = ring[bisect(ring, (place, "")) % len(ring)]
             if worker not in known:
                 known.add(worker)

@@ -7,6 +7,7 @@ place in the log alone, so a resumed run decides as the previous kernel did.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import get_args
 
@@ -21,12 +22,19 @@ from stretto.user_code.faults import FaultKind
 Outcome = GroupDone | GroupFailed
 
 _LONGEST_REASON = 500
+_VARIES = re.compile(r"""'[^']*'|"[^"]*"|\d+""")
+"""Parts of a reason that differ from row to row: quoted text and numbers."""
 _MOST_SAMPLES = 2**20
 _MOST = 2**40
 """No number of tokens or versions is as high. Sums of such numbers fit into messages."""
 _MOST_METRICS = 200
 """The metrics of a sample may have this many names, each of at most `_LONGEST_NAME` characters."""
 _LONGEST_NAME = 200
+
+
+def without_details(reason: str) -> str:
+    """Return what is the same in reasons that differ only in numbers and quoted text."""
+    return _VARIES.sub("…", reason)
 
 
 async def follow_outcomes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -12,7 +11,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages import tickets as messages
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import AbortTicket, GroupDone, GroupFailed, Purpose, Ticket
-from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes
+from stretto.kernel.schedule.outcomes import Outcome, follow_outcomes, without_details
 from stretto.kernel.schedule.scheduler import Snapshot
 
 log = structlog.get_logger()
@@ -103,7 +102,7 @@ class TicketQueue:
         if not outcome.filtered:
             log.warning("ticket failed", **fields)
             return
-        kind = re.sub(r"\d+", "…", outcome.reason)
+        kind = without_details(outcome.reason)
         self._left_out[kind] += 1
         if self._left_out[kind].bit_count() == 1:  # 1, 2, 4, 8 …
             log.info("row left out", **fields, rows=self._left_out[kind])

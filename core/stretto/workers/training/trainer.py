@@ -226,21 +226,16 @@ class TrainerWorker:
         expect_contract(publisher, Publisher, context.composed.origin("weights").label)
         return publisher
 
-    def _source_of(self, name: str) -> str | None:
-        """Return the folder or hub id of a model's initial weights."""
-        settings = self._context.composed.config.models.get(name)
-        return (settings and settings.path) or self._context.component_context.model
-
     def _make_engine(self, name: str) -> TrainingEngine:
         """Make the engine of one model of the group, with the run file's settings for that model."""
         context, group = self._context, self._group
-        settings, model = context.composed.config.models.get(name), self._graph.models[name]
+        config, model = context.composed.config, self._graph.models[name]
+        settings, source = config.models.get(name), config.source_of(name)
         section = group.section
         if settings is not None and settings.lr is not None:
             section = msgspec.structs.replace(section, lr=settings.lr)
-        source = self._source_of(name)
         lora = section.lora if isinstance(section, ModelTrainingConfig) else None
-        if lora is not None and source != self._source_of(self._graph.lead):  # it has no adapter to continue
+        if lora is not None and source != config.source_of(self._graph.lead):  # it has no adapter to continue
             section = msgspec.structs.replace(section, lora=msgspec.structs.replace(lora, adapter=None))
         component_context = msgspec.structs.replace(
             context.component_context,
