@@ -24,7 +24,7 @@ The tree contains every exception of core. The module is in brackets if it is no
     ├── WeightsError         weights that are missing, damaged or not the announced ones: `version`
     ├── LaunchError          a worker that could not be started, or ends again and again: `worker`
     ├── RunError             a run that cannot continue: `reason`
-    │   └── CalmRunFails     (stretto.testing.simulation.search) a simulated run that fails by itself: `tape`
+    │   └── CalmRunFails     (stretto.simulation.search) a simulated run that fails by itself: `tape`
     ├── ApiError             (stretto.agents.api_call) a refused HTTP request of an agent: `status`, `code`
     └── OverLimit            (stretto.agents.recorder) an agent's call beyond the limits of its run: `code`
 

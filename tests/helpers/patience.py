@@ -102,7 +102,7 @@ def simulated_time() -> Generator[None]:
 def _in_simulation() -> bool:
     if _simulated:
         return True
-    simulation = sys.modules.get("stretto.testing.simulation.loop")
+    simulation = sys.modules.get("stretto.simulation.loop")
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

@@ -32,9 +32,9 @@ from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose, Ticket
 from stretto.kernel.schedule.commands import SchedulerSettings
 from stretto.kernel.schedule.draws import RecordedDraw
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
-from stretto.testing.simulation import Tape
-from stretto.testing.simulation.search import in_fork
-from stretto.testing.simulation.universe import Universe
+from stretto.simulation import Tape
+from stretto.simulation.search import in_fork
+from stretto.simulation.universe import Universe
 from universes import large, small
 
 CALLS: dict[str, Any] = {

@@ -26,10 +26,10 @@ from stretto.cli.make.operate import numbers_of, scale_request, stop_request
 from stretto.errors import ConfigError, StrettoError, one_error
 from stretto.kernel.durable.changes import assemble_in_force, compose_changes, put_into_force
 from stretto.process import life
-from stretto.testing.simulation import Tape
-from stretto.testing.simulation.loop import SimulatedProcess, current_process
-from stretto.testing.simulation.search import enter_fork
-from stretto.testing.simulation.universe import Universe
+from stretto.simulation import Tape
+from stretto.simulation.loop import SimulatedProcess, current_process
+from stretto.simulation.search import enter_fork
+from stretto.simulation.universe import Universe
 from stretto.user_code import importable
 
 _SLICE_S = 0.02

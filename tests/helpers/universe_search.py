@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.testing.simulation import describe, search, shrink
+from stretto.simulation import describe, search, shrink
 from universes import large, small
 
 FOLDER = Path(__file__).parents[2] / "build" / "universes"

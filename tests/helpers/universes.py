@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from stretto.testing.simulation import Fault, Tape, run_tape
-from stretto.testing.simulation.faults import draw
+from stretto.simulation import Fault, Tape, run_tape
+from stretto.simulation.faults import draw
 
 _PATIENCE_S = 45.0
 
@@ -52,7 +52,7 @@ def _workflow(name: str) -> dict[str, Any]:
     """Return the workflow of a universe: for a third of them several turns, whose samples fail one by one."""
     if Random(f"workflow {name}").random() < 2 / 3:
         return {}
-    environment = "stretto.testing.simulation.plugin:guessing"
+    environment = "stretto.simulation.plugin:guessing"
     return {"workflow": {"use": "multi_turn", "environment": environment, "max_turns": 3}}
 
 

@@ -13,10 +13,10 @@ from patience import patience
 from stretto.bus.client import Bus, connect
 from stretto.bus.server import Bootstrap, NatsServer, lock_run, restart_server
 from stretto.config import BusConfig
-from stretto.testing.simulation.loop import SimulatedLoop
-from stretto.testing.simulation.patches import World, patched
-from stretto.testing.simulation.server import SimulatedServer
-from stretto.testing.simulation.transport import SimulatedTransport
+from stretto.simulation.loop import SimulatedLoop
+from stretto.simulation.patches import World, patched
+from stretto.simulation.server import SimulatedServer
+from stretto.simulation.transport import SimulatedTransport
 
 RUN = "test-run"
 

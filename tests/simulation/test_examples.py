@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from patience import patience
 from stretto.cli.main import app
 from stretto.errors import StrettoError
-from stretto.testing.simulation import ServiceTimes
+from stretto.simulation import ServiceTimes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "quickstart" / "model"

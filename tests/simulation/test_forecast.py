@@ -17,9 +17,9 @@ from kept_samples import Kept
 from stretto.cli.main import app
 from stretto.errors import ConfigError, RunError
 from stretto.run_folder import EvaluationSpan, RunFolder
-from stretto.testing.simulation import ServiceTimes, composed, forecast
-from stretto.testing.simulation.host import Host
-from stretto.testing.simulation.loop import SimulatedLoop
+from stretto.simulation import ServiceTimes, composed, forecast
+from stretto.simulation.host import Host
+from stretto.simulation.loop import SimulatedLoop
 from stretto_plan import plan
 from stretto_plan.fitting import fit, shortened
 from stretto_plan.measuring import Measured, _steps_at  # pyright: ignore[reportPrivateUsage]

@@ -17,9 +17,9 @@ from nats.aio.client import Client
 from patience import SOON_S, patience
 from stretto.bus.connection import NatsClient
 from stretto.bus.server import binary
-from stretto.testing.simulation.loop import SimulatedLoop
-from stretto.testing.simulation.patches import World, patched
-from stretto.testing.simulation.server import SimulatedServer
+from stretto.simulation.loop import SimulatedLoop
+from stretto.simulation.patches import World, patched
+from stretto.simulation.server import SimulatedServer
 
 NUM_SEQUENCES = int(os.environ.get("STRETTO_SEQUENCES", "300"))
 """10,000 were compared once; as many as this in each run."""

@@ -13,9 +13,9 @@ import pytest
 from patience import patience
 from stretto.errors import ConfigError
 from stretto.launcher import ROLES, Job, Role
-from stretto.testing.simulation import Fault, describe, run_tape
-from stretto.testing.simulation.processes import SimulatedLauncher
-from stretto.testing.simulation.universe import Outcome
+from stretto.simulation import Fault, describe, run_tape
+from stretto.simulation.processes import SimulatedLauncher
+from stretto.simulation.universe import Outcome
 from stretto.workers.context import RoleWorker, WorkerContext
 from stretto.workers.worker import _WORKERS as WORKERS  # pyright: ignore[reportPrivateUsage]
 from universes import small

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from mutations import MUTATIONS, Mutation, plant
-from stretto.testing.simulation import Tape, describe, run_tape, search, shrink
+from stretto.simulation import Tape, describe, run_tape, search, shrink
 from universes import large
 
 TAPES = Path(__file__).with_name("tapes")

@@ -12,8 +12,8 @@ import pytest
 
 from commands import called
 from stretto.errors import ConfigError, RunError
-from stretto.testing.simulation import Fault, Tape, describe, run_tape, search, shrink, tapes_of
-from stretto.testing.simulation.oracles import PLANTED
+from stretto.simulation import Fault, Tape, describe, run_tape, search, shrink, tapes_of
+from stretto.simulation.oracles import PLANTED
 from universes import small
 
 RUN = """\
@@ -59,7 +59,7 @@ def score(prompt, completion):
 DIGEST = """\
 import sys
 import msgspec
-from stretto.testing.simulation import Tape, run_tape
+from stretto.simulation import Tape, run_tape
 print(run_tape(msgspec.json.decode(sys.stdin.read(), type=Tape)).digest)
 """
 

@@ -13,7 +13,7 @@ from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
     from stretto.run_folder import RunFolder
-    from stretto.testing.simulation import Forecast, ServiceTimes
+    from stretto.simulation import Forecast, ServiceTimes
 
 _ENGINES = {"inference": ("torch", "mock"), "training": ("torch", "mock")}
 _STALENESS = (0, 1, 2, 4, 8)
@@ -70,7 +70,7 @@ def plan(
     the forecast does not contain.
     """
     from stretto.run_folder import RunFolder
-    from stretto.testing.simulation import composed
+    from stretto.simulation import composed
     from stretto_plan.fitting import on_gpus
 
     ran = RunFolder(file) if file.is_dir() else None
@@ -170,7 +170,7 @@ def _service_times(
     """Return the service times, and the seconds of a step if they are measured now."""
     import msgspec
 
-    from stretto.testing.simulation import ServiceTimes
+    from stretto.simulation import ServiceTimes
 
     if kept is not None and kept.exists():
         return msgspec.json.decode(kept.read_bytes(), type=ServiceTimes), None
@@ -186,7 +186,7 @@ def _service_times(
 
 def _read_times(run: Mapping[str, Any], record: Path, cores: int) -> ServiceTimes:
     from stretto.run_folder import RunFolder
-    from stretto.testing.simulation import composed
+    from stretto.simulation import composed
     from stretto_plan.recorded import times_of
 
     folder = RunFolder(record)
@@ -211,7 +211,7 @@ def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
 def _without_overrides(file: Path, run: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the run file alone; None if the service times do not hold for it, or if it is no run without the
     overrides."""
-    from stretto.testing.simulation import composed
+    from stretto.simulation import composed
 
     try:
         plain = composed(file)
@@ -265,7 +265,7 @@ class _Planner:
 
     def forecast(self, numbers: Mapping[str, Any]) -> Forecast:
         """Return the forecast with other values, by their keys."""
-        from stretto.testing.simulation import forecast
+        from stretto.simulation import forecast
         from stretto_plan.fitting import computes, shortened
 
         key = tuple(sorted(numbers.items()))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.testing.simulation import Forecast, ServiceTimes, forecast
+from stretto.simulation import Forecast, ServiceTimes, forecast
 from stretto_plan.measuring import Measured
 
 ROLES = ("kernel", "rollout", "verifier", "inference", "trainer")

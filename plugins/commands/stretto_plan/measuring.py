@@ -21,7 +21,7 @@ import typer
 from stretto.base.scratch import scratch_folder
 from stretto.errors import RunError
 from stretto.run_folder import RunFolder, SampleFilter
-from stretto.testing.simulation import composed
+from stretto.simulation import composed
 from stretto.user_code.guard import end_with_parent
 
 _FIRST, _FIRST_SLOW = 6, 3

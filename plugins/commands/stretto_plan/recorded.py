@@ -11,7 +11,7 @@ import msgspec
 
 from stretto.errors import RunError
 from stretto.run_folder import EvaluationSpan, RunFolder
-from stretto.testing.simulation import Forecast, ServiceTimes, forecast
+from stretto.simulation import Forecast, ServiceTimes, forecast
 from stretto_plan.fitting import GUESSED, ROLES, ROUNDS, computes, on_gpus, shortened
 from stretto_plan.measuring import FEWEST_STEPS, answers_of
 

@@ -12,7 +12,7 @@ from stretto.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.testing.simulation import Outcome, Tape
+    from stretto.simulation import Outcome, Tape
 
 _LAST_LINES = 60
 """Lines of the log of a failed universe that are printed."""
@@ -41,7 +41,7 @@ def simulate(
     Each seed is a universe that repeats itself. The first one that fails is written to `tape-SEED.json` with
     as few faults as possible.
     """
-    from stretto.testing.simulation import CalmRunFails, run_tape, shrink, tapes_of
+    from stretto.simulation import CalmRunFails, run_tape, shrink, tapes_of
 
     if replay is not None:
         tape = _read(replay)
@@ -68,7 +68,7 @@ def simulate(
 
 
 def _expect_kinds(kinds: Sequence[str]) -> None:
-    from stretto.testing.simulation import KINDS
+    from stretto.simulation import KINDS
 
     if unknown := [each for each in kinds if each not in KINDS]:
         raise ConfigError(f"--faults: there is no kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
@@ -76,7 +76,7 @@ def _expect_kinds(kinds: Sequence[str]) -> None:
 
 def _search(tapes: Sequence[Tape], jobs: int, record: Path | None) -> Tape | None:
     """Run the universes until one fails. Return its tape."""
-    from stretto.testing.simulation import search
+    from stretto.simulation import search
 
     num_done, num_faults, callbacks, virtual_s, cpu_s = 0, 0, 0, 0.0, 0.0
     failing: Tape | None = None
@@ -96,7 +96,7 @@ def _search(tapes: Sequence[Tape], jobs: int, record: Path | None) -> Tape | Non
 
 
 def _show(tape: Tape, outcome: Outcome) -> None:
-    from stretto.testing.simulation import describe
+    from stretto.simulation import describe
 
     typer.echo("\n".join(describe(tape, outcome, _LAST_LINES)))
 
@@ -105,7 +105,7 @@ def _read(file: Path) -> Tape:
     """Read a tape."""
     import msgspec
 
-    from stretto.testing.simulation import Tape
+    from stretto.simulation import Tape
 
     try:
         return msgspec.json.decode(file.read_bytes(), type=Tape)

@@ -35,10 +35,10 @@ plugin.py     the launcher `simulated`
 
 from __future__ import annotations
 
-from stretto.testing.simulation.faults import KINDS, POINTS, Fault, Tape
-from stretto.testing.simulation.forecast import Forecast, ServiceTimes, composed, forecast
-from stretto.testing.simulation.search import CalmRunFails, describe, run_tape, search, shrink, tapes_of
-from stretto.testing.simulation.universe import Outcome
+from stretto.simulation.faults import KINDS, POINTS, Fault, Tape
+from stretto.simulation.forecast import Forecast, ServiceTimes, composed, forecast
+from stretto.simulation.search import CalmRunFails, describe, run_tape, search, shrink, tapes_of
+from stretto.simulation.universe import Outcome
 
 __all__ = [
     "KINDS",

@@ -7,7 +7,7 @@ from typing import Any
 
 from stretto.component import Component
 from stretto.hooks import hookimpl
-from stretto.testing.simulation.processes import SimulatedConfig, SimulatedLauncher
+from stretto.simulation.processes import SimulatedConfig, SimulatedLauncher
 
 
 @hookimpl

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from nats.aio.transport import Transport
 
-from stretto.testing.simulation.loop import Escaped, current_process
+from stretto.simulation.loop import Escaped, current_process
 
 if TYPE_CHECKING:
-    from stretto.testing.simulation.server import SimulatedConnection, SimulatedServer
+    from stretto.simulation.server import SimulatedConnection, SimulatedServer
 
 _READ_LIMIT = 2**26
 

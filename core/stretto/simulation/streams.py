@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stretto.testing.simulation.server import SimulatedServer
+    from stretto.simulation.server import SimulatedServer
 
 _SAME_ID_S = 120.0
 """For this long a stream recognises a message id."""

@@ -39,14 +39,14 @@ from stretto.models import version_files
 from stretto.models.tokenizer import load_tokenizer
 from stretto.process import life
 from stretto.serving.intake import Intake
-from stretto.testing.simulation import processes
-from stretto.testing.simulation.faults import Tape, inject
-from stretto.testing.simulation.folds import FoldOracle
-from stretto.testing.simulation.loop import Deadlock, Livelock, SimulatedLoop, SimulatedProcess
-from stretto.testing.simulation.oracles import PLANTED, Oracle
-from stretto.testing.simulation.patches import World, patched, replaced
-from stretto.testing.simulation.run_file import simulated
-from stretto.testing.simulation.server import SimulatedServer
+from stretto.simulation import processes
+from stretto.simulation.faults import Tape, inject
+from stretto.simulation.folds import FoldOracle
+from stretto.simulation.loop import Deadlock, Livelock, SimulatedLoop, SimulatedProcess
+from stretto.simulation.oracles import PLANTED, Oracle
+from stretto.simulation.patches import World, patched, replaced
+from stretto.simulation.run_file import simulated
+from stretto.simulation.server import SimulatedServer
 from stretto.workers import context
 
 _STANDS_STILL = ("stuck", "deadlock", "livelock")

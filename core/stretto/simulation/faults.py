@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stretto.launcher import LauncherConfig
-from stretto.testing.simulation.loop import SimulatedProcess
+from stretto.simulation.loop import SimulatedProcess
 
 if TYPE_CHECKING:
-    from stretto.testing.simulation.universe import Universe
+    from stretto.simulation.universe import Universe
 
 _CALM_S = 4.0
 """How long bad weather lasts."""

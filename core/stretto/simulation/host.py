@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from stretto.testing.simulation.loop import SimulatedThread
+from stretto.simulation.loop import SimulatedThread
 
 if TYPE_CHECKING:
-    from stretto.testing.simulation.loop import SimulatedLoop
+    from stretto.simulation.loop import SimulatedLoop
 
 _QUANTUM_S = 0.0005
 """A thread takes the time for its work at once, when it has so much behind it."""

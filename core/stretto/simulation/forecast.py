@@ -20,13 +20,13 @@ from stretto.assembly.compose import compose
 from stretto.base.scratch import scratch_folder
 from stretto.engine import slots_for
 from stretto.errors import ConfigError, RunError
-from stretto.testing.simulation import patches, processes
-from stretto.testing.simulation.faults import Tape
-from stretto.testing.simulation.host import Host
-from stretto.testing.simulation.run_file import simulated
-from stretto.testing.simulation.search import in_fork
-from stretto.testing.simulation.server import SimulatedServer
-from stretto.testing.simulation.universe import Universe
+from stretto.simulation import patches, processes
+from stretto.simulation.faults import Tape
+from stretto.simulation.host import Host
+from stretto.simulation.run_file import simulated
+from stretto.simulation.search import in_fork
+from stretto.simulation.server import SimulatedServer
+from stretto.simulation.universe import Universe
 
 _SKIPPED = 3
 """The first third of the steps does not count, because the queue fills."""

@@ -24,9 +24,9 @@ import msgspec
 from stretto.assembly.compose import compose
 from stretto.base.scratch import scratch_folder
 from stretto.errors import RunError
-from stretto.testing.simulation.faults import Fault, Tape, draw
-from stretto.testing.simulation.run_file import simulated
-from stretto.testing.simulation.universe import Outcome, Universe
+from stretto.simulation.faults import Fault, Tape, draw
+from stretto.simulation.run_file import simulated
+from stretto.simulation.universe import Outcome, Universe
 from stretto.user_code.guard import end_with_parent
 
 _CPU_S = 60

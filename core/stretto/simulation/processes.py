@@ -24,8 +24,8 @@ from stretto.children import environment, reward
 from stretto.component import Context
 from stretto.errors import leaves
 from stretto.launcher import Job, LauncherConfig, Resources, Role
-from stretto.testing.simulation.loop import SimulatedProcess
-from stretto.testing.simulation.patches import World, replaced
+from stretto.simulation.loop import SimulatedProcess
+from stretto.simulation.patches import World, replaced
 from stretto.user_code.faults import SampleFault
 from stretto.workers.heartbeats import Heartbeats
 from stretto.workers.process import HostProcess

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stretto.testing.simulation.loop import ProcessEnded, SimulatedProcess, current_process
+from stretto.simulation.loop import ProcessEnded, SimulatedProcess, current_process
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 

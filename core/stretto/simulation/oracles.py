@@ -17,7 +17,7 @@ from stretto.bus.messages.events import (
 )
 from stretto.bus.messages.tickets import GroupDone, GroupFailed
 from stretto.bus.payloads import decoder, is_split
-from stretto.testing.simulation.faults import Tape
+from stretto.simulation.faults import Tape
 
 PLANTED = "planted by the simulation"
 """Reason of what fails by a fault."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from stretto.testing.simulation.loop import SimulatedLoop, SimulatedProcess
-from stretto.testing.simulation.streams import Asked, Stream, StreamRefusal, subjects_like
-from stretto.testing.simulation.transport import Link, SimulatedTransport
+from stretto.simulation.loop import SimulatedLoop, SimulatedProcess
+from stretto.simulation.streams import Asked, Stream, StreamRefusal, subjects_like
+from stretto.simulation.transport import Link, SimulatedTransport
 
 _CRLF = b"\r\n"
 _DELAY_S, _JITTER_S = 2e-4, 5e-4

@@ -33,9 +33,9 @@ import numpy.random.bit_generator
 from anyio._backends import _asyncio as backend
 
 from stretto.kernel.fleet import adoption
-from stretto.testing.simulation.files import SimulatedFiles
-from stretto.testing.simulation.loop import Escaped, SimulatedLoop, current_process
-from stretto.testing.simulation.transport import SimulatedTransport
+from stretto.simulation.files import SimulatedFiles
+from stretto.simulation.loop import Escaped, SimulatedLoop, current_process
+from stretto.simulation.transport import SimulatedTransport
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stretto.testing.simulation.host import Host
+    from stretto.simulation.host import Host
 
 TICK_S = 1e-6
 """Time that each callback takes. Code that waits until a deadline has passed would otherwise wait for ever,
