@@ -26,7 +26,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from stretto.records.timeline import EvaluationSpan, read_timeline
+from stretto.run_folder import RunFolder
 from whole_runs import QUICKSTART
 
 TURNS, PROMPT, ANSWER, TOOL = 8, 192, 24, 72
@@ -78,9 +78,9 @@ def tokens_per_s(folder: Path, out: Path, *overrides: str) -> float:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
-    (span,) = (each for each in read_timeline(out) if isinstance(each, EvaluationSpan))
+    (span,) = RunFolder(out).history.evaluations
     answers = [json.loads(line) for line in next(out.glob("answers/*.jsonl")).read_text().splitlines()]
-    return sum(answer["tokens"] for answer in answers) / (span.time - span.start)
+    return sum(answer["tokens"] for answer in answers) / (span.ended - span.began)
 
 
 def main() -> None:

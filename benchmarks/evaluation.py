@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.records.metrics import MetricsReader
-from stretto.records.timeline import EvaluationSpan, StepSpan, read_timeline
+from stretto.run_folder import RunFolder
 from whole_runs import QUICKSTART, summary_of
 
 FORMS = {
@@ -32,17 +32,17 @@ FIRST_STEPS = 8
 def measured(folder: Path, *overrides: str) -> dict[str, float]:
     """Return figures of one run, in seconds."""
     wall_s = summary_of(QUICKSTART, folder, *overrides)["wall_s"]
-    events = list(read_timeline(folder))
-    evaluations = [(each.start, each.time) for each in events if isinstance(each, EvaluationSpan)]
+    history = RunFolder(folder).history
+    evaluations = [(each.began, each.ended) for each in history.evaluations]
     metrics = MetricsReader(folder)
     metrics.read()
     waited_s = sum(line["wait/evaluation_s"] for line in metrics.steps)
     during: list[float] = []
     outside: list[float] = []
-    steps = [each for each in events if isinstance(each, StepSpan)]
+    steps = history.steps
     for before, step in zip(steps[FIRST_STEPS - 1 :], steps[FIRST_STEPS:], strict=False):
-        overlaps = any(start < step.time and before.time < end for start, end in evaluations)
-        (during if overlaps else outside).append(step.time - before.time)
+        overlaps = any(start < step.ended and before.ended < end for start, end in evaluations)
+        (during if overlaps else outside).append(step.ended - before.ended)
     return {
         "wall_s": wall_s,
         "waited_s": waited_s,

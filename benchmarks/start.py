@@ -23,16 +23,17 @@ from statistics import median
 
 import psutil
 
-from stretto.records.timeline import (
-    KernelEnded,
-    KernelStarted,
-    StepSpan,
-    SwapSpan,
-    TicketDone,
-    TicketIssued,
-    WorkerChanged,
-    read_timeline,
+from stretto.bus.messages.events import (
+    FleetChanged,
+    GroupFigures,
+    KernelBegan,
+    OutcomeRead,
+    RunEnded,
+    StepMeasured,
+    TicketsIssued,
+    WeightsServed,
 )
+from stretto.run_folder import RunFolder
 from whole_runs import QUICKSTART, arguments_of, mock_run_file
 
 _POLL_S = 0.02
@@ -145,29 +146,29 @@ def measure(file: Path, out: Path, overrides: list[str]) -> Measured:
 
 
 def phases_of(out: Path, began: float) -> dict[str, float]:
-    """The moments of a run, from its timeline."""
+    """The moments of a run, from its events."""
     phases: dict[str, float] = {}
 
     def note(name: str, at: float) -> None:
         phases.setdefault(name, at - began)
 
-    for event in read_timeline(out):
+    for at, event in RunFolder(out).events():
         match event:
-            case KernelStarted():
-                note("kernel on the bus", event.time)
-            case WorkerChanged():
-                note(f"{event.worker} {event.state}", event.time)
-            case SwapSpan():
-                note("an engine serves version 0", event.time)
-            case TicketIssued():
-                note("first ticket", event.time)
-            case TicketDone():
-                note("first group done" if event.purpose == "train" else "first answer", event.time)
-            case StepSpan():
-                note("first step", event.time)
-                phases["last step"] = event.time - began
-            case KernelEnded():
-                note("workers dismissed", event.time)
+            case KernelBegan():
+                note("kernel on the bus", at)
+            case FleetChanged():
+                note(f"{event.worker} {event.state}", at)
+            case WeightsServed():
+                note("an engine serves version 0", at)
+            case TicketsIssued():
+                note("first ticket", at)
+            case OutcomeRead(_, GroupFigures() as group):
+                note("first group done" if group.purpose == "train" else "first answer", at)
+            case StepMeasured():
+                note("first step", at)
+                phases["last step"] = at - began
+            case RunEnded():
+                note("workers dismissed", at)
             case _:
                 pass
     return phases

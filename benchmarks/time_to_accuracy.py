@@ -47,7 +47,7 @@ from transformers.utils import logging as transformers_logging
 from staleness_tasks import Problem
 from staleness_tasks import Task as Start
 from stretto.records.metrics import MetricsReader
-from stretto.records.timeline import CallSpan, StepSpan, TicketIssued, read_timeline
+from stretto.run_folder import RunFolder
 
 HERE = Path(__file__).parent
 QUICKSTART = HERE.parent / "examples" / "quickstart"
@@ -131,7 +131,7 @@ def run_stretto(task: Task, rows: Path, out: Path, seed: int, overrides: Sequenc
     subprocess.run(command, check=True, capture_output=True)
     metrics = MetricsReader(out)
     metrics.read()
-    began = next(event.time for event in read_timeline(out) if isinstance(event, TicketIssued))
+    began = next(each.issued_at for each in RunFolder(out).history.attempts if each.issued_at is not None)
     models = {step: out / "checkpoints" / f"step-{step:06d}" / "model" for step in saved_steps(task)}
     ended = [line["time"] for line in metrics.steps]
     return Measured(commanded, began, ended, models, _processor_s() - before)
@@ -317,22 +317,21 @@ def profile(name: str, overrides: Sequence[str]) -> None:
 
 def parts_of(run: Path) -> dict[str, float]:
     """Return the median milliseconds of the parts of a run's steps, without the first ones."""
-    events = list(read_timeline(run))
-    steps = [event for event in events if isinstance(event, StepSpan)][FIRST:]
+    history = RunFolder(run).history
+    steps = history.steps[FIRST:]
     by_step: list[dict[str, float]] = []
     for step, following in itertools.pairwise(steps):
         calls = [
-            event for event in events if isinstance(event, CallSpan) and event.version == step.version - 1
+            (call.figures, call.ended - call.figures.began)
+            for call in history.calls
+            if call.figures.version == step.version - 1
         ]
-        inside = step.time - step.start - sum(call.time - call.start for call in calls)
+        inside = step.ended - step.began - sum(all_s for _, all_s in calls)
         by_step.append(
-            {f"{call.call}: the trainer works": call.seconds for call in calls}
-            | {
-                f"{call.call}: the way there and back": call.time - call.start - call.seconds
-                for call in calls
-            }
+            {f"{call.call}: the trainer works": call.seconds for call, _ in calls}
+            | {f"{call.call}: the way there and back": all_s - call.seconds for call, all_s in calls}
             # The weights may be published beside the next step: then the next one begins earlier.
-            | {"journal, publish, announce": inside, "to the next step": following.start - step.time}
+            | {"journal, publish, announce": inside, "to the next step": following.began - step.ended}
         )
     names = by_step[0] if by_step else {}
     return {name: round(1000 * statistics.median(step[name] for step in by_step), 1) for name in names}

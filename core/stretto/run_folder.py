@@ -39,7 +39,19 @@ from stretto.records.comparison import (
     setting,
 )
 from stretto.records.document import read_document
+from stretto.records.event_reader import EventReader, TimedEvent
 from stretto.records.files import read_record
+from stretto.records.history import (
+    Attempt,
+    AttemptOutcome,
+    CallSpan,
+    EvaluationSpan,
+    KernelLife,
+    RunHistory,
+    StepSpan,
+    SwapSpan,
+    WorkerLife,
+)
 from stretto.records.intervals import Estimate
 from stretto.records.kept.answers import KeptAnswer, read_answers
 from stretto.records.kept.sample_images import SampleImages
@@ -49,39 +61,24 @@ from stretto.records.logs import log_files, log_text, open_log, whole_lines
 from stretto.records.metrics import HELD_OUT, MAIN_FIGURES, METRICS, MetricsReader, held_out_key, is_figure
 from stretto.records.origin import RunOrigin, read_origin
 from stretto.records.status import STATUS, Status, Verdict, read_status, standstill
-from stretto.records.timeline import (
-    CallSpan,
-    EvaluationSpan,
-    Event,
-    KernelEnded,
-    KernelStarted,
-    StepSpan,
-    SwapSpan,
-    TicketDone,
-    TicketIssued,
-    TicketRetired,
-    TicketTaken,
-    WorkerChanged,
-    read_timeline,
-    time_range,
-)
 from stretto.records.values import dotted_values
 
 __all__ = [
     "HELD_OUT",
     "MAIN_FIGURES",
+    "Attempt",
+    "AttemptOutcome",
     "Bounds",
     "CallSpan",
     "Comparison",
     "Estimate",
     "EvaluationSpan",
-    "Event",
     "KeptAnswer",
-    "KernelEnded",
-    "KernelStarted",
+    "KernelLife",
     "Purpose",
     "RunFigures",
     "RunFolder",
+    "RunHistory",
     "RunOrigin",
     "SampleFilter",
     "SampleOutcome",
@@ -91,11 +88,8 @@ __all__ = [
     "Status",
     "StepSpan",
     "SwapSpan",
-    "TicketDone",
-    "TicketIssued",
-    "TicketRetired",
-    "TicketTaken",
-    "WorkerChanged",
+    "TimedEvent",
+    "WorkerLife",
     "caution",
     "compare_runs",
     "differences",
@@ -146,10 +140,11 @@ class RunFolder:
             raise ConfigError(f"{folder} holds no run: it has no {_CONFIG}")
         self.folder = folder.absolute()
         self._reader = MetricsReader(self.folder)
+        self._events = EventReader(self.folder)
 
     def refresh(self) -> None:
         """Forget what may have changed. Of the metrics, only appended lines are read again."""
-        for name in ("config", "summary", "status", "state", "_metrics"):
+        for name in ("config", "summary", "status", "state", "history", "_metrics"):
             self.__dict__.pop(name, None)
 
     def require_trust(self, *, trusted: bool) -> None:
@@ -266,18 +261,24 @@ class RunFolder:
         """Return what the run was started with; None if its kernel was older."""
         return read_origin(self.folder)
 
-    def events(self, since: float | None = None, until: float | None = None) -> Iterator[Event]:
-        """Yield the events of `timeline.jsonl` in order: what happened when, as the kernel saw it.
+    @cached_property
+    def history(self) -> RunHistory:
+        """What has happened in the run, from its first event on."""
+        return RunHistory.of(self.events())
+
+    def events(self, since: float | None = None, until: float | None = None) -> Iterator[TimedEvent]:
+        """Yield the events of the run's journal in order, each with its Unix time. docs/events.md describes
+        them.
 
         Args:
             since: Unix seconds; None for the beginning.
-            until: Unix seconds; None for the end. A span that is over later is not among the events.
+            until: Unix seconds; None for the end. What is over later is not among the events.
         """
-        return read_timeline(self.folder, since, until)
+        return self._events.between(since, until)
 
     def time_range(self) -> tuple[float, float] | None:
         """Return the times of the first and the newest event, in Unix seconds; None without an event."""
-        return time_range(self.folder)
+        return self._events.time_range()
 
     @cached_property
     def samples(self) -> SampleStore:

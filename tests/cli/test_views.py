@@ -267,13 +267,6 @@ def test_the_axis_of_a_curve_over_zeros_begins_at_zero() -> None:
     assert labels[-1] == "1"
 
 
-def test_the_lanes_of_a_report_have_the_order_of_the_page(runs: list[RunFolder]) -> None:
-    [lanes] = re.findall(r'card wide lanes">(.*?)</svg>', report_html(runs[:1]))
-    names = [name for name in re.findall(r'text-anchor="end">([^<]+)<', lanes) if name]
-    assert names[0] == "steps"
-    assert [name.partition("-")[0] for name in names[1:]] == ["training", "inference", "rollout"]
-
-
 def test_a_report_shows_kept_samples(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "made", steps=30, answer=HOSTILE)
     html = report_html([RunFolder(folder)])

@@ -52,8 +52,8 @@ def test_the_import_rules_hold(checkout: Path) -> None:
             "plugins use public modules only",
         ),
         (
-            "plugins/commands/stretto_trace/history.py",
-            "import stretto.records.timeline",
+            "plugins/commands/stretto_trace/drawing.py",
+            "import stretto.records.history",
             "plugins use public modules only",
         ),
         ("core/stretto/kernel/schedule/gate.py", "import stretto_grpo", "core knows no plugin"),

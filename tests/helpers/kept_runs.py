@@ -8,14 +8,14 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
-import msgspec
-
 from kept_samples import Kept
-from stretto.bus.messages.events import Cause
-from stretto.records.timeline import CallSpan, KernelStarted, StepSpan, SwapSpan, TicketDone
+from kernel_events import done, issued, served, step_measured, write_events
+from stretto.bus.messages.events import CallEnded, Cause, KernelBegan
+from stretto.records.event_reader import TimedEvent
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b]0;x\x07"
 """What a model, a reward or a run file may say."""
+START = 1_700_000_000.0
 
 
 def keep_run(
@@ -47,7 +47,7 @@ def keep_run(
     with (folder / "metrics.jsonl").open("w") as file:
         for line in [evaluations[0], *_lines(steps, seed, shift, evaluations)]:
             file.write(json.dumps(line) + "\n")
-    _keep_timeline(folder, steps)
+    _keep_events(folder, steps)
     summary: dict[str, Any] = {
         "status": "completed",
         "wall_s": steps * 2.0 + 1,
@@ -66,7 +66,7 @@ def _lines(steps: int, seed: int, shift: float, evaluations: list[dict[str, Any]
     for step in range(1, steps + 1):
         noise = 0.05 * math.sin(step * 7 + seed)
         lines.append(
-            {"step": step, "time_s": step * 2.0, "step_s": 2.0, "train_s": 1.0}
+            {"step": step, "time": START + 2.0 * step, "time_s": step * 2.0, "step_s": 2.0, "train_s": 1.0}
             | {"reward": round(1 - math.exp(-step / steps) + shift + noise, 6), "loss": -0.1 + noise}
             | {"entropy": 2 - step / steps, "grad_norm": 1 + noise, "length": 12.0, "staleness": 1.5}
             | {"step_tokens_per_s": 500, "skipped": 0.0, "ledger": _ledger(step), "advice": []}
@@ -100,17 +100,15 @@ def _evaluate(kept: Kept, version: int, shift: float) -> dict[str, Any]:
     }
 
 
-def _keep_timeline(folder: Path, steps: int) -> None:
-    start = 1_700_000_000.0
-    events: list[Any] = [KernelStarted(start, 1, 0)]
+def _keep_events(folder: Path, steps: int) -> None:
+    events: list[TimedEvent] = [(START, KernelBegan(1, 0, 0.0))]
     for step in range(1, steps + 1):
-        now = start + 2 * step
+        now = START + 2 * step
         events += [
-            TicketDone(now - 1, "train", step, 1, f"rollout-{HOSTILE}", 1.5, 1.0, 0.2, 4, 0.5, 48, step - 1),
-            CallSpan(now - 0.1, now - 0.9, "training", "train(actor)", step - 1, 0.7),
-            StepSpan(now, now - 1, step, ((Cause("late_ticket", 3), 1.0),), (step,)),
-            SwapSpan(now + 0.1, now, "inference-0", step, 0.01, False),
+            (now - 1.9, issued(step)),
+            (now - 1, done(step, worker=f"rollout-{HOSTILE}", seconds=1.5, score_s=0.2)),
+            (now - 0.1, CallEnded(now - 0.9, "training", "train(actor)", step - 1, 0.7)),
+            (now, step_measured(step, now - 1, (step,), ((Cause("late_ticket", 3), 1.0),))),
+            (now + 0.1, served(now, "inference-0", step, 0.01)),
         ]
-    events.sort(key=lambda event: event.time)
-    with (folder / "timeline.jsonl").open("wb") as file:
-        file.writelines(msgspec.json.encode(event) + b"\n" for event in events)
+    write_events(folder, events)

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from stretto.bus.messages.events import Cause, StepMeasured
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from stretto.bus.messages.events import (
+    Account,
+    Cause,
+    EventBatch,
+    GroupFigures,
+    IssuedTicket,
+    OutcomeRead,
+    RetiredTicket,
+    StepMeasured,
+    TicketsIssued,
+    TicketsRetired,
+    WeightsServed,
+)
+from stretto.bus.messages.tickets import Purpose
+from stretto.bus.payloads import encode
+from stretto.records.event_files import FOLDER, file_name, record_of
+from stretto.records.event_reader import TimedEvent
 
 
 def step_measured(
@@ -30,3 +51,56 @@ def step_measured(
         variants={},
         not_trained={},
     )
+
+
+def done(
+    ticket: int,
+    attempt: int = 1,
+    *,
+    purpose: Purpose = "train",
+    worker: str = "rollout-0",
+    seconds: float = 1.0,
+    score_s: float = 0.1,
+) -> OutcomeRead:
+    """A group of 4 samples with 100 tokens."""
+    group = GroupFigures(
+        *(purpose, ticket, attempt, worker, seconds, seconds - score_s, score_s),
+        samples=4,
+        reward=0.5,
+        tokens=100,
+        oldest=0,
+    )
+    return OutcomeRead(sequence=1, group=group)
+
+
+def issued(ticket: int, attempt: int = 1, purpose: Purpose = "train", version: int = 0) -> TicketsIssued:
+    return TicketsIssued((IssuedTicket(purpose, ticket, attempt, row=ticket, min_version=version),))
+
+
+def retired(
+    ticket: int, account: Account, reason: str, attempt: int = 1, purpose: Purpose = "train"
+) -> TicketsRetired:
+    return TicketsRetired((RetiredTicket(purpose, ticket, attempt, account, reason),))
+
+
+def served(began: float, worker: str, version: int, pause_s: float) -> WeightsServed:
+    return WeightsServed(
+        *(began, worker, version),
+        exact=False,
+        are_new=True,
+        pause_s=pause_s,
+        drift=None,
+        engine_kl=None,
+        unscored="",
+    )
+
+
+def write_events(folder: Path, events: Sequence[TimedEvent], *, epoch: int = 1, first: int = 2) -> None:
+    """Write events into a file of the folder `events` of a run, as a kernel does, a few in a message."""
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    records: list[bytes] = []
+    for number, start in enumerate(range(0, len(events), 7), start=first):
+        times, some = zip(*events[start : start + 7], strict=True)
+        raw = tuple(msgspec.Raw(encode(event)) for event in some)
+        records.append(record_of(number, encode(EventBatch(epoch, start, raw, times))))
+    (folder / FOLDER / file_name(epoch, first)).write_bytes(b"".join(records))

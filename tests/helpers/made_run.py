@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import yaml
 from pyarrow import parquet as pq
 
-from stretto.bus.messages.events import Cause
-from stretto.records import timeline
+from kernel_events import done, issued, served, step_measured, write_events
+from stretto.bus.messages.events import CallEnded, Cause, KernelBegan, RunEnded
+from stretto.records.event_reader import TimedEvent
 from stretto.records.kept.sample_files import SegmentName, schema_of
 
 _BEGUN = 1_790_000_000.0
@@ -65,7 +65,7 @@ def make_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     lines = _lines(steps, groups, samples, np.random.default_rng(seed))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _write_timeline(folder, steps, groups, samples)
+    _write_events(folder, steps, groups)
     texts = {"text": answer, "dataset_row": row, "messages": messages}
     _write_samples(folder, steps, groups, samples, texts, np.random.default_rng(seed))
     if finished:
@@ -80,6 +80,7 @@ def _lines(steps: int, groups: int, samples: int, draw: np.random.Generator) -> 
         drift = figures[step - 1]
         line: dict[str, Any] = {
             "step": step,
+            "time": _BEGUN + step * _STEP_S,
             "time_s": round(step * _STEP_S, 3),
             "step_s": _STEP_S,
             "train_s": 1.2,
@@ -148,26 +149,22 @@ def _summary(name: str, lines: list[dict[str, Any]], steps: int, groups: int, sa
     }
 
 
-def _write_timeline(folder: Path, steps: int, groups: int, samples: int) -> None:
-    events: list[timeline.Event] = [timeline.KernelStarted(_BEGUN, 1, 0)]
+def _write_events(folder: Path, steps: int, groups: int) -> None:
+    events: list[TimedEvent] = [(_BEGUN, KernelBegan(1, 0, 0.0))]
     ticket = 0
     for step in range(1, steps + 1):
-        begun, done = _BEGUN + (step - 1) * _STEP_S, _BEGUN + step * _STEP_S
+        begun, ended = _BEGUN + (step - 1) * _STEP_S, _BEGUN + step * _STEP_S
         numbers = tuple(range(ticket, ticket + groups))
+        events += [(begun, issued(number, version=step - 1)) for number in numbers]
         for place, number in enumerate(numbers):
-            moment = begun + 0.5 * (place + 1) / groups
-            events.append(
-                timeline.TicketDone(
-                    moment, "train", number, 1, "rollout-0", 0.6, 0.5, 0.05, samples, 0.5, 48, step - 1
-                )
-            )
-        events.append(timeline.CallSpan(done - 0.1, begun + 0.6, "training", "train(actor)", step - 1, 1.2))
-        waits = ((Cause("groups"), 0.6),)
-        events.append(timeline.StepSpan(done, begun + 0.6, step, waits, numbers))
-        events.append(timeline.SwapSpan(done, done - 0.05, "inference-0", step, 0.001, False))
+            events.append((begun + 0.5 * (place + 1) / groups, done(number, seconds=0.6, score_s=0.05)))
+        call = CallEnded(begun + 0.6, "training", "train(actor)", step - 1, 1.2)
+        events.append((ended - 0.1, call))
+        events.append((ended, step_measured(step, begun + 0.6, numbers, ((Cause("groups"), 0.6),))))
+        events.append((ended, served(ended - 0.05, "inference-0", step, 0.001)))
         ticket += groups
-    events.append(timeline.KernelEnded(_BEGUN + steps * _STEP_S, "completed"))
-    (folder / timeline.FILE).write_bytes(msgspec.json.Encoder().encode_lines(events))
+    events.append((_BEGUN + steps * _STEP_S, RunEnded("completed", "")))
+    write_events(folder, events)
 
 
 def _write_samples(

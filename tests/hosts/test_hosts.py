@@ -240,7 +240,7 @@ def test_a_trainer_on_each_host_and_one_host_is_lost_for_good(
 def files_of(folder: Path) -> dict[str, str]:
     """The digest of each file of a run, without those of the bus and those that only copy from there what
     happens."""
-    copied = {"logs", "bus", "samples", "status.json", "timeline.jsonl"}
+    copied = {"logs", "bus", "samples", "status.json"}
     files = (path for path in folder.rglob("*") if path.is_file() and not copied & set(path.parts))
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

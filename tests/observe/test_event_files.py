@@ -27,7 +27,6 @@ from stretto.kernel.durable.journal import JournalWriter, newest_epoch, own_jour
 from stretto.observe.advice import Adviser
 from stretto.observe.event_log import EventLog
 from stretto.observe.report import Report
-from stretto.observe.timeline import Timeline
 from stretto.records.event_files import (
     FOLDER,
     add_messages,
@@ -38,7 +37,6 @@ from stretto.records.event_files import (
     record_of,
     stored_events,
 )
-from stretto.records.timeline import KernelEnded, read_timeline
 from worlds import in_both_worlds, in_simulation
 
 Start = Callable[..., Any]
@@ -295,7 +293,7 @@ def test_a_completed_run_is_audited_without_its_store(start: Start) -> None:
 
 
 @in_both_worlds
-def test_figures_and_timeline_follow_from_the_files(start: Start, tmp_path: Path) -> None:
+def test_figures_follow_from_the_files(start: Start, tmp_path: Path) -> None:
     evaluation = f"evaluation={{dataset: {{use: jsonl, path: {tmp_path}/rows.jsonl}}, every: 3, rows: 4}}"
     run = start("steps=6", evaluation)
     run.assert_completed(6)
@@ -303,13 +301,10 @@ def test_figures_and_timeline_follow_from_the_files(start: Start, tmp_path: Path
     again = tmp_path / "again"
     again.mkdir()
     setup = make_setup(again, steps=6)
-    report, timeline = Report(setup, Adviser(setup.composed.document)), Timeline(again)
+    report = Report(setup, Adviser(setup.composed.document))
     for time, event in events_of(run.folder):
         report.take(time, event)
-        timeline.take(time, event)
-    timeline.end("completed")
     assert lines_of(again) == lines_of(run.folder)
-    assert lines_but_end(again) == lines_but_end(run.folder)
 
 
 @in_simulation
@@ -327,7 +322,3 @@ def test_a_repeated_step_has_its_own_time(start: Start) -> None:
     repeated = next(line for line in resumed.metrics() if line["step"] == 6)
     assert repeated["time_s"] < first["time_s"] + 5
     assert repeated["step_s"] < 1 < repeated["time_s"]
-
-
-def lines_but_end(folder: Path) -> list[Any]:
-    return [line for line in read_timeline(folder) if not isinstance(line, KernelEnded)]

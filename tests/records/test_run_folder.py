@@ -102,10 +102,10 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_no_reader_waits_at_a_pipe(tmp_path: Path) -> None:
     run = RunFolder(made_run.make_run(tmp_path / "run", steps=2))
-    for name in ("metrics.jsonl", "summary.json", "status.json", "timeline.jsonl"):
+    for name in ("metrics.jsonl", "summary.json", "status.json"):
         (run.folder / name).unlink(missing_ok=True)
         os.mkfifo(run.folder / name)
-    for file in (run.folder / "samples").glob("*.parquet"):
+    for file in (*(run.folder / "samples").glob("*.parquet"), *(run.folder / "events").glob("*.events")):
         file.unlink()
         os.mkfifo(file)
     os.mkfifo(run.folder / "bus" / "kernel.lock")
@@ -213,4 +213,5 @@ def test_a_folder_has_events_values_and_checkpoints(tmp_path: Path) -> None:
     (run.folder / "checkpoints" / "step-000015").mkdir()  # the kernel writes it now
     assert list(run.checkpoints()) == [5, 10]
     made = RunFolder(made_run.make_run(tmp_path / "made", steps=2))
-    assert made.time_range() == (next(made.events()).time, list(made.events())[-1].time)
+    assert made.time_range() == (next(made.events())[0], list(made.events())[-1][0])
+    assert [step.version for step in made.history.steps] == [1, 2]

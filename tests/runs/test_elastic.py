@@ -22,20 +22,21 @@ from fixture_types import Start
 from patience import patience
 from stretto.bus.client import connect
 from stretto.bus.joining import write_bootstrap
+from stretto.bus.messages.events import FleetChanged
 from stretto.bus.messages.membership import Join, Welcome
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.cli.make.operate import numbers_of
 from stretto.errors import ConfigError, Refused
 from stretto.records.status import read_status
-from stretto.records.timeline import WorkerChanged, read_timeline
+from stretto.run_folder import RunFolder
 from worlds import in_both_worlds
 
 
 def changes(folder: Path) -> list[tuple[str, str]]:
     """(worker, new state) of the run's workers, in order."""
-    events = read_timeline(folder)
-    return [(each.worker, each.state) for each in events if isinstance(each, WorkerChanged)]
+    events = RunFolder(folder).events()
+    return [(each.worker, each.state) for _, each in events if isinstance(each, FleetChanged)]
 
 
 def of(folder: Path, state: str) -> set[str]:
@@ -131,8 +132,7 @@ def test_workers_by_hand_join_and_leave(start: Start, by_hand: Any, tmp_path: Pa
     guests.append(by_hand("--invitation", "invitation.json", "--bus", bootstrap.url, folder=elsewhere))
     ids = {"rollout-h0", "verifier-h0", "inference-h0"}
     run.until(lambda: ids <= of(run.folder, "ready"))
-    taken = '"taken"'
-    run.until(lambda: any(taken in line and "rollout-h0" in line for line in timeline(run)))
+    run.until(lambda: any(each.worker == "rollout-h0" for each in RunFolder(run.folder).history.attempts))
     done = output_of("scale", run.folder, "rollout=2")
     assert "rollout: 1 -> 2; starting rollout-1" in done  # the run's own workers count
     for guest in guests:
@@ -177,10 +177,6 @@ async def _join_with_another_version(folder: Path) -> None:
             Refused, match=r"rollout-x has stretto 0\.0\.1, and the run has .*: install stretto"
         ):
             await bus.request(subject, join, Welcome, who="kernel", deadline_s=patience())
-
-
-def timeline(run: Any) -> list[str]:
-    return (run.folder / "timeline.jsonl").read_text().splitlines()
 
 
 @pytest.mark.parametrize(

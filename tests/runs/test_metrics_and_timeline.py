@@ -24,7 +24,7 @@ from commands import stretto
 from patience import patience
 from stretto.bus.messages.events import CAUSES
 from stretto.observe.prometheus import gauge_of
-from stretto.records.timeline import StepSpan, TicketDone, TicketIssued, TicketTaken, read_timeline
+from stretto.run_folder import RunFolder
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "stretto.json"
 STEPS, BATCH, SAMPLES = 6, 4, 4
@@ -228,41 +228,43 @@ def selectors(expression: Any) -> Iterator[Any]:
 
 
 def test_the_timeline_has_every_ticket_and_step(watched: Watched) -> None:
-    events = list(read_timeline(watched.folder))
-    times = [event.time for event in events]
+    run = RunFolder(watched.folder)
+    times = [time for time, _ in run.events()]
     assert times == sorted(times)
-    steps = [event for event in events if isinstance(event, StepSpan)]
+    steps = run.history.steps
     assert [step.version for step in steps] == list(range(1, STEPS + 1))
-    trained = [ticket for step in steps for ticket in step.tickets]
+    trained = [ticket for step in steps for ticket in step.figures.tickets]
     assert len(set(trained)) == len(trained) == watched.summary["ledger"]["trained"]
-    for kind in (TicketIssued, TicketTaken, TicketDone):
-        found = [each for each in events if isinstance(each, kind) and each.purpose == "train"]
-        assert {each.ticket for each in found} >= set(trained)
-    tokens = Counter[int]()
-    for event in events:
-        if isinstance(event, TicketDone) and event.purpose == "train":
-            tokens[event.ticket] += event.tokens
+    found = [each for each in run.history.attempts if each.outcome == "trained"]
+    assert sorted(each.ticket for each in found) == sorted(trained)
     for step in steps:
         line = watched.lines[step.version]
-        assert sum(tokens[ticket] for ticket in step.tickets) == line["tokens"]
-        assert step.time - step.start >= line["train_s"] - 0.01
+        own = [each for each in found if each.step is step]
+        assert sum(each.done.tokens for each in own if each.done) == line["tokens"]
+        assert all(each.issued_at < each.start < each.ended for each in own if each.issued_at and each.ended)
+        assert step.ended - step.began >= line["train_s"] - 0.01
+
+
+def test_the_events_are_printed_as_lines_of_json(watched: Watched) -> None:
+    events = [json.loads(line) for line in stretto("events", str(watched.folder)).stdout.splitlines()]
+    [began] = [event for event in events if event["event"] == "KernelBegan"]
+    assert (began["version"], began["time"]) == (0, RunFolder(watched.folder).history.kernels[0].began)
+    assert events[-1]["event"] == "RunEnded"
 
 
 def test_every_step_says_what_training_waited_for(watched: Watched) -> None:
     """The same figures in the metrics and in the timeline: with one engine, evaluations take it away."""
     waited: Counter[str] = Counter()
-    for event in read_timeline(watched.folder):
-        if not isinstance(event, StepSpan):
-            continue
-        line = watched.lines[event.version]
+    for step in RunFolder(watched.folder).history.steps:
+        line = watched.lines[step.version]
         in_line = {kind: line[f"wait/{kind}_s"] for kind in CAUSES}
         assert sum(in_line.values()) == pytest.approx(line["step_s"] - line["train_s"], abs=1e-3)
-        in_timeline: Counter[str] = Counter()
-        for cause, seconds in event.waits:
-            in_timeline[cause.kind] += seconds  # pyright: ignore[reportArgumentType]
-        del in_line["overhead"], in_timeline["overhead"]  # that of the step itself is in the line alone
-        assert {**dict.fromkeys(in_line, 0.0), **in_timeline} == pytest.approx(in_line, abs=1e-3)
-        waited.update(in_timeline)
+        in_events: Counter[str] = Counter()
+        for cause, seconds in step.figures.waits:
+            in_events[cause.kind] += seconds  # pyright: ignore[reportArgumentType]
+        del in_line["overhead"], in_events["overhead"]  # that of the step itself is in the line alone
+        assert {**dict.fromkeys(in_line, 0.0), **in_events} == pytest.approx(in_line, abs=1e-3)
+        waited.update(in_events)
     assert waited["evaluation"] > 0
     assert waited["checkpoint"] > 0
 
@@ -425,5 +427,5 @@ def test_a_run_without_a_timeline_has_no_trace(watched: Watched, tmp_path: Path)
     (tmp_path / "config.yaml").write_bytes((watched.folder / "config.yaml").read_bytes())
     done = stretto("trace", str(tmp_path))
     assert done.returncode == 2
-    assert "no events in timeline.jsonl" in done.stderr
+    assert "has no events" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]

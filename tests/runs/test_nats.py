@@ -23,6 +23,7 @@ from nats_cluster import LOGIN, Cluster, Server, free_ports, outer_address
 from patience import patience
 from stretto.bus.server import Bootstrap, binary
 from stretto.config import BusConfig
+from stretto.run_folder import RunFolder
 
 PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
 
@@ -107,8 +108,8 @@ def invitation(run: Any, worker: str) -> list[str]:
 
 
 def has_done_a_ticket(run: Any, worker: str) -> bool:
-    lines = (run.folder / "timeline.jsonl").read_text().splitlines()
-    return any('"done"' in line and f'"{worker}"' in line for line in lines)
+    attempts = RunFolder(run.folder).history.attempts
+    return any(each.done is not None and each.worker == worker for each in attempts)
 
 
 # --------------------------------------------------------------------------- the page about it

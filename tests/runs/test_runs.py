@@ -26,7 +26,7 @@ from processes import arguments_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
-from stretto.records.timeline import StepSpan, SwapSpan, read_timeline
+from stretto.run_folder import RunFolder
 from worlds import in_both_worlds, in_simulation
 
 # ------------------------------------------------------------------------------------- it works
@@ -76,10 +76,10 @@ def test_training_keeps_its_engine_while_evaluations_have_their_own(start: Start
         *((0, 40), (4, 40), (8, 40), (12, 40))
     ]
     assert summary["restarts"] == 1
-    events = list(read_timeline(run.folder))
-    lent = [event for event in events if isinstance(event, SwapSpan) and event.exact]
-    end = max(event.time for event in events if isinstance(event, StepSpan))
-    assert all(event.start > end for event in lent if event.worker == "inference-0")
+    history = RunFolder(run.folder).history
+    lent = [swap.figures for swap in history.swaps if swap.figures.exact]
+    end = history.steps[-1].ended
+    assert all(event.began > end for event in lent if event.worker == "inference-0")
     assert {event.version for event in lent if event.worker == "inference-evaluation"} >= {4, 8}
     run.assert_audit_is_clean()
 

@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 import stretto_plan
 from kept_samples import Kept
+from kernel_events import issued, write_events
+from stretto.bus.messages.events import Evaluation, EvaluationEnded
 from stretto.cli.main import app
 from stretto.errors import ConfigError, RunError
-from stretto.run_folder import EvaluationSpan, RunFolder
+from stretto.run_folder import RunFolder
 from stretto.simulation import ServiceTimes, composed, forecast
 from stretto.simulation.host import Host
 from stretto.simulation.loop import SimulatedLoop
@@ -241,7 +243,9 @@ def stretto_inference():
 """
 
 
-def record(folder: Path, *, gpus: int, steps: int = 63, evaluation: bytes = b"") -> Path:
+def record(
+    folder: Path, *, gpus: int, steps: int = 63, evaluation: tuple[float, float] | None = None
+) -> Path:
     """Make the folder of a run. A step of its two engines and two trainers takes 1 s of the clock: 0.5 s of
     work for each engine, with 10 of the 20 slots, and 0.05 s of training and half a millisecond for each of
     100 sampled tokens, more or less. Each has one token of a prompt beside it."""
@@ -264,7 +268,10 @@ def record(folder: Path, *, gpus: int, steps: int = 63, evaluation: bytes = b"")
         for step, tokens in zip(range(1, steps + 1), itertools.cycle((90, 100, 110)), strict=False)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run / "timeline.jsonl").write_bytes(evaluation)
+    if evaluation is not None:
+        began, ended = evaluation
+        ticket, result = issued(0, purpose="eval", version=1), EvaluationEnded(Evaluation(1, 0.5, 8, 0))
+        write_events(run, [(began, ticket), (ended, result)])
     kept = Kept(run)
     kept.trained_group(1)
     kept.flush()
@@ -298,8 +305,7 @@ def test_what_the_cores_did_beside_the_engines_is_for_messages(tmp_path: Path) -
 
 
 def test_steps_with_evaluations_tell_nothing_of_training(tmp_path: Path) -> None:
-    span = EvaluationSpan(time=155.5, start=110.0, version=1, accuracy=0.5, samples=8, failed=0)
-    folder = record(tmp_path, gpus=1, evaluation=msgspec.json.encode(span) + b"\n")
+    folder = record(tmp_path, gpus=1, evaluation=(110.0, 155.5))
     with pytest.raises(RunError, match="has 7 steps after its first third and without an evaluation"):
         times_of(RunFolder(folder), composed(folder / "config.yaml"), 2)
 

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from itertools import chain
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from stretto.bus.messages.events import Cause
-from stretto.records.timeline import (
-    FILE,
-    CallSpan,
-    Event,
-    KernelEnded,
-    KernelStarted,
-    StepSpan,
-    SwapSpan,
-    TicketDone,
-    TicketRetired,
-    TicketTaken,
-)
-from stretto.run_folder import RunFolder
+from kernel_events import done, issued, retired, served, step_measured, write_events
+from stretto.bus.messages.events import CallEnded, Cause, KernelBegan, RunEnded
+from stretto.bus.messages.tickets import TicketStarted
+from stretto.run_folder import RunFolder, TimedEvent
 from stretto_ui.lanes import Lane, Lanes, lanes
 
 GROUPS_5_S = Cause("groups"), 5.0
 
 
-def _write(folder: Path, events: list[Event]) -> None:
-    (folder / FILE).write_bytes(msgspec.json.Encoder().encode_lines(events))
+BEGAN = 0.0, KernelBegan(1, 0, 0.0)
 
 
-def _done(time: float, ticket: int, seconds: float, score_s: float = 0.0) -> TicketDone:
-    generate_s = seconds - score_s
-    return TicketDone(time, "train", ticket, 1, "rollout-0", seconds, generate_s, score_s, 8, 0.5, 80, 3)
+def _done(time: float, ticket: int, seconds: float, score_s: float = 0.0) -> list[TimedEvent]:
+    return [(time - seconds, issued(ticket)), (time, done(ticket, seconds=seconds, score_s=score_s))]
+
+
+def _write(folder: Path, events: list[TimedEvent]) -> None:
+    write_events(folder, sorted(events, key=lambda each: each[0]))
+
+
+def _step(
+    ended: float, began: float, version: int, waits: tuple[tuple[Cause, float], ...], tickets: tuple[int, ...]
+) -> TimedEvent:
+    return ended, step_measured(version, began, tickets, waits)
 
 
 def _run(folder: Path) -> RunFolder:
@@ -58,13 +57,11 @@ def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
     _write(
         tmp_path,
         [
-            KernelStarted(100.0, 1, 0),
-            StepSpan(110.0, 105.0, 1, (GROUPS_5_S,), (0, 1)),
-            StepSpan(
-                120.0, 113.0, 2, ((Cause("evaluation", 1), 2.0), (Cause("late_ticket", 3), 1.0)), (2, 3)
-            ),
-            StepSpan(130.0, 120.0, 3, (), (4, 5)),
-            KernelEnded(131.0, "completed"),
+            (100.0, KernelBegan(1, 0, 0.0)),
+            _step(110.0, 105.0, 1, (GROUPS_5_S,), (0, 1)),
+            _step(120.0, 113.0, 2, ((Cause("evaluation", 1), 2.0), (Cause("late_ticket", 3), 1.0)), (2, 3)),
+            _step(130.0, 120.0, 3, (), (4, 5)),
+            (131.0, RunEnded("completed", "")),
         ],
     )
 
@@ -93,14 +90,14 @@ def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_time_between_two_kernels_is_no_wait(tmp_path: Path) -> None:
-    steps = StepSpan(110.0, 105.0, 1, (), (0,)), StepSpan(520.0, 515.0, 2, (GROUPS_5_S,), (1,))
-    _write(tmp_path, [KernelStarted(100.0, 1, 0), steps[0], KernelStarted(500.0, 2, 1), steps[1]])
+    steps = _step(110.0, 105.0, 1, (), (0,)), _step(520.0, 515.0, 2, (GROUPS_5_S,), (1,))
+    _write(tmp_path, [(100.0, KernelBegan(1, 0, 0.0)), steps[0], (500.0, KernelBegan(2, 1, 9.0)), steps[1]])
 
     assert [part for part, _, _ in _lanes(tmp_path, 100.0, 520.0).parts] == ["train_s", "wait/groups_s"]
 
 
 def test_tickets_at_once_have_rows_of_their_own(tmp_path: Path) -> None:
-    _write(tmp_path, [KernelStarted(0.0, 1, 0), _done(5, 7, 4, 1), _done(6, 8, 4), _done(9, 9, 2)])
+    _write(tmp_path, [BEGAN, *_done(5, 7, 4, 1), *_done(6, 8, 4), *_done(9, 9, 2)])
 
     lane = _lane(_lanes(tmp_path, 0.0, 10.0), "rollout-0")
 
@@ -114,8 +111,7 @@ def test_tickets_at_once_have_rows_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_ticket_that_was_not_trained_says_why(tmp_path: Path) -> None:
-    retired = TicketRetired(6.0, "train", 7, 1, "filtered", "all rewards are equal")
-    _write(tmp_path, [KernelStarted(0.0, 1, 0), _done(5, 7, 4), retired])
+    _write(tmp_path, [BEGAN, *_done(5, 7, 4), (6.0, retired(7, "filtered", "all rewards are equal"))])
 
     [span] = _lane(_lanes(tmp_path, 0.0, 10.0), "rollout-0").spans
 
@@ -123,18 +119,11 @@ def test_a_ticket_that_was_not_trained_says_why(tmp_path: Path) -> None:
 
 
 def test_tickets_in_flight_are_open_until_now(tmp_path: Path) -> None:
-    taken = [TicketTaken(float(ticket), "train", ticket, 1, "rollout-0") for ticket in (1, 2, 3)]
-    step = StepSpan(9.0, 8.0, 1, (), (1,))
-    _write(
-        tmp_path,
-        [
-            KernelStarted(0.0, 1, 0),
-            *taken,
-            _done(5, 1, 4),
-            TicketRetired(6.0, "train", 2, 1, "failed", ""),
-            step,
-        ],
-    )
+    events: list[TimedEvent] = [BEGAN]
+    for ticket in (1, 2, 3):
+        events += [(0.5, issued(ticket)), (float(ticket), TicketStarted("rollout-0", "train", ticket, 1))]
+    over = [(5.0, done(1, seconds=4)), (6.0, retired(2, "failed", "")), _step(9.0, 8.0, 1, (), (1,))]
+    _write(tmp_path, [*events, *over])
 
     lane = _lane(_lanes(tmp_path), "rollout-0")
 
@@ -144,7 +133,7 @@ def test_tickets_in_flight_are_open_until_now(tmp_path: Path) -> None:
 
 def test_of_very_many_tickets_the_lane_counts_those_in_flight(tmp_path: Path) -> None:
     # Every ticket takes 2 s, and one begins every 0.01 s: 200 are in flight at once.
-    _write(tmp_path, [KernelStarted(0.0, 1, 0), *(_done(2 + place / 100, place, 2) for place in range(3000))])
+    _write(tmp_path, [BEGAN, *chain.from_iterable(_done(2 + place / 100, place, 2) for place in range(3000))])
 
     lane = _lane(_lanes(tmp_path, 5.0, 25.0, width=10), "rollout-0")
 
@@ -153,8 +142,8 @@ def test_of_very_many_tickets_the_lane_counts_those_in_flight(tmp_path: Path) ->
 
 
 def test_spans_below_a_pixel_become_one_that_counts_them(tmp_path: Path) -> None:
-    swaps = [SwapSpan(place + 0.5, float(place), "inference-0", place, 0.1, False) for place in range(1000)]
-    _write(tmp_path, [KernelStarted(0.0, 1, 0), *swaps])
+    swaps = [(place + 0.5, served(float(place), "inference-0", place, 0.1)) for place in range(1000)]
+    _write(tmp_path, [BEGAN, *swaps])
 
     lane = _lane(_lanes(tmp_path, 0.0, 1000.0, width=100), "inference-0")
 
@@ -164,8 +153,8 @@ def test_spans_below_a_pixel_become_one_that_counts_them(tmp_path: Path) -> None
 
 
 def test_a_span_that_is_over_after_the_window_is_in_it(tmp_path: Path) -> None:
-    call = CallSpan(90.0, 10.0, "training", "train(actor)", 1, 79.0)
-    _write(tmp_path, [KernelStarted(0.0, 1, 0), call, KernelEnded(200.0, "completed")])
+    call = CallEnded(10.0, "training", "train(actor)", 1, 79.0)
+    _write(tmp_path, [BEGAN, (90.0, call), (200.0, RunEnded("completed", ""))])
 
     [span] = _lane(_lanes(tmp_path, 40.0, 50.0), "training").spans
 
@@ -173,8 +162,10 @@ def test_a_span_that_is_over_after_the_window_is_in_it(tmp_path: Path) -> None:
 
 
 def test_at_first_the_newest_steps_are_shown(tmp_path: Path) -> None:
-    steps = [StepSpan(float(place), place - 0.5, place, (), (place,)) for place in range(1, 101)]
-    _write(tmp_path, [KernelStarted(0.0, 1, 0), *steps])
+    steps = [_step(float(place), place - 0.5, place, (), (place,)) for place in range(1, 101)]
+    _write(tmp_path, [BEGAN, *steps])
+    lines = [{"step": step, "time": float(step)} for step in range(1, 101)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     found = _lanes(tmp_path)
 
@@ -182,8 +173,8 @@ def test_at_first_the_newest_steps_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_wait_that_began_before_the_window_is_in_it(tmp_path: Path) -> None:
-    steps = StepSpan(10.0, 5.0, 1, (), (0,)), StepSpan(30.0, 25.0, 2, ((Cause("groups"), 15.0),), (1,))
-    _write(tmp_path, [KernelStarted(0.0, 1, 0), *steps])
+    steps = _step(10.0, 5.0, 1, (), (0,)), _step(30.0, 25.0, 2, ((Cause("groups"), 15.0),), (1,))
+    _write(tmp_path, [BEGAN, *steps])
 
     assert [(part, s) for part, _, s in _lanes(tmp_path, 20.0, 30.0).parts] == [
         ("wait/groups_s", 5.0),

@@ -25,7 +25,7 @@ from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
 from stretto.records.figures import FIGURES, duration_text, figure
 from stretto.records.kept.sample_images import SampleImages
-from stretto.run_folder import RunFolder, SampleFilter, SampleStore, StepSpan
+from stretto.run_folder import RunFolder, SampleFilter, SampleStore
 from stretto_views.report import report_html
 
 pytestmark = pytest.mark.slow
@@ -415,16 +415,16 @@ def test_the_timeline_names_what_is_below_the_pointer(page: Page) -> None:
     )
     left, width = 132, int(canvas.size["width"])
     [steps] = [lane for lane in window["lanes"] if lane["kind"] == "steps"]
-    told = [event for event in RunFolder(page.folder / "one").events() if isinstance(event, StepSpan)][-12:]
-    for event in told:
-        share = ((event.start + event.time) / 2 - window["start"]) / (window["end"] - window["start"])
+    told = RunFolder(page.folder / "one").history.steps[-12:]
+    for step in told:
+        share = ((step.began + step.ended) / 2 - window["start"]) / (window["end"] - window["start"])
         across = round(left + share * (width - left) - width / 2)
         ActionChains(page.driver).move_to_element_with_offset(canvas, across, 30 - middle).perform()
-        text = f"step {event.version}: {len(event.tickets)} tickets"
+        text = f"step {step.version}: {len(step.figures.tickets)} tickets"
         page.until(lambda: text in page.text(".tip"))  # noqa: B023 - called in this turn
-        assert page.text(".tip").endswith(f", {duration_text(event.time - event.start)}")
+        assert page.text(".tip").endswith(f", {duration_text(step.ended - step.began)}")
     assert [span["text"] for span in steps["spans"] if span["kind"] == "step"][-12:] == [
-        f"step {event.version}: {len(event.tickets)} tickets" for event in told
+        f"step {step.version}: {len(step.figures.tickets)} tickets" for step in told
     ]
 
     before = page.text(".tools .mono")

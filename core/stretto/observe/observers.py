@@ -19,7 +19,6 @@ from stretto.observe.advice import Adviser
 from stretto.observe.event_log import EventLog
 from stretto.observe.report import Report
 from stretto.observe.status import StatusWriter
-from stretto.observe.timeline import Timeline
 from stretto.observe.trackers import Trackers
 
 
@@ -30,7 +29,6 @@ class Observers:
         self._setup = setup
         self._began = anyio.Event()
         self._events = EventLog(setup.folder, setup.facts)
-        self._timeline = Timeline(setup.folder)
         adviser = Adviser(setup.composed.document, quiet=setup.replays is not None)
         self.report = Report(setup, adviser)
         self.status = StatusWriter(setup, self.report)
@@ -53,8 +51,6 @@ class Observers:
                 if self._began.is_set() and not ending.replaced:
                     await self._events.complete(bus, setup.names, ending)
             finally:
-                if self._began.is_set():
-                    self._timeline.end(ending.status)
                 self._events.close()
             tasks.cancel_scope.cancel()
 
@@ -62,7 +58,6 @@ class Observers:
         self._events.take(sequence, message)
         for time, event in zip(message.times, events, strict=True):
             self.report.take(time, event)
-            self._timeline.take(time, event)
             if isinstance(event, KernelBegan):
                 self._began.set()
                 if self._setup.continues:
@@ -72,5 +67,4 @@ class Observers:
         await self._began.wait()
         setup = self._setup
         tasks.start_soon(self._events.keep, bus, setup.names)
-        tasks.start_soon(self._timeline.keep)
         tasks.start_soon(self.status.publish, bus, setup.names)

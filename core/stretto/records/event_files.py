@@ -47,19 +47,19 @@ def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
     for bytes that are damaged in all files that have them. Nothing is known of what follows a damaged head in
     its file.
     """
-    every = [_records(file, below) for file, below in _files(folder)]
+    every = [records_in(file, below) for file, below in files_of_kernels(folder)]
     records = heapq.merge(*every, key=itemgetter(0))
     for sequence, copies in groupby(records, key=itemgetter(0)):
-        yield sequence, next((message for _, message in copies if message is not None), None)
+        yield sequence, next((message for _, message, _ in copies if message is not None), None)
 
 
 def newest_stored(folder: Path, *, below: int) -> int:
     """Return the highest sequence number below a lease epoch in the newest file of the run in `folder`,
     before what is damaged there; 0 without one. The next kernel writes what follows from its store.
     """
-    for file, next_epoch in reversed(_files(folder)):
-        whole = takewhile(lambda record: record[1] is not None, _records(file, min(below, next_epoch)))
-        if sequences := [sequence for sequence, _ in whole]:
+    for file, next_epoch in reversed(files_of_kernels(folder)):
+        whole = takewhile(lambda record: record[1] is not None, records_in(file, min(below, next_epoch)))
+        if sequences := [sequence for sequence, *_ in whole]:
             return sequences[-1]
     return 0
 
@@ -78,7 +78,7 @@ def add_messages(folder: Path, messages: Iterable[tuple[int, int, bytes]]) -> No
         records = {sequence: message for _, sequence, message in sent}
         file = folder / FOLDER / file_name(epoch, min(records))
         if file.exists():
-            records |= {sequence: message for sequence, message in _records(file, _NEVER) if message}
+            records |= {sequence: message for sequence, message, _ in records_in(file, _NEVER) if message}
         aside = file.with_suffix(".new")
         with aside.open("wb") as opened:
             opened.writelines(record_of(sequence, records[sequence]) for sequence in sorted(records))
@@ -124,9 +124,10 @@ def move_lost(folder: Path, epoch: int, store: str) -> Path | None:
     return aside if lost else None
 
 
-def _files(folder: Path) -> list[tuple[Path, int]]:
-    """Return the files in order. The messages of each have numbers below the next kernel's lease epoch,
-    which is the number of its lease in the same stream; later ones were lost with a part of the store."""
+def files_of_kernels(folder: Path) -> list[tuple[Path, int]]:
+    """Return the files of the run in `folder` in order. The messages of each have numbers below the next
+    kernel's lease epoch, which is the number of its lease in the same stream; later ones were lost with a
+    part of the store."""
     files = event_files(folder)
     epochs = sorted({_epoch_of(file) for file in files})
     following = dict(pairwise(epochs))
@@ -137,16 +138,24 @@ def _epoch_of(file: Path) -> int:
     return int(file.name.partition("-")[0])
 
 
-def _records(file: Path, below: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the records of a file with lower numbers, up to one that is not whole."""
+def records_in(
+    file: Path, below: int, *, start: int = 0, newest: int = 0
+) -> Iterator[tuple[int, bytes | None, int]]:
+    """Yield the records of a file with sequence numbers below `below`, up to one that is not whole: the
+    number, the message, and where the record ends.
+
+    Args:
+        start: where the first of them begins.
+        newest: number of the record before it.
+    """
     with open_record(file) as opened:
-        newest = 0
-        while (record := _read_record(opened)) is not None and newest < record[0] < below:
-            yield record
+        opened.seek(start)
+        while (record := next_record(opened)) is not None and newest < record[0] < below:
+            yield *record, opened.tell()
             newest = record[0]
 
 
-def _read_record(file: BinaryIO) -> tuple[int, bytes | None] | None:
+def next_record(file: BinaryIO) -> tuple[int, bytes | None] | None:
     """Return the next record; None at the end, or if it is not whole."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:

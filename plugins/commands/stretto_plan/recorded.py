@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import RunError
-from stretto.run_folder import EvaluationSpan, RunFolder
+from stretto.run_folder import RunFolder
 from stretto.simulation import Forecast, ServiceTimes, forecast
 from stretto_plan.fitting import GUESSED, ROLES, ROUNDS, computes, on_gpus, shortened
 from stretto_plan.measuring import FEWEST_STEPS, answers_of
@@ -57,7 +57,7 @@ def _scaled(times: ServiceTimes, factor: float) -> ServiceTimes:
 
 def _without_evaluations(record: RunFolder) -> _Lines:
     """Return the lines of the steady part in which no engine works for an evaluation."""
-    spans = [(each.start, each.time) for each in record.events() if isinstance(each, EvaluationSpan)]
+    spans = [(each.began, each.ended) for each in record.history.evaluations]
     lines = [
         line
         for line in record.steps[len(record.steps) // 3 :]

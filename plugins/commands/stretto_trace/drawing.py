@@ -14,8 +14,7 @@ from typing import Any
 
 from stretto.charts import FIGURES
 from stretto.errors import ConfigError, printable
-from stretto.run_folder import CallSpan, RunFolder, SwapSpan
-from stretto_trace.history import Attempt, Life, RunHistory
+from stretto.run_folder import Attempt, CallSpan, RunFolder, RunHistory, SwapSpan, WorkerLife
 from stretto_trace.perfetto import PerfettoFile, SpanTracks
 
 _FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
@@ -25,15 +24,13 @@ _FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
 def write_trace(folder: Path, file: Path) -> None:
     """Write the trace of the run in a folder, which may still continue."""
     record = RunFolder(folder)
-    history = RunHistory.of(record.events())
-    if history is None:
-        raise ConfigError(
-            f"{folder} has no events in timeline.jsonl: the run has not begun, or an older stretto ran it"
-        )
+    history = record.history
+    if history.began is None:
+        raise ConfigError(f"{folder} has no events: the run has not begun, or an older stretto ran it")
     aside = file.with_name(f".{file.name}")
     try:
         with aside.open("wb") as stream:
-            _Drawing(PerfettoFile(stream, history.start), history, record).draw()
+            _Drawing(PerfettoFile(stream, history.began), history, record).draw()
         aside.replace(file)
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error}") from error
@@ -48,6 +45,7 @@ class _Drawing:
     def __init__(self, trace: PerfettoFile, history: RunHistory, record: RunFolder) -> None:
         self._trace = trace
         self._history = history
+        self._began = history.began or 0.0
         self._record = record
         self._flows = {id(attempt): number for number, attempt in enumerate(history.attempts, start=1)}
 
@@ -63,13 +61,13 @@ class _Drawing:
 
     def _draw_kernels(self, run: int) -> None:
         track = self._trace.track("kernel", run)
-        for started, end, status in self._history.kernels:
+        for kernel in self._history.kernels:
             facts = {
-                "lease_epoch": started.lease_epoch,
-                "from_version": started.version,
-                "status": status or None,
+                "lease_epoch": kernel.lease_epoch,
+                "from_version": kernel.version,
+                "status": kernel.status or None,
             }
-            self._trace.span(track, started.time, end, "kernel", "kernel", facts)
+            self._trace.span(track, kernel.began, self._end(kernel.ended), "kernel", "kernel", facts)
 
     def _draw_steps(self, run: int) -> None:
         track = self._trace.track("steps", run)
@@ -78,17 +76,17 @@ class _Drawing:
         for attempt in self._history.attempts:
             if attempt.step is not None:
                 trained.setdefault(id(attempt.step), []).append(self._flows[id(attempt)])
-        before, seen = self._history.start, set[int]()
+        before, seen = self._began, set[int]()
         for step in self._history.steps:
-            start = max(step.start, before)
-            for cause, wait_start, wait_end in step.wait_spans():
+            start = max(step.began, before)
+            for cause, wait_start, wait_end in step.waits():
                 wait_start, wait_end = max(before, wait_start), max(before, wait_end)
                 name = f"waiting for {cause}"
                 self._trace.span(track, wait_start, wait_end, name, "wait", {"step": step.version})
             line = lines.get(step.version, {})
             facts = {
                 "step": step.version,
-                "tickets": ", ".join(str(ticket) for ticket in step.tickets),
+                "tickets": ", ".join(str(ticket) for ticket in step.figures.tickets),
                 "repeated": step.version in seen,
                 **{
                     name: line.get(name)
@@ -96,26 +94,25 @@ class _Drawing:
                 },
             }
             ends = trained.get(id(step), ())
-            self._trace.span(track, start, step.time, f"step {step.version}", "step", facts, ends=ends)
-            before = step.time
+            self._trace.span(track, start, step.ended, f"step {step.version}", "step", facts, ends=ends)
+            before = step.ended
             seen.add(step.version)
 
     def _draw_evaluations(self, run: int) -> None:
         track = self._trace.track("evaluations", run)
-        before = self._history.start
+        before = self._began
         for each in self._history.evaluations:
+            result = each.result
             facts = {
-                "version": each.version,
-                "accuracy": each.accuracy,
-                "reward": each.reward,
-                "samples": each.samples,
-                "failed": each.failed,
+                "version": result.version,
+                "accuracy": result.accuracy,
+                "reward": result.reward,
+                "samples": result.samples,
+                "failed": result.failed,
             }
-            start = max(each.start, before)
-            self._trace.span(
-                track, start, each.time, f"evaluation of version {each.version}", "evaluation", facts
-            )
-            before = each.time
+            name = f"evaluation of version {result.version}"
+            self._trace.span(track, max(each.began, before), each.ended, name, "evaluation", facts)
+            before = each.ended
 
     def _draw_counters(self, run: int) -> None:
         for name, series in (
@@ -133,51 +130,55 @@ class _Drawing:
             track = self._trace.counter(FIGURES[key].label, FIGURES[key].unit, run)
             for step in self._history.steps:
                 if (value := _number(lines.get(step.version, {}), key)) is not None:
-                    self._trace.count(track, step.time, value)
+                    self._trace.count(track, step.ended, value)
 
     def _generation_speeds(self) -> Iterator[tuple[float, float]]:
         """Yield the tokens per second of the groups that were finished between two steps, in order."""
         done = sorted(
-            (attempt.done.time, attempt.done.tokens) for attempt in self._history.attempts if attempt.done
+            (self._end(attempt.ended), attempt.done.tokens)
+            for attempt in self._history.attempts
+            if attempt.done
         )
-        place, before = 0, self._history.start
+        place, before = 0, self._began
         for step in self._history.steps:
             tokens = 0
-            while place < len(done) and done[place][0] <= step.time:
+            while place < len(done) and done[place][0] <= step.ended:
                 tokens += done[place][1]
                 place += 1
-            if step.time > before:
-                yield before, tokens / (step.time - before)
-            before = step.time
+            if step.ended > before:
+                yield before, tokens / (step.ended - before)
+            before = step.ended
 
     def _draw_waiting(self, run: int) -> None:
         """Draw the groups between their last trajectory and their step, and attempts that nobody took."""
         history, trace = self._history, self._trace
         lanes = SpanTracks(trace, "groups waiting for their step", run)
         waiting = [attempt for attempt in history.attempts if attempt.step is not None]
-        for attempt in sorted(waiting, key=lambda each: each.end):
+        for attempt in sorted(waiting, key=lambda each: self._end(each.ended)):
             assert attempt.step is not None
-            end = max(attempt.end, attempt.step.start)
-            track, facts = lanes.take(attempt.end, end), {"step": attempt.step.version}
+            start = self._end(attempt.ended)
+            end = max(start, attempt.step.began)
+            track, facts = lanes.take(start, end), {"step": attempt.step.version}
             flows = [self._flows[id(attempt)]]
-            trace.span(track, attempt.end, end, attempt.name, "waiting", facts, flows=flows)
+            trace.span(track, start, end, attempt.name, "waiting", facts, flows=flows)
         lanes = SpanTracks(trace, "tickets that nobody took", run)
         for attempt in sorted(history.attempts, key=lambda each: each.start):
             if not attempt.worker:
-                track = lanes.take(attempt.start, attempt.end)
-                trace.span(track, attempt.start, attempt.end, attempt.name, "ticket", self._facts(attempt))
+                end = self._end(attempt.ended)
+                track = lanes.take(attempt.start, end)
+                trace.span(track, attempt.start, end, attempt.name, "ticket", self._facts(attempt))
 
     def _draw_calls(self) -> None:
         groups: dict[str, list[CallSpan]] = {}
         for call in self._history.calls:
-            groups.setdefault(call.group, []).append(call)
+            groups.setdefault(call.figures.group, []).append(call)
         for group, calls in sorted(groups.items()):
             track, before = self._trace.track(f"worker group {group}"), 0.0
             for call in calls:
-                facts = {"call": call.call, "version": call.version, "seconds_of_work": call.seconds}
-                start = max(call.start, before)
-                self._trace.span(track, start, call.time, call.call, "call", facts)
-                before = call.time
+                told = call.figures
+                facts = {"call": told.call, "version": told.version, "seconds_of_work": told.seconds}
+                self._trace.span(track, max(told.began, before), call.ended, told.call, "call", facts)
+                before = call.ended
 
     def _draw_workers(self) -> None:
         names = {life.worker for life in self._history.lives} | {
@@ -191,56 +192,56 @@ class _Drawing:
             for life in self._history.lives:
                 if life.worker == name:
                     self._draw_life(track, life)
-            swaps = [swap for swap in self._history.swaps if swap.worker == name]
+            swaps = [swap for swap in self._history.swaps if swap.figures.worker == name]
             if swaps:
                 self._draw_weights(track, name, swaps)
             self._draw_tickets(track, attempts.get(name, []))
 
-    def _draw_life(self, track: int, life: Life) -> None:
-        ready = life.end if life.ready is None else life.ready
+    def _draw_life(self, track: int, life: WorkerLife) -> None:
+        end = self._end(life.ended)
+        ready = end if life.ready is None else life.ready
         facts = {"ended": printable(life.how) or None}
         self._trace.span(track, life.joined, ready, "loading", "worker", {} if life.ready else facts)
         if life.ready is not None:
-            self._trace.span(track, ready, life.end, "ready", "worker", facts)
+            self._trace.span(track, ready, end, "ready", "worker", facts)
 
     def _draw_weights(self, parent: int, worker: str, swaps: list[SwapSpan]) -> None:
         """Draw the versions that an inference worker serves, and the swaps between them."""
         track = self._trace.track("weights", parent)
-        ends = [life.end for life in self._history.lives if life.worker == worker]
+        ends = [self._end(life.ended) for life in self._history.lives if life.worker == worker]
         for place, swap in enumerate(swaps):
-            facts = {"version": swap.version, "pause_s": swap.pause_s, "for_evaluation_alone": swap.exact}
-            name = f"swap to version {swap.version}"
-            self._trace.span(track, swap.start, swap.time, name, "swap", facts)
-            gone = min((end for end in ends if end >= swap.time), default=self._history.end)
-            until = min(gone, swaps[place + 1].start) if place + 1 < len(swaps) else gone
-            use = f"version {swap.version}{' (evaluation)' if swap.exact else ''}"
-            self._trace.span(track, swap.time, max(until, swap.time), use, "weights", facts)
+            told = swap.figures
+            facts = {"version": told.version, "pause_s": told.pause_s, "for_evaluation_alone": told.exact}
+            self._trace.span(track, told.began, swap.ended, f"swap to version {told.version}", "swap", facts)
+            gone = min((end for end in ends if end >= swap.ended), default=self._history.ended)
+            until = min(gone, swaps[place + 1].figures.began) if place + 1 < len(swaps) else gone
+            use = f"version {told.version}{' (evaluation)' if told.exact else ''}"
+            self._trace.span(track, swap.ended, max(until, swap.ended), use, "weights", facts)
 
     def _draw_tickets(self, parent: int, attempts: list[Attempt]) -> None:
         for purpose, name in (("train", "tickets"), ("eval", "evaluation tickets")):
             lanes = SpanTracks(self._trace, name, parent)
-            chosen = [attempt for attempt in attempts if attempt.issued.purpose == purpose]
+            chosen = [attempt for attempt in attempts if attempt.purpose == purpose]
             for attempt in sorted(chosen, key=lambda each: each.start):
-                track = lanes.take(attempt.start, attempt.end)
+                end = self._end(attempt.ended)
+                track = lanes.take(attempt.start, end)
                 flows = [self._flows[id(attempt)]] if attempt.step is not None else []
                 facts = self._facts(attempt)
                 category = "ticket" if purpose == "train" else "evaluation ticket"
-                self._trace.span(
-                    track, attempt.start, attempt.end, attempt.name, category, facts, flows=flows
-                )
+                self._trace.span(track, attempt.start, end, attempt.name, category, facts, flows=flows)
 
     def _facts(self, attempt: Attempt) -> dict[str, str | int | float | None]:
         issued, done = attempt.issued, attempt.done
         facts: dict[str, str | int | float | None] = {
-            "ticket": issued.ticket,
-            "attempt": issued.attempt,
-            "row": issued.row,
-            "min_version": issued.min_version,
+            "ticket": attempt.ticket,
+            "attempt": attempt.attempt,
+            "row": issued.row if issued else None,
+            "min_version": issued.min_version if issued else None,
             "worker": printable(attempt.worker) or None,
             "outcome": attempt.outcome,
             "reason": printable(attempt.reason) or None,
             "trained_at_step": attempt.step.version if attempt.step else None,
-            "queued_s": round(attempt.start - issued.time, 4),
+            "queued_s": round(attempt.start - (attempt.issued_at or attempt.start), 4),
         }
         if done is not None:
             facts |= {
@@ -252,6 +253,10 @@ class _Drawing:
                 "score_s": done.score_s,
             }
         return facts
+
+    def _end(self, time: float | None) -> float:
+        """Return when something ended; the end of the trace if it has not."""
+        return self._history.ended if time is None else time
 
 
 def _number(line: Mapping[str, Any], figure: str) -> float | None:

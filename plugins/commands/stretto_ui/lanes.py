@@ -8,27 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from stretto.charts import part_texts
-from stretto.run_folder import (
-    CallSpan,
-    EvaluationSpan,
-    Event,
-    KernelEnded,
-    KernelStarted,
-    RunFolder,
-    StepSpan,
-    SwapSpan,
-    TicketDone,
-    TicketIssued,
-    TicketRetired,
-    TicketTaken,
-    WorkerChanged,
-)
+from stretto.run_folder import Attempt, RunFolder, RunHistory, StepSpan
 
 _MARGIN_S = 60.0
 """Read this much before and beyond the window, or its length if that is more: a span is written down when it
@@ -111,43 +97,33 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
         return None
     begun, ended = bounds
     end = ended if end is None else end
-    start = _newest_steps(run, ended, begun) if start is None else start
+    start = _newest_steps(run, begun) if start is None else start
     margin = max(_MARGIN_S, end - start)
-    events = list(run.events(since=start - margin, until=end + margin))
+    history = RunHistory.of(run.events(since=start - margin, until=end + margin))
     pixel = (end - start) / max(1, width)
-    steps = _within(_steps(events), start, end)
+    steps = _within(_steps(history.steps), start, end)
     found = [Lane("steps", "steps", _merge(steps, pixel))]
-    for (kind, name), spans in _spans(events).items():
+    for (kind, name), spans in _spans(history).items():
         found.append(Lane(name, kind, _merge(_within(spans, start, end), pixel)))
     open_until = ended if end + margin >= ended else None
-    found += _tickets(events, start, end, width, open_until)
-    marks = [mark for event in events if (mark := _mark(event)) and start <= mark.time <= end]
+    found += _tickets(history.attempts, start, end, width, open_until)
+    marks = [mark for mark in _marks(history) if start <= mark.time <= end]
     return Lanes(begun, ended, start, end, found, marks, part_texts(_totals(steps, start, end)))
 
 
-def _newest_steps(run: RunFolder, ended: float, begun: float) -> float:
-    """Return the beginning of the newest steps: it looks back further until it finds enough of them."""
-    back = 30.0
-    while True:
-        since = max(begun, ended - back)
-        steps = [event for event in run.events(since=since) if isinstance(event, StepSpan)]
-        if len(steps) > _STEPS_SHOWN:
-            return steps[-_STEPS_SHOWN - 1].time
-        if since == begun:
-            return begun
-        back *= 4
+def _newest_steps(run: RunFolder, begun: float) -> float:
+    """Return the beginning of the newest steps."""
+    return float(run.steps[-_STEPS_SHOWN - 1]["time"]) if len(run.steps) > _STEPS_SHOWN else begun
 
 
-def _steps(events: Sequence[Event]) -> list[LaneSpan]:
+def _steps(steps: Iterable[StepSpan]) -> list[LaneSpan]:
     spans: list[LaneSpan] = []
-    for event in events:
-        if not isinstance(event, StepSpan):
-            continue
-        for cause, start, end in event.wait_spans():
-            text = f"wait before step {event.version}: {cause}"
+    for step in steps:
+        for cause, start, end in step.waits():
+            text = f"wait before step {step.version}: {cause}"
             spans.append(LaneSpan(start, end, "wait", text, f"wait/{cause.kind}_s"))
-        text = f"step {event.version}: {len(event.tickets)} tickets"
-        spans.append(LaneSpan(event.start, event.time, "step", text, "train_s"))
+        text = f"step {step.version}: {len(step.figures.tickets)} tickets"
+        spans.append(LaneSpan(step.began, step.ended, "step", text, "train_s"))
     return spans
 
 
@@ -159,31 +135,27 @@ def _totals(steps: Iterable[LaneSpan], start: float, end: float) -> list[tuple[s
     return sorted(((each, round(seconds, 3)) for each, seconds in totals.items()), key=lambda each: -each[1])
 
 
-def _spans(events: Iterable[Event]) -> dict[tuple[LaneKind, str], list[LaneSpan]]:
+def _spans(history: RunHistory) -> dict[tuple[LaneKind, str], list[LaneSpan]]:
     """Return the evaluations, the calls of each worker group, and the swaps of each inference worker, by kind
     and name of the lane. The lanes are in the order of the picture."""
     spans: defaultdict[tuple[LaneKind, str], list[LaneSpan]] = defaultdict(list)
-    for event in events:
-        match event:
-            case EvaluationSpan():
-                counts = f"{event.samples} samples, {event.failed} failed"
-                text = f"evaluation of version {event.version}: {event.score}, {counts}"
-                span = LaneSpan(event.start, event.time, "evaluation", text)
-                spans["evaluations", "evaluation"].append(span)
-            case CallSpan():
-                text = f"{event.call} at version {event.version}: {event.seconds:.3f} s of work"
-                spans["calls", event.group].append(LaneSpan(event.start, event.time, "call", text))
-            case SwapSpan():
-                text = f"swap to version {event.version}: paused {event.pause_s:.4f} s"
-                spans["swaps", event.worker].append(LaneSpan(event.start, event.time, "swap", text))
-            case _:
-                pass
-    order: tuple[LaneKind, ...] = ("evaluations", "calls", "swaps")
-    return dict(sorted(spans.items(), key=lambda each: (order.index(each[0][0]), each[0][1])))
+    for each in history.evaluations:
+        counts = f"{each.result.samples} samples, {each.result.failed} failed"
+        text = f"evaluation of version {each.result.version}: {each.score}, {counts}"
+        spans["evaluations", "evaluation"].append(LaneSpan(each.began, each.ended, "evaluation", text))
+    for call in sorted(history.calls, key=lambda call: call.figures.group):
+        facts = call.figures
+        text = f"{facts.call} at version {facts.version}: {facts.seconds:.3f} s of work"
+        spans["calls", facts.group].append(LaneSpan(facts.began, call.ended, "call", text))
+    for swap in sorted(history.swaps, key=lambda swap: swap.figures.worker):
+        facts = swap.figures
+        text = f"swap to version {facts.version}: paused {facts.pause_s:.4f} s"
+        spans["swaps", facts.worker].append(LaneSpan(facts.began, swap.ended, "swap", text))
+    return spans
 
 
 def _tickets(
-    events: Sequence[Event], start: float, end: float, width: int, open_until: float | None
+    attempts: Iterable[Attempt], start: float, end: float, width: int, open_until: float | None
 ) -> list[Lane]:
     """Return a lane for each rollout worker with its tickets: one by one if they are few, or else how many
     were in flight.
@@ -193,25 +165,10 @@ def _tickets(
             events end before it, so that it is not known which these are.
     """
     named: defaultdict[str, list[LaneSpan]] = defaultdict(list)
-    retired = {
-        (event.purpose, event.ticket): f"; {event.account}: {event.reason}"
-        for event in events
-        if isinstance(event, TicketRetired)
-    }
-    for event in events:
-        if isinstance(event, TicketDone) and event.time - event.seconds < end and event.time > start:
-            what = "ticket" if event.purpose == "train" else "evaluation ticket"
-            text = (
-                f"{what} {event.ticket}: {event.seconds:.3f} s, generation {event.generate_s:.3f} s, "
-                f"scoring {event.score_s:.3f} s; {event.samples} samples, {event.tokens} tokens, "
-                f"reward {event.reward:.4g}, oldest token of version {event.oldest}"
-                f"{retired.get((event.purpose, event.ticket), '')}"
-            )
-            span = LaneSpan(event.time - event.seconds, event.time, event.purpose, text, ticket=event.ticket)
-            span.score = min(1.0, event.score_s / event.seconds) if event.seconds else 0.0
-            named[event.worker].append(span)
-    for span, worker in _open_tickets(events, open_until) if open_until is not None else ():
-        named[worker].append(span)
+    for attempt in attempts:
+        span = _ticket(attempt, open_until)
+        if span is not None and span.start < end and span.end > start:
+            named[attempt.worker].append(span)
     if sum(map(len, named.values())) > _MOST_TICKETS:
         return [
             Lane(name, "flight", [], flight=_flight(named[name], start, end, width)) for name in sorted(named)
@@ -223,24 +180,23 @@ def _tickets(
     return found
 
 
-def _open_tickets(events: Iterable[Event], until: float) -> list[tuple[LaneSpan, str]]:
-    """Return the tickets that workers have taken and not finished, with the worker of each."""
-    taken: dict[tuple[str, int], TicketTaken] = {}
-    for event in events:
-        if isinstance(event, TicketTaken):
-            taken[event.purpose, event.ticket] = event
-        elif isinstance(event, (TicketDone, TicketRetired, TicketIssued)):
-            taken.pop((event.purpose, event.ticket), None)
-        elif isinstance(event, (KernelStarted, KernelEnded)):
-            taken.clear()
-    return [
-        (
-            LaneSpan(each.time, until, each.purpose, f"ticket {each.ticket}: in flight", ticket=each.ticket),
-            each.worker,
-        )
-        for each in taken.values()
-        if each.time < until
-    ]
+def _ticket(attempt: Attempt, open_until: float | None) -> LaneSpan | None:
+    """Return the span of an attempt that is done or that a worker has; None for others."""
+    done, start, number = attempt.done, attempt.start, attempt.ticket
+    if done is None or attempt.ended is None:
+        if attempt.outcome != "open" or attempt.taken is None or open_until is None:
+            return None
+        return LaneSpan(start, open_until, attempt.purpose, f"ticket {number}: in flight", ticket=number)
+    fate = f"; {attempt.outcome}: {attempt.reason}" if attempt.reason else ""
+    text = (
+        f"{'ticket' if attempt.purpose == 'train' else 'evaluation ticket'} {number}: {done.seconds:.3f} s, "
+        f"generation {done.generate_s:.3f} s, scoring {done.score_s:.3f} s; {done.samples} samples, "
+        f"{done.tokens} tokens, reward {done.reward:.4g}, oldest token of version {done.oldest}{fate}"
+    )
+    start = attempt.ended - done.seconds
+    span = LaneSpan(start, attempt.ended, attempt.purpose, text, ticket=number)
+    span.score = min(1.0, done.score_s / done.seconds) if done.seconds else 0.0
+    return span
 
 
 def _pack(spans: Sequence[LaneSpan]) -> int:
@@ -291,15 +247,13 @@ def _merge(spans: Sequence[LaneSpan], pixel: float) -> list[LaneSpan]:
     return kept
 
 
-def _mark(event: Event) -> Mark | None:
-    if isinstance(event, KernelStarted):
-        return Mark(
-            event.time, f"a kernel began at version {event.version} (lease epoch {event.lease_epoch})"
-        )
-    if isinstance(event, KernelEnded):
-        return Mark(event.time, f"the run ended: {event.status}")
-    if isinstance(event, WorkerChanged) and event.state == "lost":
-        return Mark(event.time, f"{event.worker} was lost: {event.how}")
-    if isinstance(event, WorkerChanged) and event.state == "left":
-        return Mark(event.time, f"{event.worker} left: {event.how}")
-    return None
+def _marks(history: RunHistory) -> Iterator[Mark]:
+    for kernel in history.kernels:
+        version, epoch = kernel.version, kernel.lease_epoch
+        yield Mark(kernel.began, f"a kernel began at version {version} (lease epoch {epoch})")
+        if kernel.ended is not None and kernel.status:
+            yield Mark(kernel.ended, f"the run ended: {kernel.status}")
+    for life in history.lives:
+        if life.ended is not None and life.how:
+            text = life.how if life.how.startswith("left: ") else f"was lost: {life.how}"
+            yield Mark(life.ended, f"{life.worker} {text}")

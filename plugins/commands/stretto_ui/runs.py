@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ class ListedRun:
     def _refuse_links(self) -> None:
         if not self.folder.is_dir():
             raise ConfigError(f"{self.path}: the folder of this run is gone")
-        for file in (*self.folder.iterdir(), *self.folder.glob("samples/**/*")):
+        below = (self.folder.glob(pattern) for pattern in ("*", "events/*", "samples/**/*"))
+        for file in chain.from_iterable(below):
             if file.is_symlink() and not file.resolve().is_relative_to(self.folder):
                 raise ConfigError(f"{self.path}/{file.name} is a link that leads out of the run's folder")
 

@@ -146,8 +146,7 @@ class _Page:
         if not 1 <= width <= _MOST_POINTS:
             raise ConfigError(f"width is 1 to {_MOST_POINTS} pixels")
         with run.read() as record:
-            shown = record
-        return lanes(shown, _number(query, "start"), _number(query, "end"), width)
+            return lanes(record, _number(query, "start"), _number(query, "end"), width)
 
     def samples(self, run: ListedRun, query: Query) -> Any:
         """A page of the kept samples that fit."""

@@ -16,11 +16,9 @@ from typing import Any
 from stretto.charts import (
     COLOURS,
     SCORE,
-    Bar,
     bar_chart,
     chart_style,
     figure,
-    lane_chart,
     line_chart,
     panels_of,
     part_class,
@@ -29,19 +27,8 @@ from stretto.charts import (
     step_time_chart,
     step_times,
 )
-from stretto.errors import ConfigError, printable
-from stretto.run_folder import (
-    CallSpan,
-    Comparison,
-    EvaluationSpan,
-    Event,
-    RunFolder,
-    StepSpan,
-    SwapSpan,
-    TicketDone,
-    compare_runs,
-    labels_of,
-)
+from stretto.errors import ConfigError
+from stretto.run_folder import Comparison, RunFolder, compare_runs, labels_of
 from stretto_views.compare import figure_rows, text_of
 from stretto_views.report_samples import samples_html
 
@@ -51,12 +38,6 @@ _CURVES = (
 )
 """Keys of the figures that have a chart. That of the reward has held-out accuracies as points."""
 _STYLE = Path(__file__).with_name("report.css")
-_STEPS_IN_TIMELINE = 12
-_MARGIN_S = 60.0
-"""The last evaluation and the end of a run follow its last step."""
-_MOST_BARS = 4000
-_LANES = ("step", "evaluation", "call", "swap", "ticket")
-"""Kinds of lanes in the order of the page's timeline. Lanes of one kind are in the order of their names."""
 
 
 def write_report(runs: Sequence[RunFolder], file: Path) -> None:
@@ -184,55 +165,6 @@ def _step_times(run: RunFolder) -> str:
     return f'<p class="dim">{times.head}</p>{chart}'
 
 
-def _timeline(run: RunFolder) -> str:
-    """Draw the last train steps: who worked when, and what the steps waited for."""
-    events = _newest_events(run)
-    steps = [event for event in events if isinstance(event, StepSpan)][-_STEPS_IN_TIMELINE:]
-    if not steps:
-        return ""
-    start, end = steps[0].start, steps[-1].time
-    lanes: dict[str, list[Bar]] = {"steps": []}
-    for event in events:
-        match event:
-            case StepSpan():
-                waits = "".join(f", waited {seconds:.2f} s for {cause}" for cause, seconds in event.waits)
-                text = f"step {event.version}: {event.time - event.start:.2f} s{waits}"
-                lane, bar = "steps", Bar(event.start, event.time, "step", text)
-            case CallSpan():
-                text = f"{event.call}: {event.seconds:.2f} s"
-                lane, bar = event.group, Bar(event.start, event.time, "call", text)
-            case TicketDone():
-                text = f"ticket {event.ticket}: {event.seconds:.2f} s, reward {event.reward:.3g}"
-                lane, bar = event.worker, Bar(event.time - event.seconds, event.time, "ticket", text)
-            case SwapSpan():
-                text = f"swap to version {event.version}, pause {event.pause_s:.3f} s"
-                lane, bar = event.worker, Bar(event.start, event.time, "swap", text)
-            case EvaluationSpan():
-                text = f"version {event.version}"
-                lane, bar = "evaluations", Bar(event.start, event.time, "evaluation", text)
-            case _:
-                continue
-        if bar.start < end and bar.end > start:
-            lanes.setdefault(printable(lane), []).append(bar)
-    lanes = dict(sorted(lanes.items(), key=lambda lane: (_LANES.index(lane[1][0].kind), lane[0])))
-    if sum(map(len, lanes.values())) > _MOST_BARS:
-        lanes = {name: bars[:: 1 + len(bars) * len(lanes) // _MOST_BARS] for name, bars in lanes.items()}
-    shown = f"steps {steps[0].version} to {steps[-1].version}, {end - start:.1f} s"
-    return f'<p class="dim">{shown}</p><div class="card wide lanes">{lane_chart(lanes, start, end)}</div>'
-
-
-def _newest_events(run: RunFolder) -> list[Event]:
-    """Return the events of the last steps, and maybe of some steps before; of all steps if these are not
-    known."""
-    times = run.time_range()
-    if times is None:
-        return []
-    seconds = sum(line["step_s"] for line in run.steps[-_STEPS_IN_TIMELINE - 1 :])
-    newest = list(run.events(since=times[1] - seconds - _MARGIN_S))
-    steps = sum(isinstance(event, StepSpan) for event in newest)
-    return newest if steps >= _STEPS_IN_TIMELINE else list(run.events())
-
-
 def _ledger(run: RunFolder) -> str:
     summary: Mapping[str, Any] = run.summary or {}
     ledger: Mapping[str, int] = summary.get("ledger") or (run.steps[-1]["ledger"] if run.steps else {})
@@ -300,7 +232,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") 
 
 _OF_EACH_RUN = {
     "Time of a step": _step_times,
-    "Timeline": _timeline,
     "Tickets": _ledger,
     "Advice": _advice,
     "Samples": samples_html,

@@ -54,6 +54,18 @@ def logs(
 
 
 @app.command()
+def events(folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]) -> None:
+    """Print what has happened in a run as lines of JSON: the events of its journal in order."""
+    import msgspec
+
+    from stretto.run_folder import RunFolder
+
+    for time, event in RunFolder(folder).events():
+        values = {name: getattr(event, name) for name in event.__struct_fields__}
+        print(msgspec.json.encode({"time": time, "event": type(event).__name__, **values}).decode())
+
+
+@app.command()
 def watch(
     source: RunOrViewer,
     url: ElsewhereUrl = None,

@@ -1,0 +1,339 @@
+"""The history of a run: what happened in it, as a fold of its journal's events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from stretto.bus.messages.events import (
+    CallEnded,
+    Cause,
+    Evaluation,
+    EvaluationEnded,
+    Event,
+    FleetChanged,
+    GroupFigures,
+    IssuedTicket,
+    KernelBegan,
+    OutcomeRead,
+    RetiredTicket,
+    RunEnded,
+    StepMeasured,
+    TicketsIssued,
+    TicketsRetired,
+    WeightsServed,
+)
+from stretto.bus.messages.tickets import Purpose, TicketStarted
+
+AttemptOutcome = Literal[
+    "trained", "evaluated", "filtered", "expired", "failed", "withdrawn", "unfinished", "open"
+]
+"""`withdrawn`: the ticket was issued again. `unfinished`: its kernel ended, or no step has used its group.
+`open`: a worker may be working on it."""
+Key = tuple[Purpose, int]
+"""Purpose and number of a ticket."""
+
+
+@dataclass
+class KernelLife:
+    """The time of one kernel of the run. All times are Unix seconds."""
+
+    began: float
+    lease_epoch: int
+    version: int
+    """Version of the checkpoint from which it continued; 0 in a new run. It repeats the later steps."""
+    ended: float | None = None
+    """None while it owns the run, as far as the events tell."""
+    status: str = ""
+    """How it ended; empty if it was killed."""
+
+
+@dataclass
+class WorkerLife:
+    """One process of a worker."""
+
+    worker: str
+    joined: float
+    ready: float | None = None
+    ended: float | None = None
+    how: str = ""
+    """How it was lost, or why it left."""
+
+
+@dataclass
+class StepSpan:
+    """A train step that is complete. It waited, then it began, then it ended."""
+
+    ended: float
+    figures: StepMeasured
+
+    @property
+    def version(self) -> int:
+        """Version after the step."""
+        return self.figures.version
+
+    @property
+    def began(self) -> float:
+        """When its first call began."""
+        return self.figures.began
+
+    def waits(self) -> Iterator[tuple[Cause, float, float]]:
+        """Yield what training waited for before the step, each with its beginning and end."""
+        start = self.began - sum(seconds for _, seconds in self.figures.waits)
+        for cause, seconds in self.figures.waits:
+            yield cause, start, start + seconds
+            start += seconds
+
+
+@dataclass
+class CallSpan:
+    """A call of a step that a worker group has carried out."""
+
+    ended: float
+    figures: CallEnded
+
+
+@dataclass
+class SwapSpan:
+    """A change of the weights that an inference worker serves, or of what it serves them for."""
+
+    ended: float
+    figures: WeightsServed
+
+
+@dataclass
+class EvaluationSpan:
+    """A held-out evaluation that is complete."""
+
+    began: float
+    """When its first ticket was issued."""
+    ended: float
+    result: Evaluation
+
+    @property
+    def score(self) -> str:
+        """The accuracy as text; the reward if there is none."""
+        result = self.result
+        if result.accuracy is not None:
+            return f"accuracy {result.accuracy:.4f}"
+        return "no result" if result.reward is None else f"reward {result.reward:.4f}"
+
+
+@dataclass
+class Attempt:
+    """One attempt of a ticket, from its issue to its outcome."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    issued: IssuedTicket | None = None
+    """None if it was issued before the first event."""
+    issued_at: float | None = None
+    worker: str = ""
+    """The rollout worker that took it; empty if none has."""
+    taken: float | None = None
+    done: GroupFigures | None = None
+    """Its group, once all its trajectories are in the log."""
+    ended: float | None = None
+    """When the worker was done with it, or when nobody waited for it any more."""
+    outcome: AttemptOutcome = "open"
+    reason: str = ""
+    step: StepSpan | None = None
+    """The step that trained it."""
+
+    @property
+    def name(self) -> str:
+        """`7/1`, or `eval-7/1`."""
+        return f"{'eval-' if self.purpose == 'eval' else ''}{self.ticket}/{self.attempt}"
+
+    @property
+    def start(self) -> float:
+        """When the worker took it; when it was issued if none has."""
+        if self.taken is not None:
+            return self.taken
+        if self.done is not None and self.ended is not None:  # it was taken before the first event
+            return self.ended - self.done.seconds
+        assert self.issued_at is not None
+        return self.issued_at
+
+
+@dataclass
+class RunHistory:
+    """What happened in a run, or in a part of it.
+
+        history = RunFolder(Path("runs/quickstart-1")).history
+        for step in history.steps:
+            print(step.version, step.ended - step.began, step.figures.statistics["loss"])
+
+    A step that was repeated is there once for each time.
+    """
+
+    began: float | None = None
+    """Time of the first event; None without one."""
+    ended: float = 0.0
+    """Time of the newest event."""
+    kernels: list[KernelLife] = field(default_factory=list[KernelLife])
+    lives: list[WorkerLife] = field(default_factory=list[WorkerLife])
+    steps: list[StepSpan] = field(default_factory=list[StepSpan])
+    calls: list[CallSpan] = field(default_factory=list[CallSpan])
+    swaps: list[SwapSpan] = field(default_factory=list[SwapSpan])
+    evaluations: list[EvaluationSpan] = field(default_factory=list[EvaluationSpan])
+    attempts: list[Attempt] = field(default_factory=list[Attempt])
+    """In the order of their first event."""
+    in_flight: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """Each change of the number of training tickets that are issued and not trained or retired."""
+    waiting: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """Each change of the number of finished groups that wait for their step."""
+    _lives: dict[str, WorkerLife] = field(default_factory=dict[str, WorkerLife])
+    _open: dict[Key, Attempt] = field(default_factory=dict[Key, Attempt])
+    """The newest attempt of each ticket that is not done."""
+    _withdrawn: dict[tuple[Key, int], Attempt] = field(default_factory=dict[tuple[Key, int], Attempt])
+    """Attempts of this kernel whose ticket was issued again."""
+    _done: dict[int, Attempt] = field(default_factory=dict[int, Attempt])
+    """Finished groups that wait for their step, by ticket."""
+    _cut: dict[Key, Attempt] = field(default_factory=dict[Key, Attempt])
+    """Attempts that were open when their kernel ended. The next one may get their groups."""
+    _in_flight: set[int] = field(default_factory=set[int])
+    _evaluation_began: dict[int, float] = field(default_factory=dict[int, float])
+
+    @classmethod
+    def of(cls, events: Iterable[tuple[float, Event]]) -> RunHistory:
+        """Return the history that events tell, each with its time."""
+        history = cls()
+        for time, event in events:
+            history.take(time, event)
+        return history
+
+    def take(self, time: float, event: Event) -> None:
+        """Take in the next event."""
+        self.began = time if self.began is None else self.began
+        former, self.ended = self.ended, time
+        match event:
+            case KernelBegan(lease_epoch, version):
+                self._end_kernel(former, "")
+                self.kernels.append(KernelLife(time, lease_epoch, version))
+            case RunEnded(status):
+                self._end_kernel(time, status)
+            case FleetChanged():
+                self._worker(time, event)
+            case TicketsIssued(tickets):
+                for each in tickets:
+                    self._issue(time, each)
+            case TicketStarted(worker, purpose, ticket, number):
+                attempt = self._attempt(purpose, ticket, number)
+                if attempt is not None:
+                    attempt.taken, attempt.worker = time, worker
+            case OutcomeRead(_, GroupFigures() as group):
+                self._finish(time, group)
+            case TicketsRetired(tickets):
+                for each in tickets:
+                    self._retire(time, each)
+            case StepMeasured(known=False):
+                self._train(StepSpan(time, event))
+            case CallEnded():
+                self.calls.append(CallSpan(time, event))
+            case WeightsServed():
+                self.swaps.append(SwapSpan(time, event))
+            case EvaluationEnded(result):
+                began = self._evaluation_began.pop(result.version, time)
+                self.evaluations.append(EvaluationSpan(began, time, result))
+            case _:
+                pass
+        _note(self.in_flight, time, len(self._in_flight))
+        _note(self.waiting, time, len(self._done))
+
+    # ------------------------------------------------------------------------- kernels and workers
+
+    def _end_kernel(self, time: float, status: str) -> None:
+        """Close what is open: the workers and their work do not outlive their kernel."""
+        self._cut |= self._open
+        for attempt in self._open.values():
+            attempt.ended, attempt.outcome = time, "unfinished"
+        self._open.clear()
+        for life in self._lives.values():
+            life.ended = time
+        self._lives.clear()
+        self._withdrawn.clear()
+        if self.kernels and self.kernels[-1].ended is None:
+            self.kernels[-1].ended, self.kernels[-1].status = time, status
+
+    def _worker(self, time: float, event: FleetChanged) -> None:
+        life = self._lives.get(event.worker)
+        if event.state == "joined" or life is None:  # it may have joined before the first event
+            life = self._lives[event.worker] = WorkerLife(event.worker, time)
+            self.lives.append(life)
+        if event.state == "ready":
+            life.ready = time
+        elif event.state in ("left", "lost"):
+            life.ended = time
+            life.how = f"left: {event.how}" if event.state == "left" else event.how
+            del self._lives[event.worker]
+
+    # ----------------------------------------------------------------------------------- attempts
+
+    def _issue(self, time: float, issued: IssuedTicket) -> None:
+        key = issued.purpose, issued.ticket
+        if (former := self._open.get(key)) is not None:
+            self._withdrawn[key, former.attempt] = former
+            self._close(key, time, "withdrawn")
+        attempt = Attempt(*key, issued.attempt, issued, time)
+        self._open[key] = attempt
+        self.attempts.append(attempt)
+        if issued.purpose == "train":
+            self._in_flight.add(issued.ticket)
+        else:
+            self._evaluation_began.setdefault(issued.min_version, time)
+
+    def _attempt(self, purpose: Purpose, ticket: int, number: int) -> Attempt | None:
+        """Return an attempt that is open; a new one if its beginning is not among the events."""
+        key = purpose, ticket
+        newest = self._open.get(key)
+        if newest is None and not self.kernels:
+            newest = self._open[key] = Attempt(*key, number)
+            self.attempts.append(newest)
+        return newest if newest is not None and newest.attempt == number else None
+
+    def _finish(self, time: float, group: GroupFigures) -> None:
+        key = group.purpose, group.ticket
+        attempt = self._attempt(*key, group.attempt)
+        if attempt is None:  # a former attempt may have been finished after all, and counts
+            attempt = self._withdrawn.get((key, group.attempt)) if key in self._open else self._cut.get(key)
+        if attempt is None or attempt.attempt != group.attempt:
+            return  # another attempt was first
+        self._close(key, time, "withdrawn")
+        self._cut.pop(key, None)
+        attempt.ended, attempt.done, attempt.worker = time, group, group.worker
+        attempt.outcome = "evaluated" if group.purpose == "eval" else "unfinished"
+        if group.purpose == "train":
+            self._done[group.ticket] = attempt
+
+    def _retire(self, time: float, retired: RetiredTicket) -> None:
+        key = retired.purpose, retired.ticket
+        attempt = self._close(key, time, retired.account) or self._cut.pop(key, None)
+        if retired.purpose == "train":
+            self._in_flight.discard(retired.ticket)
+            attempt = self._done.pop(retired.ticket, attempt)
+        if attempt is not None:
+            attempt.outcome, attempt.reason = retired.account, retired.reason
+
+    def _train(self, step: StepSpan) -> None:
+        self.steps.append(step)
+        for ticket in step.figures.tickets:
+            self._in_flight.discard(ticket)
+            # The outcome of a group may have been read by a kernel that lost the event of it.
+            cut = self._cut.pop(("train", ticket), None)
+            if (attempt := self._done.pop(ticket, cut)) is not None:
+                attempt.outcome, attempt.step = "trained", step
+
+    def _close(self, key: Key, time: float, outcome: AttemptOutcome) -> Attempt | None:
+        """End the newest attempt of a ticket, if it is open, and return it."""
+        attempt = self._open.pop(key, None)
+        if attempt is not None:
+            attempt.ended, attempt.outcome = time, outcome
+        return attempt
+
+
+def _note(series: list[tuple[float, int]], time: float, value: int) -> None:
+    if not series or series[-1][1] != value:
+        series.append((time, value))
