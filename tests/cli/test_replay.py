@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kept_samples import Kept
-from made_run import make_run
-from stretto.bus.client import Bus
-from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import StoredImage
+from sample_messages import trained
 from stretto.bus.messages.training import RowRef
-from stretto.cli.audit.audit_store import StoredRun
-from stretto.cli.audit.recording import KeptGroups, WeightSums, read_weights
+from stretto.cli.audit.recording import KeptGroups, WeightSums
 from stretto.cli.audit.replay_report import ComparedStep, Difference, ReplayReport, off_policy, report_lines
 from stretto.errors import RunError
 from stretto.models.images import ImageFile
@@ -76,38 +70,18 @@ def test_a_comparison_says_what_it_cannot_tell() -> None:
     assert lines[-1] == "not known: the rest"
 
 
-async def test_added_images_are_those_of_the_samples_or_else_of_the_log(
-    open_bus: Callable[[str], AbstractAsyncContextManager[Bus]],
-    names: Subjects,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    small, large = ImageFile(b"1"), ImageFile(bytes(3 * 2**20))  # stored in parts
+async def test_added_images_are_those_of_the_samples(tmp_path: Path) -> None:
+    small, large = ImageFile(b"1"), ImageFile(bytes(3 * 2**20))
     kept = Kept(tmp_path)
     kept.group(7, images=(0, small.digest, large.digest))
+    kept.add(trained([f"7/1/{index}" for index in (0, 1)], version=0))
     kept.flush()
     SampleImages(tmp_path).write(small)
     rows = {(7, 1): [RowRef(f"7/1/{index}", 1, index, 7, 4) for index in (0, 1)]}
-    async with open_bus("kernel") as bus:
-        await bus.store.make_log(names.log_stream, names.of_log)
-
-        @asynccontextmanager
-        async def opened(folder: Path) -> AsyncGenerator[StoredRun]:
-            jetstream = bus.store._jetstream  # pyright: ignore[reportPrivateUsage]
-            yield StoredRun(jetstream, names.root.removeprefix("st."))
-
-        monkeypatch.setattr("stretto.cli.audit.recording.open_store", opened)
-        groups = KeptGroups(tmp_path).groups
-        for file in (b"another", large.file):
-            with pytest.raises(RunError, match=f"image {large.digest} of ticket 7, attempt 1 is neither"):
-                [group async for group in groups(rows)]
-            await bus.store.append(names.image(large.digest), StoredImage(file), id=f"{len(file)}")
-        [group] = [group async for group in groups(rows)]
+    groups = KeptGroups(tmp_path).groups
+    with pytest.raises(RunError, match=f"image {large.digest} of ticket 7, attempt 1 is not in the kept"):
+        [group async for group in groups(rows)]
+    SampleImages(tmp_path).write(large)
+    [group] = [group async for group in groups(rows)]
     assert group.images == {image.digest: image.file for image in (small, large)}
     assert [each.images for each in group.trajectories] == [(0, small.digest, large.digest)] * 2
-
-
-def test_a_run_without_a_store_is_refused(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=3)
-    with pytest.raises(RunError, match="has 0 journals, expected one"):
-        read_weights(folder)

@@ -9,17 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stretto.bus.messages.events import Event
-from stretto.cli.audit.audit import AuditReport, audit
-from stretto.cli.audit.audit_records import events_in, journal_messages
-from stretto.cli.audit.audit_store import open_store
+from stretto.cli.audit.audit import AuditReport, audit_run
+from stretto.run_folder import RunFolder
 
 T = TypeVar("T")
-
-
-async def _read_journal(folder: Path) -> list[Event]:
-    async with open_store(folder) as store:
-        messages = journal_messages(folder, store)
-        return [event async for message in messages for event in events_in(message) or ()]
 
 
 class TestedRun(ABC):
@@ -54,7 +47,7 @@ class TestedRun(ABC):
         is one of a module."""
 
     def audit(self) -> AuditReport:
-        return self.call(audit, self.folder)
+        return audit_run(self.folder)
 
     def assert_audit_is_clean(self) -> None:
         """`stretto audit` finds nothing wrong."""
@@ -79,7 +72,7 @@ class TestedRun(ABC):
 
     def journal(self) -> list[Event]:
         """The events of a run that no kernel owns, in order."""
-        return self.call(_read_journal, self.folder)
+        return [event for _, event in RunFolder(self.folder).events()]
 
     def log(self, process: str = "kernel") -> list[dict[str, Any]]:
         return _whole_lines(self.folder / "logs" / f"{process}.jsonl")

@@ -12,8 +12,11 @@ from typing import Any
 import anyio
 import pytest
 
+from stretto.bus.client import connect
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
-from stretto.cli.audit.audit_store import open_store
+from stretto.bus.server import Bootstrap, NatsServer, lock_run
+from stretto.config import BusConfig
 from stretto.records.kept.samples import SampleStore
 
 pytestmark = pytest.mark.slow
@@ -68,12 +71,20 @@ def run(module_start: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
 
 
 async def _trajectories(folder: Path) -> dict[str, WireTrajectory]:
+    """What the log of a run that has ended still holds, read by a server on the run's store."""
     found: dict[str, WireTrajectory] = {}
-    async with open_store(folder) as store:
-        kinds = {store.names.trajectories: TrajectoryBundle}
-        async for message in store.messages(store.names.log_stream, kinds):
-            assert isinstance(message.content, TrajectoryBundle)
-            found |= {each.id: each for each in message.content.trajectories}
+    run = Bootstrap.read(folder / "bus" / "kernel.json").run
+    names, lock = Subjects(run), lock_run(folder / "bus")
+    server = await NatsServer.start(folder / "bus", run, BusConfig(), folder / "logs")
+    async with connect(Bootstrap.read(folder / "bus" / "kernel.json")) as bus:
+        last = await bus.store.last_sequence(names.log_stream, names.trajectories)
+        kind = TrajectoryBundle
+        async for sequence, bundle in bus.store.follow(names.log_stream, names.trajectories, kind, start=1):
+            found |= {each.id: each for each in bundle.trajectories}
+            if sequence >= last:
+                break
+    await server.stop()
+    lock.close()
     return found
 
 

@@ -1,5 +1,4 @@
-"""Whether the user trusts a run's folder: to continue a run is to import the code that its config names, and
-to read its store on a server of the user's own is to log in where the folder says."""
+"""Whether the user trusts a run's folder: to continue a run is to import the code that its config names."""
 
 from __future__ import annotations
 
@@ -26,16 +25,6 @@ def require_trust(folder: Path, *, trusted: bool) -> None:
         "rights, the programs that its config.yaml names, and to import these plugin files: "
         f"{', '.join(files) or 'none'}. Read them first, then add --trust-plugins"
     )
-
-
-def require_own_server(folder: Path, bootstrap: Path) -> None:
-    """Refuse to connect to the server that a run's file names, if another user owns folder or file."""
-    if owners := _strangers(folder, bootstrap):
-        raise ConfigError(
-            f"{folder} belongs to {owners}. The store of this run is on the server that {bootstrap} names, "
-            "and stretto would log in there with the credentials that it names. Read it, then copy the "
-            "folder"
-        )
 
 
 def _strangers(*paths: Path) -> str:

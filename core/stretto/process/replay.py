@@ -45,25 +45,12 @@ from stretto.kernel.fleet.forks import fork_server
 from stretto.kernel.setup import RunSetup
 from stretto.observe.view import terminal
 from stretto.process.life import live, served
+from stretto.records.history import RecordedBatch
 
 log = structlog.get_logger()
 
 Attempt = tuple[int, int]
 """(ticket, attempt) of a training ticket."""
-
-
-@dataclass(frozen=True)
-class RecordedBatch:
-    """A batch that a run has trained or begun to train."""
-
-    version: int
-    tickets: tuple[int, ...]
-    rows: tuple[RowRef, ...]
-    """In order."""
-    incarnation: int
-    """That of the weights that it changes."""
-    layout: str
-    """See `stretto.bus.messages.events.RunOwned`."""
 
 
 @dataclass(frozen=True)

@@ -64,29 +64,6 @@ def newest_stored(folder: Path, *, below: int) -> int:
     return 0
 
 
-def add_messages(folder: Path, messages: Iterable[tuple[int, int, bytes]]) -> None:
-    """Write messages that no file has into files, and flush them to the disk. A file that begins with the
-    first of them has it damaged, or is empty: it is written again.
-
-    Args:
-        messages: lease epoch of the kernel that sent it, sequence number, and bytes of each, in order.
-
-    Raises:
-        OSError: if they cannot be written. No file has changed then.
-    """
-    for epoch, sent in groupby(messages, key=itemgetter(0)):
-        records = {sequence: message for _, sequence, message in sent}
-        file = folder / FOLDER / file_name(epoch, min(records))
-        if file.exists():
-            records |= {sequence: message for sequence, message, _ in records_in(file, _NEVER) if message}
-        aside = file.with_suffix(".new")
-        with aside.open("wb") as opened:
-            opened.writelines(record_of(sequence, records[sequence]) for sequence in sorted(records))
-        sync_files(folder, [aside])
-        aside.rename(file)
-        sync_files(folder, [])
-
-
 def event_files(folder: Path) -> list[Path]:
     """Return the files of the run in `folder`, in order."""
     return sorted(file for file in (folder / FOLDER).glob("*.events") if _NAME.fullmatch(file.name))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stretto.bus.messages.events import (
+    BatchExpired,
+    BatchStarted,
     CallEnded,
     Cause,
     Evaluation,
@@ -18,13 +20,17 @@ from stretto.bus.messages.events import (
     KernelBegan,
     OutcomeRead,
     RetiredTicket,
+    RowsDrawn,
     RunEnded,
+    RunOwned,
     StepMeasured,
     TicketsIssued,
     TicketsRetired,
+    VersionPublished,
     WeightsServed,
 )
 from stretto.bus.messages.tickets import Purpose, TicketStarted
+from stretto.bus.messages.training import RowRef
 
 AttemptOutcome = Literal[
     "trained", "evaluated", "filtered", "expired", "failed", "withdrawn", "unfinished", "open"
@@ -102,6 +108,20 @@ class SwapSpan:
     figures: WeightsServed
 
 
+@dataclass(frozen=True)
+class RecordedBatch:
+    """A batch that a run has trained or begun to train."""
+
+    version: int
+    tickets: tuple[int, ...]
+    rows: tuple[RowRef, ...]
+    """In order."""
+    incarnation: int
+    """That of the weights that it changes."""
+    layout: str
+    """See `stretto.bus.messages.events.RunOwned`."""
+
+
 @dataclass
 class EvaluationSpan:
     """A held-out evaluation that is complete."""
@@ -109,6 +129,8 @@ class EvaluationSpan:
     began: float
     """When its first ticket was issued."""
     ended: float
+    incarnation: int
+    """That of the weights that were evaluated."""
     result: Evaluation
 
     @property
@@ -166,7 +188,8 @@ class RunHistory:
         for step in history.steps:
             print(step.version, step.ended - step.began, step.figures.statistics["loss"])
 
-    A step that was repeated is there once for each time.
+    A step that was repeated is there once for each time. A batch is *in force* if it led to the run's current
+    weights: a new incarnation replaces the batches from its first version on.
     """
 
     began: float | None = None
@@ -181,10 +204,26 @@ class RunHistory:
     evaluations: list[EvaluationSpan] = field(default_factory=list[EvaluationSpan])
     attempts: list[Attempt] = field(default_factory=list[Attempt])
     """In the order of their first event."""
+    incarnation: int = 0
+    """The current incarnation of the weights."""
+    layout: str = ""
+    """The current layout of the trainers."""
+    batches: dict[int, RecordedBatch] = field(default_factory=dict[int, RecordedBatch])
+    """Version -> its batch, of those in force."""
+    values: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
+    """(version from which they are in force, number of the values), in order."""
+    digests: dict[tuple[int, int], list[str]] = field(default_factory=dict[tuple[int, int], list[str]])
+    """(incarnation, version) -> the digests of the version, one for each time that it was published."""
+    draws: dict[int, int] = field(default_factory=dict[int, int])
+    """Ticket -> the row that the run's curriculum chose for it."""
     in_flight: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     """Each change of the number of training tickets that are issued and not trained or retired."""
     waiting: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     """Each change of the number of finished groups that wait for their step."""
+    _former: dict[int, tuple[dict[int, RecordedBatch], list[tuple[int, int]]]] = field(
+        default_factory=dict[int, tuple[dict[int, RecordedBatch], list[tuple[int, int]]]]
+    )
+    """Former incarnation -> its batches and values."""
     _lives: dict[str, WorkerLife] = field(default_factory=dict[str, WorkerLife])
     _open: dict[Key, Attempt] = field(default_factory=dict[Key, Attempt])
     """The newest attempt of each ticket that is not done."""
@@ -210,6 +249,21 @@ class RunHistory:
         self.began = time if self.began is None else self.began
         former, self.ended = self.ended, time
         match event:
+            case RunOwned(incarnation, version, values, layout):
+                self.layout = layout
+                self.enter(incarnation, version)
+                if self.values[-1][1] != values:
+                    self.values = [each for each in self.values if each[1] < values]
+                    self.values.append((version, values))
+            case BatchStarted(version, tickets, rows):
+                batch = RecordedBatch(version, tickets, rows, self.incarnation, self.layout)
+                self.batches[version] = batch
+            case BatchExpired(version):
+                self.batches.pop(version, None)
+            case VersionPublished(incarnation, version, digest):
+                self.digests.setdefault((incarnation, version), []).append(digest)
+            case RowsDrawn(draws=draws):
+                self.draws |= dict(draws)
             case KernelBegan(lease_epoch, version):
                 self._end_kernel(former, "")
                 self.kernels.append(KernelLife(time, lease_epoch, version))
@@ -237,11 +291,39 @@ class RunHistory:
                 self.swaps.append(SwapSpan(time, event))
             case EvaluationEnded(result):
                 began = self._evaluation_began.pop(result.version, time)
-                self.evaluations.append(EvaluationSpan(began, time, result))
+                self.evaluations.append(EvaluationSpan(began, time, self.incarnation, result))
             case _:
                 pass
         _note(self.in_flight, time, len(self._in_flight))
         _note(self.waiting, time, len(self._done))
+
+    # ------------------------------------------------------------------------------------- batches
+
+    @property
+    def incarnations(self) -> int:
+        """Number of incarnations of the weights so far."""
+        return len({self.incarnation, *self._former})
+
+    def batches_of(self, incarnation: int) -> dict[int, RecordedBatch]:
+        """Return the batches of an incarnation and of those before it, as far as they are in force for it."""
+        return self.batches if incarnation == self.incarnation else self._former.get(incarnation, ({}, []))[0]
+
+    def values_at(self, version: int) -> int:
+        """Return the number of the values with which the batch of a version was made."""
+        return next(number for start, number in reversed(self.values) if start <= version)
+
+    def enter(self, incarnation: int, version: int) -> None:
+        """Go over to an incarnation in which something happens at a version. A higher one than the current
+        one begins there. A lower one continues: a kernel went back to it."""
+        if incarnation == self.incarnation:
+            return
+        self._former[self.incarnation] = self.batches, self.values
+        if incarnation > self.incarnation:
+            self.batches = {each: batch for each, batch in self.batches.items() if each < version}
+            self.values = [each for each in self.values if each[0] <= version]
+        else:
+            self.batches, self.values = self._former.get(incarnation, ({}, [(0, 1)]))
+        self.incarnation = incarnation
 
     # ------------------------------------------------------------------------- kernels and workers
 

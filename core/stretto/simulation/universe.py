@@ -30,7 +30,7 @@ from stretto.bus.messages.operation import ScaleRun
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
 from stretto.children import environment, reward
-from stretto.cli.audit.audit import audit
+from stretto.cli.audit.audit import audit_run
 from stretto.errors import RequestError, StrettoError
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.durable.journal import JournalWriter
@@ -196,8 +196,7 @@ class Universe:
         self.oracle.end(summary, self._ledgers(), self.tape)
         self.oracle.violations += self.server.strangers + self.folds.violations
         if summary["status"] == "completed":
-            audited = self._live(self._audit())
-            self.oracle.violations += audited.get("violations", [f"the audit: {audited.get('reason')}"])
+            self.oracle.violations += self._audit()
             if (version := life.newest_checkpoint(self.folder / "run")[1].version) != self.oracle.steps:
                 self.oracle.violations.append(f"completed with a checkpoint of version {version}")
         return self.oracle.violations
@@ -330,16 +329,13 @@ class Universe:
             self._owner = None
             self._replaced.set_result(None)
 
-    async def _audit(self) -> dict[str, Any]:
-        """Do what `stretto audit` does, in calm weather. A kernel that is replaced between a step's event and
+    def _audit(self) -> list[str]:
+        """Do what `stretto audit` does. A kernel that is replaced between a step's event and
         its line in `metrics.jsonl` may add the line after its rival has."""
-        self.over = True
-        self.server.calm()
-        report = await audit(self.folder / "run")
+        report = audit_run(self.folder / "run")
         rival = any(fault.kind == "rival" for fault in self.tape.faults)
         checks = [check for check in report.checks if not (rival and check.name == "metrics.jsonl")]
-        broken = [f"audit, {check.name}: {each}" for check in checks for each in check.violations]
-        return {"violations": broken}
+        return [f"audit, {check.name}: {each}" for check in checks for each in check.violations]
 
     def _interrupt(self, kernel: SimulatedProcess, interruptions: Interruptions, number: int) -> None:
         """Send a signal to a kernel. The second one ends its process if no kernel is there to obey."""

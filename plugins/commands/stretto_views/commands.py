@@ -80,12 +80,13 @@ def samples(
     """Show the samples that a run has kept, also while it runs: prompts, answers, rewards, outcomes."""
     from rich.console import Console
 
-    from stretto.run_folder import open_samples
+    from stretto.run_folder import RunFolder, open_samples
     from stretto_views.samples import (
         bounds_of,
         print_groups,
         print_samples,
         sample_filter,
+        ticket_story,
         why_none,
         write_parquet,
     )
@@ -120,6 +121,10 @@ def samples(
                 print(json.dumps(row), file=file)
             return
         console = Console(file=file, markup=False, emoji=False, highlight=False, soft_wrap=not group)
+        if ticket is not None:
+            history = RunFolder(folder).history
+            for line in ticket_story(history, ticket, wanted.purpose or "train"):
+                console.print(printable(line))
         if group:
             print_groups(store, rows, console)
         else:

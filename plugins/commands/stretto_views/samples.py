@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.errors import ConfigError, offer, printable
-from stretto.run_folder import Bounds, Purpose, SampleFilter, SampleOutcome, SampleStore
+from stretto.run_folder import Bounds, Purpose, RunHistory, SampleFilter, SampleOutcome, SampleStore
 
 Row = dict[str, Any]
 
@@ -94,6 +94,22 @@ def print_groups(store: SampleStore, rows: Iterable[Row], console: Console) -> N
         for start in range(0, len(group), _MOST_COLUMNS):
             console.print(_side_by_side(group[start : start + _MOST_COLUMNS]))
         console.print()
+
+
+def ticket_story(history: RunHistory, ticket: int, purpose: Purpose) -> Iterator[str]:
+    """Yield what happened to a ticket, a line for each attempt."""
+    for each in history.attempts:
+        if (each.purpose, each.ticket) != (purpose, ticket) or each.issued is None:
+            continue
+        parts = [f"attempt {each.attempt} of row {each.issued.row}"]
+        if each.taken is not None and each.issued_at is not None:
+            parts.append(f"taken by {each.worker} after {each.taken - each.issued_at:.2f} s")
+        if each.done is not None:
+            done = each.done
+            spent = f"generation {done.generate_s:.2f} s, scoring {done.score_s:.2f} s"
+            parts.append(f"done in {done.seconds:.2f} s ({spent}) with tokens from version {done.oldest} on")
+        step = f" in step {each.step.version}" if each.step else ""
+        yield f"{', '.join(parts)}; {each.outcome}{step}{f': {each.reason}' if each.reason else ''}"
 
 
 # ----------------------------------------------------------------------------------------- helpers

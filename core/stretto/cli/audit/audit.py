@@ -1,8 +1,8 @@
-"""`stretto audit RUN`: compare a run's accounts with its raw journal, log and checkpoints.
+"""`stretto audit RUN`: compare a run's accounts with its journal, kept samples and checkpoints.
 
-The audit computes everything again from the stored messages. It shares the message formats with the kernel,
-and none of the kernel's accounting. For each check it says which versions it could check, and which it could
-not: the log that no checkpoint needs any more is purged, for example.
+The audit computes everything again from the events of the journal and from the kept samples. It shares their
+formats with the kernel, and none of the kernel's accounting. For each check it says which versions it could
+check, and which it could not: a run may keep only some samples, for example.
 """
 
 from __future__ import annotations
@@ -15,32 +15,27 @@ from math import isclose
 from pathlib import Path
 from typing import Any, Literal
 
-import anyio
 import msgspec
 
-from stretto.bus.lock import await_lock
 from stretto.bus.messages.events import Evaluation
-from stretto.bus.messages.tickets import GroupDone, Member
 from stretto.bus.messages.training import RowRef
 from stretto.cli.audit.audit_records import (
     CheckpointRecord,
     JournalRecord,
-    LogRecord,
     NamedMessage,
+    SampleRecord,
     TrajectoryFacts,
     chain_faults,
     read_checkpoints,
     read_journal,
     read_json,
     read_lines,
-    read_log,
+    read_samples,
 )
-from stretto.cli.audit.audit_store import open_store
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.durable.changes import values_file
-from stretto.process.replay import RecordedBatch
 from stretto.records.document import read_document
-from stretto.records.event_files import add_messages
+from stretto.records.history import RecordedBatch
 from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD
 from stretto.run_folder import RunFolder
 
@@ -65,7 +60,6 @@ class Check(msgspec.Struct, kw_only=True):
 class AuditReport(msgspec.Struct, kw_only=True):
     """The result of an audit."""
 
-    run: str
     folder: str
     status: Literal["clean", "violations"]
     lost: int
@@ -73,44 +67,22 @@ class AuditReport(msgspec.Struct, kw_only=True):
     doubled: int
     """Number of tickets that were trained twice."""
     checks: list[Check]
-    remark: str = ""
-    """What became of messages of the journal that only the store had; empty if there were none."""
 
 
 def audit_run(folder: Path) -> AuditReport:
     """Audit a run that has ended, or whose kernel is dead."""
-    return anyio.run(audit, RunFolder(folder).folder)
-
-
-async def audit(folder: Path) -> AuditReport:
-    """Do what `audit_run` does, in an event loop."""
-    async with open_store(folder) as store:
-        journal, log = await read_journal(folder, store), await read_log(store)
-    remark = _keep(folder, journal.only_stored)
-    checker = _Checker(folder, journal, log, read_checkpoints(folder))
+    run = RunFolder(folder)
+    checker = _Checker(
+        run.folder, read_journal(run.folder), read_samples(run.folder), read_checkpoints(run.folder)
+    )
     checks = list(checker.checks())
     return AuditReport(
-        run=store.run,
-        folder=str(folder),
+        folder=str(run.folder),
         status="violations" if any(check.violations for check in checks) else "clean",
         lost=checker.lost,
         doubled=checker.doubled,
         checks=checks,
-        remark=remark,
     )
-
-
-def _keep(folder: Path, messages: Sequence[tuple[int, int, bytes]]) -> str:
-    """Write the messages into files that only the store has, which may be deleted. Return what was done."""
-    if not messages:
-        return ""
-    which = f"messages {_ranges(sequence for _, sequence, _ in messages)} were only in bus/store"
-    try:
-        with await_lock(folder / "bus" / "kernel.lock"):  # its text stays: no kernel has owned the run
-            add_messages(folder, messages)
-    except OSError as error:
-        return f"{which}, which is needed as long as they cannot be written into files: {error}"
-    return f"{which}, and are in events/ now"
 
 
 @dataclass(frozen=True)
@@ -139,16 +111,21 @@ class _Checker:
     """The checks of one run."""
 
     def __init__(
-        self, folder: Path, journal: JournalRecord, log: LogRecord, checkpoints: list[CheckpointRecord]
+        self,
+        folder: Path,
+        journal: JournalRecord,
+        samples: SampleRecord,
+        checkpoints: list[CheckpointRecord],
     ) -> None:
         self._folder = folder
         self._journal = journal
-        self._log = log
+        self._history = history = journal.history
+        self._samples = samples
         self._checkpoints = checkpoints
         for each in checkpoints:
-            if not each.damage and each.incarnation > journal.incarnation:
-                journal.enter(each.incarnation, each.version)  # it has no batch yet
-        self._batches = dict(sorted(journal.history.batches.items()))
+            if not each.damage and each.incarnation > history.incarnation:
+                history.enter(each.incarnation, each.version)  # it has no batch yet
+        self._batches = dict(sorted(history.batches.items()))
         """Version -> its batch, for all batches in force."""
         self._first = min(self._batches, default=0)
         self._trained_at = {
@@ -181,8 +158,8 @@ class _Checker:
         yield self._check_lost()
         yield self._check_batches()
         yield self._check_staleness()
-        yield self._check_log()
-        if self._journal.draws:
+        yield self._check_samples()
+        if self._history.draws:
             yield self._check_draws()
         yield self._check_digests()
         yield self._check_metrics()
@@ -228,7 +205,7 @@ class _Checker:
     def _check_journal(self) -> Check:
         """Each version has one batch, and its batch came before its step."""
         gaps = [each for one, two in pairwise(self._batches) for each in range(one + 1, two)]
-        number = len(self._journal.histories)
+        number = self._history.incarnations
         incarnations = f", {number} incarnations" if number > 1 else ""
         return Check(
             name="one batch a version",
@@ -240,8 +217,7 @@ class _Checker:
                     for sequence in self._journal.unreadable
                 ),
                 *(f"version {version} has no batch" for version in gaps),
-                *self._journal.rewritten,
-                *self._journal.unordered,
+                *self._journal.batch_faults,
             ],
             empty=not self._batches,
         )
@@ -304,7 +280,7 @@ class _Checker:
 
     def _terms_at(self, version: int) -> _Terms:
         """Return the values that are in force for the batch of a version."""
-        number = self._journal.history.values_at(version)
+        number = self._history.values_at(version)
         if number not in self._terms:
             file = values_file(self._folder, number)
             try:
@@ -382,25 +358,23 @@ class _Checker:
         """Return whether a state of the run belongs to the history in force."""
         latest = self._batches.get(version - 1)
         return (
-            incarnation == self._journal.incarnation
+            incarnation == self._history.incarnation
             or (latest is not None and latest.incarnation == incarnation)
             or version == 0
         )
 
-    # ------------------------------------------------------------------------------------------ log
+    # -------------------------------------------------------------------------------------- samples
 
     def _check_staleness(self) -> Check:
         """At its train step, each token under the loss mask is at most `max_staleness` versions old. Where
-        the log is purged, the figures in metrics.jsonl keep the bound."""
+        samples are not kept, the figures in metrics.jsonl keep the bound."""
         violations: list[str] = []
         checked: Counter[int] = Counter()
-        purged: set[int] = set()
+        left_out: set[int] = set()
         worst = 0
         for version, row in self._rows():
-            facts = self._log.trajectories.get((row.sequence, row.index))
-            if facts is None:
-                if row.sequence < self._log.first:
-                    purged.add(version)
+            if (facts := self._samples.trained.get(row.id)) is None:
+                left_out.add(version)
                 continue
             bound = self._terms_at(version).max_staleness
             checked[version] += 1
@@ -423,51 +397,61 @@ class _Checker:
             checked=f"{checked.total()} trajectories of versions {_ranges(checked)}, largest {worst}"
             if checked
             else "no trajectory",
-            unchecked=f"versions {_ranges(purged)}: purged from the log, only staleness_max in metrics.jsonl"
-            if purged
+            unchecked=f"versions {_ranges(left_out)}: not all samples are kept, only staleness_max in "
+            "metrics.jsonl"
+            if left_out
             else "",
             violations=violations,
             empty=not checked,
         )
 
-    def _check_log(self) -> Check:
-        """Each trained row is in the log where the journal says; its group is complete, and describes it."""
-        violations: list[str] = []
+    def _check_samples(self) -> Check:
+        """Each kept sample is what its columns say; the trained rows of a group are its kept samples, in
+        order, with the lengths that the journal says."""
+        violations = list(self._samples.faults)
         checked: set[int] = set()
         for version, batch in self._batches.items():
-            rows = [row for row in batch.rows if row.length]
-            if not rows or min(row.sequence for row in rows) < self._log.first:
-                continue
-            checked.add(version)
-            for row in rows:
-                facts = self._log.trajectories.get((row.sequence, row.index))
-                if facts is None:
-                    violations.append(f"trajectory {row.id} of version {version}: not in the log")
-                elif (facts.id, facts.length) != (row.id, row.length):
-                    violations.append(
-                        f"trajectory {row.id} of version {version}: the log has {facts.id} there, with "
-                        f"{facts.length} tokens, expected {row.length}"
-                    )
-            violations += self._group_faults(version, rows)
-        ignored, log = len(self._log.unreadable), self._log
-        messages = f"log messages {log.first} to {log.last}" if log.first <= log.last else "no log message"
+            by_attempt: defaultdict[tuple[int, int], list[RowRef]] = defaultdict(list)
+            for row in batch.rows:
+                if row.length:
+                    by_attempt[row.group, row.attempt].append(row)
+            kept = {attempt for attempt in by_attempt if attempt in self._samples.members}
+            if by_attempt and len(kept) == len(by_attempt):
+                checked.add(version)
+            for attempt in kept:
+                violations += self._group_faults(version, by_attempt[attempt])
+        unchecked = self._sampled_versions() - checked
         return Check(
-            name="rows in the log",
-            checked=f"versions {_ranges(checked)}, {messages}"
-            + (f"; {ignored} malformed messages are no part of a batch" if ignored else ""),
-            unchecked=_purged(self._sampled_versions() - checked),
+            name="trained samples",
+            checked=f"versions {_ranges(checked)}, {len(self._samples.trained)} kept samples",
+            unchecked=f"versions {_ranges(unchecked)}: not all samples are kept" if unchecked else "",
             violations=violations,
             empty=not checked,
         )
 
+    def _group_faults(self, version: int, rows: Sequence[RowRef]) -> Iterator[str]:
+        """Yield the differences between the rows of a group in a batch and its kept samples."""
+        attempt = rows[0].group, rows[0].attempt
+        if (kept := self._samples.members[attempt]) != (trained := [row.id for row in rows]):
+            where = f"group {attempt[0]}/{attempt[1]} of version {version}"
+            yield f"{where}: {_listed(trained)} were trained; its samples are {_listed(kept)}"
+        for row in rows:
+            facts = self._samples.trained.get(row.id)
+            if facts is not None and facts.length != row.length:
+                yield (
+                    f"trajectory {row.id} of version {version}: its sample has {facts.length} tokens, "
+                    f"expected {row.length}"
+                )
+
     def _check_draws(self) -> Check:
-        """Each ticket has one draw in the journal, and its trajectories are of that row."""
-        draws, rows = self._journal.draws, self._log.rows
+        """Each ticket has one draw in the journal, and its samples are of that row."""
+        draws = self._history.draws
+        rows = {(each.ticket, each.row) for each in self._samples.trained.values()}
         return Check(
             name="draws in the journal",
-            checked=f"{len(draws)} draws; trajectories of {len({ticket for ticket, _ in rows})} tickets",
+            checked=f"{len(draws)} draws; samples of {len({ticket for ticket, _ in rows})} tickets",
             violations=[
-                *self._journal.drawn_twice,
+                *self._journal.draw_faults,
                 *(
                     f"ticket {ticket} sampled row {row}; its draw in the journal: {draws.get(ticket, 'none')}"
                     for ticket, row in sorted(rows)
@@ -486,30 +470,12 @@ class _Checker:
     def _sampled_versions(self) -> set[int]:
         return {version for version, _ in self._rows()}
 
-    def _group_faults(self, version: int, rows: Iterable[RowRef]) -> Iterator[str]:
-        """Yield the differences between the rows of a batch, their groups' messages and their data."""
-        by_attempt: defaultdict[tuple[int, int], list[RowRef]] = defaultdict(list)
-        for row in rows:
-            by_attempt[row.group, int(row.id.split("/")[1])].append(row)
-        for (ticket, attempt), trained in by_attempt.items():
-            group = self._log.groups.get((ticket, attempt))
-            where = f"group {ticket}/{attempt} of version {version}"
-            if group is None:
-                yield f"{where}: the log has no message that it is done"
-                continue
-            if [member.id for member in group.members] != [row.id for row in trained]:
-                yield f"{where}: its trained rows are not its members, in order"
-            for member in group.members:
-                facts = self._log.trajectories.get((member.sequence, member.index))
-                if facts is not None and not _describes(member, facts):
-                    yield f"{where}: the data of {member.id} differ from what the group says"
-
     # -------------------------------------------------------------------------------------- digests
 
     def _check_digests(self) -> Check:
         """Checkpoints are as their manifests say, and every record of a version has the same digest."""
         records: defaultdict[tuple[int, int], list[tuple[str, str]]] = defaultdict(list)
-        for (incarnation, version), digests in self._journal.steps.items():
+        for (incarnation, version), digests in self._history.digests.items():
             records[incarnation, version] += [("the journal", digest) for digest in digests]
         violations: list[str] = []
         for each in self._checkpoints:
@@ -518,7 +484,7 @@ class _Checker:
                 continue
             key = each.incarnation, each.version
             begins = each.incarnation > 0 and each.version not in {
-                version for incarnation, version in self._journal.steps if incarnation == each.incarnation
+                version for incarnation, version in self._history.digests if incarnation == each.incarnation
             }  # the step to it was repeated, and gave other weights than the journal recorded
             if each.version > self._first and key not in records and not begins:
                 violations.append(
@@ -543,7 +509,7 @@ class _Checker:
     def _digests_of_step(self, version: int) -> list[str]:
         """Return the digests that the journal recorded for the step to a version, in the incarnation of its
         batch."""
-        return self._journal.steps.get((self._batches[version - 1].incarnation, version), [])
+        return self._history.digests.get((self._batches[version - 1].incarnation, version), [])
 
     def _repetitions(self) -> tuple[int, int]:
         """Return how many steps the kernels repeated to the same digest and to another one, by their log."""
@@ -580,39 +546,36 @@ class _Checker:
         """Each evaluated version has one result, from tokens of exactly this version."""
         results: dict[tuple[int, int], Evaluation] = {}
         violations: list[str] = []
-        for incarnation, result in self._journal.evaluations:
-            key = incarnation, result.version
+        for each in self._history.evaluations:
+            key = each.incarnation, each.result.version
             if key in results:
                 violations.append(f"version {key[1]} has two results in incarnation {key[0]}")
-            results[key] = result
-        groups: defaultdict[int, list[GroupDone]] = defaultdict(list)
-        for group in self._log.evaluation_groups:
-            versions = {each for member in group.members for each in (member.oldest, member.newest)}
-            if not versions:
-                continue  # a worker has sent it; it is no result
-            groups[min(versions)].append(group)
-            if len(versions) > 1:
-                name = f"{group.ticket}/{group.attempt}"
-                violations.append(f"evaluation ticket {name} has tokens of versions {_ranges(versions)}")
+            results[key] = each.result
+        answers: defaultdict[int, list[TrajectoryFacts]] = defaultdict(list)
+        for facts in self._samples.evaluated:
+            answers[facts.oldest].append(facts)
+            if facts.oldest != facts.newest:
+                versions = _ranges((facts.oldest, facts.newest))
+                violations.append(f"evaluation sample {facts.id} has tokens of versions {versions}")
         recomputed: set[int] = set()
         for result in results.values():
-            samples, score = _result_of(groups[result.version])
-            if score is None or (samples < result.samples and self._log.first > 1):
-                continue  # several kernels evaluated it, or a part of it is purged
+            samples, score = _result_of(answers[result.version])
+            if score is None or samples < result.samples:
+                continue  # several kernels evaluated it, or not all answers are kept
             recomputed.add(result.version)
             known = result.reward if result.accuracy is None else result.accuracy
             if samples != result.samples or not isclose(score, known or 0.0, abs_tol=1e-9):
                 said = f"{result.samples} samples, score {known}"
-                log_says = f"the log has {samples} samples, score {score}"
-                violations.append(f"the evaluation of version {result.version}: {said}; {log_says}")
+                found = f"the kept ones are {samples}, score {score}"
+                violations.append(f"the evaluation of version {result.version}: {said}; {found}")
         violations += self._evaluation_line_faults(results.values())
         versions = {version for _, version in results}
         rest = versions - recomputed
-        purged = f"versions {_ranges(rest)}: the log no longer has all their samples" if rest else ""
+        left_out = f"versions {_ranges(rest)}: not all their samples are kept" if rest else ""
         return Check(
             name="evaluations of one version",
             checked=f"versions {_ranges(versions)}; recomputed from samples: {_ranges(recomputed)}",
-            unchecked="; ".join(filter(None, [self._before_journal, purged])),
+            unchecked="; ".join(filter(None, [self._before_journal, left_out])),
             violations=violations,
             empty=not results,
         )
@@ -650,30 +613,21 @@ def _row_faults(version: int, batch: RecordedBatch) -> Iterator[str]:
             yield f"ticket {ticket} of version {version} has rows of {len(attempts[ticket])} attempts"
 
 
-def _describes(member: Member, facts: TrajectoryFacts) -> bool:
-    """Return whether a group's member agrees with its data."""
-    return member.id == facts.id and (
-        (member.length, member.sampled, member.oldest, member.newest, member.reward)
-        == (facts.length, facts.trained, facts.oldest, facts.newest, facts.reward)
-    )
-
-
-def _result_of(groups: list[GroupDone]) -> tuple[int, float | None]:
-    """Return the number of samples of an evaluation's groups, and their mean accuracy, or reward if some have
-    no accuracy. The score is None if there are none, or if several kernels worked on them: the first one's
-    groups then do not count."""
-    first: dict[int, GroupDone] = {}
-    for group in groups:
-        first.setdefault(group.ticket, group)  # the first complete attempt counts
-    samples = [member for group in first.values() for member in group.members if not member.part]
-    whole = all("accuracy" in member.metrics for member in samples)
-    scores = [member.metrics["accuracy"] if whole else member.reward for member in samples]
-    one_kernel = len({group.attempt // _ATTEMPTS_PER_KERNEL for group in groups}) == 1
+def _result_of(answers: Sequence[TrajectoryFacts]) -> tuple[int, float | None]:
+    """Return the number of samples of an evaluation and their mean accuracy, or reward if some have no
+    accuracy. The score is None if there are none, or if several kernels worked on them: the first one's
+    samples then do not count."""
+    first: dict[int, int] = {}
+    for each in answers:
+        first.setdefault(each.ticket, each.attempt)  # the first complete attempt counts
+    samples: dict[tuple[int, int], TrajectoryFacts] = {}
+    for each in answers:
+        if first[each.ticket] == each.attempt:
+            samples.setdefault((each.ticket, each.sample), each)  # the others are parts of it
+    whole = all(each.accuracy is not None for each in samples.values())
+    scores = [(each.accuracy if whole else each.reward) or 0.0 for each in samples.values()]
+    one_kernel = len({each.attempt // _ATTEMPTS_PER_KERNEL for each in answers}) == 1
     return len(samples), sum(scores) / len(scores) if one_kernel else None
-
-
-def _purged(versions: Iterable[int]) -> str:
-    return f"versions {text}: purged from the log" if (text := _ranges(versions)) != "none" else ""
 
 
 def _ranges(numbers: Iterable[int]) -> str:

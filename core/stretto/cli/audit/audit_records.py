@@ -1,67 +1,36 @@
-"""What a run has written, as the audit reads it: journal, log, checkpoints, metrics, summary.
-
-A version's batch is *in force* if it led to the run's current weights. A new incarnation replaces the batches
-from its first version on.
-"""
+"""What a run has written, as the audit reads it: journal, kept samples, checkpoints, metrics, summary."""
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
-from operator import attrgetter
+from itertools import chain, groupby, pairwise, repeat
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import msgspec
 
-from stretto.bus.messages.events import (
-    BatchExpired,
-    BatchStarted,
-    Evaluation,
-    EvaluationEnded,
-    Event,
-    EventBatch,
-    RowsDrawn,
-    RunOwned,
-    VersionPublished,
-)
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, TrajectoryBundle, WireTrajectory
-from stretto.bus.payloads import decoder, encode
-from stretto.cli.audit.audit_store import StoredMessage, StoredRun
+from stretto.bus.guard import is_locked
+from stretto.bus.messages.events import BatchStarted, Event, EventBatch, RowsDrawn, VersionPublished
+from stretto.bus.messages.tickets import Purpose
+from stretto.bus.payloads import decoder
+from stretto.cli.audit.kept_rows import kept_rows
 from stretto.errors import RunError
-from stretto.process.replay import RecordedBatch
 from stretto.records.event_files import stored_events
 from stretto.records.files import read_record
+from stretto.records.history import RunHistory
+from stretto.records.kept.kept_sample import KeptSample, digest_of
+from stretto.records.kept.sample_files import schema_of
 
 _PIECE = 2**20
 """Bytes that are read at once."""
 
-# -------------------------------------------------------------------------------- journal and log
-
-
-@dataclass
-class BatchHistory:
-    """The batches of one incarnation and of those before it, as far as they are in force."""
-
-    batches: dict[int, RecordedBatch] = field(default_factory=dict[int, RecordedBatch])
-    """Version -> batch."""
-    values: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
-    """(version from which they are in force, number of the values), in order."""
-
-    def cut(self, version: int) -> BatchHistory:
-        """Return the history up to a version, for an incarnation that begins there."""
-        batches = {each: batch for each, batch in self.batches.items() if each < version}
-        return BatchHistory(batches, [each for each in self.values if each[0] <= version])
-
-    def values_at(self, version: int) -> int:
-        """Return the number of the values with which the batch of a version was made."""
-        return next(number for start, number in reversed(self.values) if start <= version)
+# ---------------------------------------------------------------------------------------- journal
 
 
 @dataclass(frozen=True)
@@ -88,193 +57,63 @@ class NamedMessage:
 class JournalRecord:
     """The journal of a run."""
 
+    history: RunHistory = field(default_factory=RunHistory)
+    """What its events tell."""
     messages: list[JournalMessage] = field(default_factory=list[JournalMessage])
     """Those that can be read."""
-    histories: dict[int, BatchHistory] = field(default_factory=lambda: {0: BatchHistory()})
-    """Incarnation -> its history."""
-    incarnation: int = 0
-    """The current incarnation."""
-    layout: str = ""
-    """The current layout."""
-    steps: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list[str]))
-    """(incarnation, version) -> the recorded digests of the step that led to the version."""
-    evaluations: list[tuple[int, Evaluation]] = field(default_factory=list[tuple[int, Evaluation]])
-    """(incarnation, result)."""
-    rewritten: list[str] = field(default_factory=list[str])
-    """Batches that replaced another one in the same incarnation."""
-    draws: dict[int, int] = field(default_factory=dict[int, int])
-    """Ticket -> the row that the run's curriculum chose for it."""
-    drawn_twice: list[str] = field(default_factory=list[str])
+    unreadable: list[int] = field(default_factory=list[int])
+    """Sequence numbers of the messages that cannot be read."""
+    batch_faults: list[str] = field(default_factory=list[str])
+    """Batches that replaced another one in the same incarnation, and steps without an earlier batch."""
+    draw_faults: list[str] = field(default_factory=list[str])
     """Draws that replaced another one."""
-    unordered: list[str] = field(default_factory=list[str])
-    """Steps without an earlier batch."""
-    unreadable: list[int] = field(default_factory=list[int])
-    """Sequence numbers of messages that cannot be read."""
-    only_stored: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])
-    """Lease epoch, sequence number and bytes of the messages that no file has."""
 
-    @property
-    def history(self) -> BatchHistory:
-        """The history in force."""
-        return self.histories[self.incarnation]
-
-    def enter(self, incarnation: int, version: int) -> BatchHistory:
-        """Return the history of an incarnation in which something happens at a version. A higher incarnation
-        than the current one begins there. A lower one continues: a kernel went back to it."""
-        if incarnation > self.incarnation:
-            self.histories[incarnation] = self.history.cut(version)
-        self.incarnation = incarnation
-        return self.histories.setdefault(incarnation, BatchHistory())
-
-    def add(self, event: Event) -> None:
+    def add(self, time: float, event: Event) -> None:
         """Take in the next event."""
+        history = self.history
         match event:
-            case RunOwned(incarnation, version, values, layout):
-                self.layout = layout
-                history = self.enter(incarnation, version)
-                if history.values[-1][1] != values:
-                    history.values = [each for each in history.values if each[1] < values]
-                    history.values.append((version, values))
-            case BatchStarted(version, tickets, rows):
-                batches = self.histories[self.incarnation].batches
-                batch = RecordedBatch(version, tickets, rows, self.incarnation, self.layout)
-                if version in batches and batches[version].rows != rows:
-                    self.rewritten.append(
-                        f"version {version} has two batches in incarnation {self.incarnation}"
-                    )
-                batches[version] = batch
-            case BatchExpired(version):
-                self.histories[self.incarnation].batches.pop(version, None)
-            case VersionPublished(incarnation, version, digest):
-                if version - 1 not in self.histories.get(incarnation, BatchHistory()).batches:
-                    self.unordered.append(f"the step to version {version} has no earlier batch")
-                self.steps[incarnation, version].append(digest)
-            case EvaluationEnded(result):
-                self.evaluations.append((self.incarnation, result))
+            case BatchStarted(version, _, rows):
+                if version in history.batches and history.batches[version].rows != rows:
+                    fault = f"version {version} has two batches in incarnation {history.incarnation}"
+                    self.batch_faults.append(fault)
+            case VersionPublished(incarnation, version):
+                if version - 1 not in history.batches_of(incarnation):
+                    self.batch_faults.append(f"the step to version {version} has no earlier batch")
             case RowsDrawn(draws=draws):
-                self.drawn_twice += [
-                    f"ticket {ticket} has two draws in the journal"
-                    for ticket, _ in draws
-                    if ticket in self.draws
-                ]
-                self.draws |= dict(draws)
+                twice = (ticket for ticket, _ in draws if ticket in history.draws)
+                self.draw_faults += [f"ticket {ticket} has two draws in the journal" for ticket in twice]
             case _:
                 pass
+        history.take(time, event)
 
 
-@dataclass(frozen=True)
-class TrajectoryFacts:
-    """The facts of one trajectory in the log, computed from its arrays."""
-
-    id: str
-    length: int
-    trained: int
-    """Number of tokens under the loss mask."""
-    oldest: int
-    newest: int
-    reward: float
-
-
-@dataclass
-class LogRecord:
-    """What is left of the log of a run."""
-
-    first: int
-    last: int
-    """Sequence numbers of the first and the last message."""
-    trajectories: dict[tuple[int, int], TrajectoryFacts] = field(
-        default_factory=dict[tuple[int, int], TrajectoryFacts]
-    )
-    """(sequence number, position in the bundle) -> trajectory."""
-    groups: dict[tuple[int, int], GroupDone] = field(default_factory=dict[tuple[int, int], GroupDone])
-    """(ticket, attempt) -> group, for training."""
-    evaluation_groups: list[GroupDone] = field(default_factory=list[GroupDone])
-    rows: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
-    """(ticket, row of the dataset) of each bundle of trajectories, for training."""
-    unreadable: list[int] = field(default_factory=list[int])
-
-    def add(self, message: StoredMessage) -> None:
-        """Take in the next message."""
-        match message.content:
-            case TrajectoryBundle(ticket=ticket, row=row, trajectories=trajectories):
-                self.rows.add((ticket, row))
-                try:
-                    facts = [_facts(each) for each in trajectories]
-                except (TypeError, ValueError):
-                    self.unreadable.append(message.sequence)
-                    return
-                self.trajectories |= {(message.sequence, index): each for index, each in enumerate(facts)}
-            case GroupDone("train", ticket, attempt) as group:
-                self.groups.setdefault((ticket, attempt), group)
-            case GroupDone() as group:
-                self.evaluation_groups.append(group)
-            case GroupFailed():
-                pass
-            case _:
-                self.unreadable.append(message.sequence)
-
-
-def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
-    """Compute the facts of a trajectory.
+def read_journal(folder: Path) -> JournalRecord:
+    """Read the whole journal of a run that no kernel owns, from its files.
 
     Raises:
-        TypeError: if an array names no dtype.
-        ValueError: if its arrays do not fit each other, or if no token is trained.
+        RunError: if a kernel owns the run, or if its files cannot be read.
     """
-    mask, versions = trajectory.loss_mask.numpy().astype(bool), trajectory.versions.numpy()
-    lengths = {len(trajectory.tokens), len(mask), len(versions), len(trajectory.logprobs)}
-    if len(lengths) != 1 or not mask.any():
-        raise ValueError(f"{trajectory.id}: arrays of {sorted(lengths)} tokens, {int(mask.sum())} trained")
-    trained = versions[mask]
-    return TrajectoryFacts(
-        id=trajectory.id,
-        length=len(mask),
-        trained=len(trained),
-        oldest=int(trained.min()),
-        newest=int(trained.max()),
-        reward=trajectory.reward,
-    )
-
-
-async def journal_messages(folder: Path, store: StoredRun) -> AsyncIterator[StoredMessage]:
-    """Yield the messages of a run's journal: those in its files, and those that only the store has, because a
-    kernel was killed before it wrote them, or a file is damaged.
-    """
-    kinds = {store.names.events: EventBatch}
-    in_store = [each async for each in store.messages(store.names.journal_stream, kinds)]
-    sequence_of = attrgetter("sequence")
-    every = heapq.merge(map(_message_of, stored_events(folder)), in_store, key=sequence_of)
+    if is_locked(lock := folder / "bus" / "kernel.lock"):
+        owner = read_record(lock).decode().strip()
+        raise RunError(f"the run in {folder} is owned by {owner}; try again when it has ended")
+    journal = JournalRecord()
     try:
-        for _, copies in groupby(every, key=sequence_of):
-            first, *others = copies
-            yield next((each for each in (first, *others) if each.content is not None), first)
+        for sequence, message in stored_events(folder):
+            try:
+                batch = _batch_of(message or b"")
+                events = batch.decoded()
+            except msgspec.DecodeError:
+                journal.unreadable.append(sequence)
+                continue
+            journal.messages.append(JournalMessage(sequence, batch.digest, batch.former))
+            for event, time in zip(events, chain(batch.times, repeat(0.0)), strict=False):
+                journal.add(time, event)
     except OSError as error:
         raise RunError(f"the events of the run in {folder} cannot be read: {error}") from error
-
-
-def _message_of(record: tuple[int, bytes | None]) -> StoredMessage:
-    sequence, data = record
-    try:
-        return StoredMessage(sequence, None if data is None else decoder(EventBatch)(data), in_file=True)
-    except (msgspec.DecodeError, ValueError):
-        return StoredMessage(sequence, None, in_file=True)
-
-
-async def read_journal(folder: Path, store: StoredRun) -> JournalRecord:
-    """Read the whole journal."""
-    journal = JournalRecord()
-    async for message in journal_messages(folder, store):
-        events = events_in(message)
-        if events is None:
-            journal.unreadable.append(message.sequence)
-            continue
-        batch = cast("EventBatch", message.content)
-        journal.messages.append(JournalMessage(message.sequence, batch.digest, batch.former))
-        if not message.in_file:
-            journal.only_stored.append((batch.lease_epoch, message.sequence, encode(batch)))
-        for event in events:
-            journal.add(event)
     return journal
+
+
+_batch_of = decoder(EventBatch)
 
 
 def chain_faults(messages: Sequence[JournalMessage], named: Iterable[NamedMessage]) -> Iterator[str]:
@@ -294,24 +133,87 @@ def chain_faults(messages: Sequence[JournalMessage], named: Iterable[NamedMessag
             yield f"message {each.sequence}, which {each.place} names, {found}"
 
 
-def events_in(message: StoredMessage) -> list[Event] | None:
-    """Return the events of a message of the journal; None if they cannot be read."""
-    if not isinstance(message.content, EventBatch):
-        return None
-    try:
-        return message.content.decoded()
-    except msgspec.DecodeError:
-        return None
+# ------------------------------------------------------------------------------------ kept samples
 
 
-async def read_log(store: StoredRun) -> LogRecord:
-    """Read what is left of the log. The arrays of trajectories are not kept."""
-    names = store.names
-    kinds = {names.trajectories: TrajectoryBundle, names.groups: GroupDone | GroupFailed}
-    log = LogRecord(*await store.span(names.log_stream))
-    async for message in store.messages(names.log_stream, kinds):
-        log.add(message)
-    return log
+@dataclass(frozen=True)
+class TrajectoryFacts:
+    """The facts of one kept trajectory, computed from its arrays."""
+
+    id: str
+    ticket: int
+    attempt: int
+    row: int
+    length: int
+    oldest: int
+    newest: int
+    """Versions of the oldest and the newest token under the loss mask."""
+    accuracy: float | None
+    """None if there is none."""
+    reward: float | None
+    sample: int
+    """Index of the ticket's sample that it is, or is a part of."""
+
+
+@dataclass
+class SampleRecord:
+    """The kept samples of a run."""
+
+    trained: dict[str, TrajectoryFacts] = field(default_factory=dict[str, TrajectoryFacts])
+    """Id -> trajectory, for training."""
+    members: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list[str]))
+    """(ticket, attempt) -> ids of its trajectories, in order."""
+    evaluated: list[TrajectoryFacts] = field(default_factory=list[TrajectoryFacts])
+    """In order."""
+    faults: list[str] = field(default_factory=list[str])
+    """Rows whose columns say something else than their arrays."""
+
+
+def read_samples(folder: Path) -> SampleRecord:
+    """Read the kept samples of a run."""
+    record = SampleRecord()
+    for facts in _kept(folder, "train", record.faults):
+        if facts.id not in record.trained:
+            record.trained[facts.id] = facts
+            record.members[facts.ticket, facts.attempt].append(facts.id)
+    record.evaluated = list(_kept(folder, "eval", record.faults))
+    return record
+
+
+def _kept(folder: Path, purpose: Purpose, faults: list[str]) -> Iterator[TrajectoryFacts]:
+    """Yield the facts of the kept samples, group by group. A group that is not what its rollout worker
+    finished is among the faults."""
+    every = kept_rows(folder, purpose, schema_of("samples").names)
+    for (ticket, attempt), rows in groupby(every, key=itemgetter("ticket", "attempt")):
+        group = list(rows)
+        if (said := group[0]["digest"]) and said != digest_of(map(KeptSample.of_row, group)):
+            faults.append(f"group {ticket}/{attempt}: its samples differ from their digest")
+        yield from (facts for row in group if (facts := _facts(row, faults)) is not None)
+
+
+def _facts(row: Mapping[str, Any], faults: list[str]) -> TrajectoryFacts | None:
+    """Compute the facts of a kept row; None for an attempt without a trajectory. A row that contradicts
+    itself is among the faults."""
+    if row["index"] is None:
+        return None
+    mask, versions = row["loss_mask"], row["versions"]
+    lengths = {len(row["tokens"]), len(mask), len(versions), len(row["logprobs"])}
+    trained = versions[mask.astype(bool)] if len(lengths) == 1 else versions[:0]
+    if not len(trained):
+        faults.append(f"{row['id']}: arrays of {sorted(lengths)} tokens, {len(trained)} trained")
+        return None
+    oldest, newest = int(trained.min()), int(trained.max())
+    found = {"length": len(mask), "sampled": len(trained), "oldest": oldest, "newest": newest}
+    said = {name: row[name] for name in found}
+    if said != found:
+        faults.append(f"{row['id']}: its columns say {said}, its tokens {found}")
+    return TrajectoryFacts(
+        *(row["id"], row["ticket"], row["attempt"], row["row"]),
+        *(len(mask), oldest, newest),
+        accuracy=msgspec.json.decode(row["metrics"], type=dict[str, float]).get("accuracy"),
+        reward=row["reward"],
+        sample=row["sample"],
+    )
 
 
 # ------------------------------------------------------------------------------- files of the run

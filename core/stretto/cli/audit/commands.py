@@ -32,30 +32,14 @@ def audit(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
-    ticket: Annotated[
-        int | None, typer.Option(min=0, help="Show the history of this training ticket instead.")
-    ] = None,
 ) -> None:
     """Check that a run that has ended lost no ticket, trained none twice and kept its bounds.
 
-    The audit reads journal, log and checkpoints by itself, from a copy of the run's store. It writes into
-    `events/` what only the store has. Exit status: 0 clean, 1 violations, 2 the run cannot be audited.
+    The audit reads journal, kept samples and checkpoints by itself. Exit status: 0 clean, 1 violations, 2 the
+    run cannot be audited.
     """
     from stretto.cli.audit.audit import audit_run
-    from stretto.cli.audit.ticket_history import ticket_history
 
-    if ticket is not None:
-        try:
-            history = ticket_history(folder, ticket)
-        except StrettoError as error:
-            fail(error, 2)
-        if as_json:
-            typer.echo(msgspec.json.encode(history))
-        else:
-            typer.echo("\n".join(map(printable, [f"ticket {ticket}", *history.events])))
-        for violation in history.violations:
-            typer.echo(f"error: {printable(violation)}", err=True)
-        raise typer.Exit(1 if history.violations else 0)
     try:
         report = audit_run(folder)
     except StrettoError as error:
@@ -131,8 +115,6 @@ def _show_audit(report: AuditReport) -> None:
             typer.echo(
                 f"{check.name}: {len(check.violations) - _MOST_VIOLATIONS} more; --json lists them all"
             )
-    if report.remark:
-        typer.echo(printable(report.remark))
     typer.echo(
         f"{report.status}: {report.lost} tickets lost, {report.doubled} trained twice, in {report.folder}"
     )

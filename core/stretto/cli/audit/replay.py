@@ -24,9 +24,10 @@ from stretto.cli.start.folders import is_free
 from stretto.errors import ConfigError
 from stretto.kernel.durable.changes import document_of, newest_values, values_file
 from stretto.kernel.durable.checkpoint import KernelState, find_checkpoint, state_of
-from stretto.process.replay import RecordedBatch, ReplaySegment, train_again
+from stretto.process.replay import ReplaySegment, train_again
 from stretto.records.document import read_document
 from stretto.records.files import REPLAY
+from stretto.records.history import RecordedBatch
 from stretto.run_folder import RunFolder
 
 _UNUSED = ("dataset", "evaluation", "inference", "queue", "reward", "rollout", "verifier", "workflow")
@@ -58,10 +59,6 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     folder = RunFolder(folder).folder
     if (folder / REPLAY).exists():
         raise ConfigError(f"{folder} is a replay itself; replay the run that it came from")
-    if read_document(values_file(folder, newest_values(folder)))["bus"].get("url"):
-        raise ConfigError(
-            f"the journal of {folder} is on a server of your own (`bus.url`), not in its folder"
-        )
     recording = read_recording(folder)
     start = _start(folder, options.start)
     batches = _chosen(recording, start[1].version if start else 0, options.stop)

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from stretto.cli.audit.recording import Recording, WeightSums, read_replayed, read_weights
 from stretto.cli.output import add_row, figure_table
-from stretto.process.replay import RecordedBatch
 from stretto.records.files import REPLAY
+from stretto.records.history import RecordedBatch
 from stretto.run_folder import RunFolder
 
 _OF_METRICS = ("loss", "grad_norm", "entropy", "clipped")

@@ -180,36 +180,6 @@ class SampleStore:
         """Return staleness -> number of trained trajectories, the lowest first."""
         return self._read_index(None).staleness()
 
-    def retirement(self, number: int) -> tuple[str, str] | None:
-        """Return the account in which a training ticket ended without being trained, and the reason."""
-        retired = self._kinds["retired"]
-        retired.refresh()
-        table = retired.table(("ticket", "outcome", "reason"), number)
-        rows = [row for row in table.to_pylist() if row["ticket"] == number]
-        return (rows[-1]["outcome"], rows[-1]["reason"]) if rows else None
-
-    def digests(self, number: int, purpose: Purpose = "train") -> dict[int, tuple[str, str]]:
-        """Return, for each finished attempt of a ticket, the digest that its rollout worker computed, and the
-        digest of what is on disk."""
-        from stretto.records.kept.kept_sample import (  # it imports the bus, which is slow
-            KeptSample,
-            digest_of,
-        )
-
-        index = self._read_index(number)
-        found = index.select(SampleFilter(ticket=number, purpose=purpose))
-        rows = self._kinds["samples"].take(
-            index.parts[found], index.offsets[found], schema_of("samples").names
-        )
-        attempts: dict[int, list[dict[str, Any]]] = {}
-        for row in rows:
-            if row["digest"]:
-                attempts.setdefault(row["attempt"], []).append(row)
-        return {
-            attempt: (kept[0]["digest"], digest_of(map(KeptSample.of_row, kept)))
-            for attempt, kept in attempts.items()
-        }
-
     # ------------------------------------------------------------------------------------ private
 
     def _read_index(self, ticket: int | None) -> _Index:

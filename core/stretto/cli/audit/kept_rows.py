@@ -1,0 +1,59 @@
+"""All kept samples of a run, row by row, with their token arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.bus.messages.tickets import Purpose
+from stretto.errors import ConfigError
+from stretto.records.kept.sample_files import FOLDER, SegmentKind, segments_in, with_columns
+
+_ROWS_AT_ONCE = 512
+
+
+def kept_rows(folder: Path, purpose: Purpose, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the kept samples of training or of evaluations, in the order of their segments. Lists are arrays.
+
+    Raises:
+        ConfigError: if a segment is damaged.
+    """
+    for row in rows_of_segments(folder, "samples", [*dict.fromkeys([*columns, "purpose"])]):
+        if row["purpose"] == purpose:
+            yield row
+
+
+def rows_of_segments(folder: Path, kind: SegmentKind, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all segments of a kind. Lists are arrays."""
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    for name in segments_in(folder / FOLDER, kind):
+        try:
+            with pq.ParquetFile(folder / FOLDER / name.file) as file:
+                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(columns)):
+                    yield from _rows(with_columns(kind, pa.Table.from_batches([batch]), columns))
+        except (pa.ArrowException, OSError) as error:
+            raise ConfigError(f"{folder / FOLDER / name.file} cannot be read: {error}") from error
+
+
+def _rows(table: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table, with lists as arrays."""
+    import pyarrow as pa
+
+    columns: dict[str, list[Any]] = {}
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        if pa.types.is_list(column.type):
+            column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+            values = column.values.to_numpy(zero_copy_only=False)
+            offsets, known = column.offsets.to_numpy().tolist(), column.is_valid().to_pylist()
+            columns[name] = [
+                values[start:stop] if is_known else None
+                for start, stop, is_known in zip(offsets[:-1], offsets[1:], known, strict=True)
+            ]
+        else:
+            columns[name] = column.to_pylist()
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
