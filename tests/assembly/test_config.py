@@ -21,10 +21,10 @@ from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.cli.make.schema import fields_of, json_schema
 from stretto.cli.start.checks import problems
 from stretto.cli.start.describe import describe
+from stretto.component import Kind
 from stretto.config import RunConfig
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, PluginError
-from stretto.user_code.importable import load_module
 
 RUN = """\
 name: demo
@@ -615,6 +615,16 @@ def test_fields_are_shown_with_type_default_and_meaning() -> None:
     assert "Dual clip" in fields["c_clip"].meaning
 
 
+def test_fields_of_nested_structs_follow_the_field_that_holds_them() -> None:
+    def names_of(kind: Kind, name: str) -> set[str]:
+        return {field.name for field in fields_of(Plugins().get(kind, name).config)}
+
+    assert "correction.use" in names_of("algorithm", "grpo")
+    assert "lora.rank" in names_of("training", "torch")
+    assert "pools.NAME.max" in names_of("dataset", "mix")
+    assert "mcp[].url" in names_of("workflow", "tool_use")
+
+
 def test_the_example_files_are_what_the_schema_says() -> None:
     examples = Path(__file__).parents[2] / "examples"
     validator = jsonschema.Draft202012Validator(json_schema(Plugins()))
@@ -622,12 +632,3 @@ def test_the_example_files_are_what_the_schema_says() -> None:
     assert len(files) >= 2
     for file in files:
         validator.validate(yaml.safe_load(file.read_text()))
-
-
-def test_the_run_file_page_has_the_fields_as_they_are() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    fill = load_module(str(docs / "fill.py"))
-    page = (docs / "run-file.md").read_text()
-    assert fill.filled(page) == page, "run `python docs/fill.py`"
-    for kind, name in ((line.kind, line.name) for line in Plugins().listing()):
-        assert f"<!-- fields: {kind} {name} -->" in page

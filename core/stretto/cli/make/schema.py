@@ -38,7 +38,7 @@ class Field:
 def fields_of(struct: type[msgspec.Struct]) -> list[Field]:
     """Return the fields of a config struct, those of base classes first.
 
-    The fields of a nested struct follow the field that holds it, with dotted names.
+    The fields of a nested struct follow the field that holds it: `lora.rank`, `pools.NAME.max`, `mcp[].url`.
     """
     meanings = _meanings(struct)
     hints = {field.name: field.type for field in _info(struct).fields}
@@ -46,9 +46,8 @@ def fields_of(struct: type[msgspec.Struct]) -> list[Field]:
     for field in msgspec.structs.fields(struct):
         name, info = field.encode_name, hints[field.name]
         fields.append(Field(name, _type_text(info), _default(field), meanings.get(field.name, "")))
-        if isinstance(info, types.StructType) and not field.required:
-            for inner in fields_of(info.cls):
-                fields.append(dataclasses.replace(inner, name=f"{name}.{inner.name}"))
+        for place, inner in _nested(name, info):
+            fields += [dataclasses.replace(each, name=f"{place}.{each.name}") for each in fields_of(inner)]
     return fields
 
 
@@ -105,6 +104,24 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------- private
+
+
+def _nested(place: str, info: types.Type) -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    """Yield the structs that a value may hold, with the place of each."""
+    match info:
+        case types.Metadata(type=inner):
+            yield from _nested(place, inner)
+        case types.UnionType(types=parts):
+            for part in parts:
+                yield from _nested(place, part)
+        case types.ListType(item_type=item) | types.VarTupleType(item_type=item):
+            yield from _nested(f"{place}[]", item)
+        case types.DictType(value_type=value):
+            yield from _nested(f"{place}.NAME", value)
+        case types.StructType(cls=cls):
+            yield place, cls
+        case _:
+            pass
 
 
 def _usable(plugins: Plugins, kind: Kind) -> Iterator[Component[Any]]:

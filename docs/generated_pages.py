@@ -1,0 +1,125 @@
+"""The hook of mkdocs that writes the pages made from the source: keys, events, and the API reference.
+
+- Keys: a page for the sections of the core and one for each kind of component, from the config structs;
+  `stretto plugins KIND NAME` shows the same.
+- Events: the events of the journal, from their docstrings.
+- API reference: a page for each public part of the package `stretto`. pyproject.toml says which modules
+  plugins may not import; all others are public. mkdocstrings fills each page from the docstrings, and imports
+  no module.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import get_args
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from stretto.assembly.plugins import KINDS, Plugins
+from stretto.bus.messages import events
+from stretto.cli.make.schema import Field, fields_of
+from stretto.component import Kind
+from stretto.config import RunConfig, VariantConfig
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "core" / "stretto"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the pages to the end of the navigation."""
+    keys = [{"Sections of the core": "keys/core.md"}, *({kind: f"keys/{kind}.md"} for kind in KINDS)]
+    api = [{"Contracts": "api/contracts.md"}, *({f"stretto.{part}": f"api/{part}.md"} for part in toolkits())]
+    added = [{"Keys of the run file": keys}, {"Events of the journal": "journal-events.md"}, {"API": api}]
+    config.nav = [*(config.nav or []), *added]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the text of the pages, which is in no file."""
+    plugins = Plugins()
+    texts = {"keys/core.md": core_keys(), "journal-events.md": event_list()}
+    texts |= {f"keys/{kind}.md": component_keys(plugins, kind) for kind in KINDS}
+    modules = sorted(path for path in PACKAGE.glob("*.py") if not path.stem.startswith("_"))
+    intro = "Modules directly in `stretto`. `from stretto import …` has the names that most plugins need."
+    texts["api/contracts.md"] = page("Contracts", intro, modules)
+    for part in toolkits():
+        modules = sorted(path for path in (PACKAGE / part).glob("*.py") if not path.stem.startswith("_"))
+        texts[f"api/{part}.md"] = page(f"stretto.{part}", docstring(PACKAGE / part / "__init__.py"), modules)
+    for name, text in texts.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+# --------------------------------------------------------------------------------- keys and events
+
+
+def core_keys() -> str:
+    """The keys that no component owns. Of a section with `use`: the keys that all components share."""
+    fields = [*fields_of(RunConfig)]
+    fields += [
+        Field(f"variants.NAME.{each.name}", each.type, each.default, each.meaning)
+        for each in fields_of(VariantConfig)
+    ]
+    return "# Sections of the core\n\n" + keys(fields)
+
+
+def component_keys(plugins: Plugins, kind: Kind) -> str:
+    """The keys of every installed component of a kind."""
+    components = [plugins.get(kind, name) for name in plugins.names(kind)]
+    parts = [f"## `{each.name}`\n\n{each.summary}\n\n{keys(fields_of(each.config))}" for each in components]
+    return "\n\n".join([f"# Keys of `{kind}`", *parts])
+
+
+def keys(fields: Iterable[Field]) -> str:
+    """Fields as a table."""
+    rows = [(f"`{each.name}`", each.type, f"`{each.default}`", each.meaning) for each in fields]
+    return table(("key", "type", "default", "meaning"), rows)
+
+
+def event_list() -> str:
+    """The events of the journal, with what each has."""
+    rows = [
+        (
+            f"`{event.__name__}`",
+            ", ".join(f"`{name}`" for name in event.__struct_fields__),
+            " ".join((inspect.getdoc(event) or "").partition("\n\n")[0].split()),
+        )
+        for event in get_args(events.Event)
+    ]
+    return "# Events of the journal\n\n" + table(("event", "what it has", "meaning"), rows)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in [head, *rows])
+    first, *others = (f"| {line} |" for line in lines)
+    return "\n".join([first, "|---" * len(head) + "|", *others]) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------- API
+
+
+def toolkits() -> list[str]:
+    """The public folders of the package."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    rules = {rule["name"]: rule for rule in settings["importlinter"]["contracts"]}
+    private = rules["plugins use public modules only"]["forbidden_modules"]
+    folders = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    return [name for name in folders if f"stretto.{name}" not in private]
+
+
+def page(title: str, intro: str, modules: list[Path]) -> str:
+    """A page with the modules that say what they offer."""
+    offered = [path for path in modules if "__all__ = " in path.read_text()]
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in offered]
+    return "\n\n".join([f"# {title}", intro, *(f"::: {name}" for name in names)]) + "\n"
+
+
+def docstring(path: Path) -> str:
+    """The docstring of a module."""
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
