@@ -270,7 +270,10 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if port.isdigit() and int(port) > _MOST_PORT:
             raise ValueError(f"listen has the port {port}; expected at most {_MOST_PORT}")
         if self.credentials is not None and not self.servers:
-            raise ValueError("credentials are for your own server; set its url too, or leave them out")
+            raise ValueError(
+                "credentials are for your own server (the bundled one makes its own); set its "
+                "url too, or leave them out"
+            )
         if self.address and not self.listen:
             raise ValueError("address needs listen: without it the bundled server is on loopback only")
 

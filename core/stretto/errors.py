@@ -145,7 +145,10 @@ class Superseded(BusError):
     """Another process has become the writer of a stream."""
 
     def __init__(self, stream: str) -> None:
-        super().__init__(f"another process writes to {stream}")
+        super().__init__(
+            f"another process writes to {stream}: another kernel has resumed this run, perhaps "
+            "on another machine"
+        )
         self.stream = stream
 
 
@@ -157,7 +160,10 @@ class Malformed(BusError):
     """The bytes on a subject are not the expected message."""
 
     def __init__(self, subject: str, expected: str, why: str) -> None:
-        super().__init__(f"malformed message on {subject!r}, expected {expected}: {why}")
+        super().__init__(
+            f"malformed message on {subject!r}, expected {expected}: {why}; is the sender "
+            "another version of stretto?"
+        )
         self.subject = subject
         self.expected = expected
 

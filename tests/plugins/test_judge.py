@@ -194,7 +194,7 @@ def test_a_refusal_is_not_tried_again_and_does_not_show_the_key(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret-1")
     server.replies = lambda text, number: (401, {"error": "no such key: sk-secret-1"}, {})
-    with pytest.raises(RewardError, match=r"status 401: .*no such key: \*\*\*") as raised:
+    with pytest.raises(RewardError, match=r"status 401 \(key_env\): .*no such key: \*\*\*") as raised:
         scores(server, tmp_path, "four", key_env="JUDGE_KEY")
     assert "sk-secret" not in str(raised.value)
     assert server.keys == ["Bearer sk-secret-1"]

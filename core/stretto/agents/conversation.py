@@ -227,7 +227,10 @@ class Conversation:
             return len(text) <= self._tokenizer.most_characters(self._limit - segment.length)
         most = self._tokenizer.most_characters(None)
         if len(text) > most:
-            raise RequestError(f"a text of {len(text)} characters; the model reads at most {most}")
+            raise RequestError(
+                f"a text of {len(text)} characters; the model reads at most {most}: cut what "
+                "tools and environments return"
+            )
         return True
 
 

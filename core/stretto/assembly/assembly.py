@@ -187,7 +187,10 @@ class Assembly:
         known = sections(self.config)
         if group not in known:
             hint = offer(group, known, "groups")
-            raise ConfigError(f"no worker group of this run has the worker {worker!r}{hint}")
+            raise ConfigError(
+                f"no worker group of this run has the worker {worker!r}{hint}; `stretto status` "
+                "names the workers"
+            )
         return known[group]
 
     @cached_property

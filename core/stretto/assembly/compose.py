@@ -491,7 +491,11 @@ class _Composer:
             for index, item in enumerate(cast("Sequence[Any]", value)):
                 self._refuse_numbers(item, f"{path}.{index}")
         elif isinstance(value, float) and not math.isfinite(value):
-            raise self.source.error(path, f"expected a finite number; found {value}", value)
+            raise self.source.error(
+                path,
+                f"expected a finite number; found {value} (null is no limit, where a key takes it)",
+                value,
+            )
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise self.source.error(path, f"expected a whole number of at most 64 bits; found {value}", value)
 

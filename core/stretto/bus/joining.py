@@ -72,7 +72,9 @@ def own_version() -> str:
 def check_operator(folder: Path, token: str) -> None:
     """Accept a command only from the run's user."""
     if not _is_token(folder, OPERATOR, token):
-        raise ConfigError("this command needs the token of the run's operator")
+        raise ConfigError(
+            "this command needs the token of the run's operator, which is in bus/join.key of the run's folder"
+        )
 
 
 def is_token_of(folder: Path, role: Role, worker: str, token: str) -> bool:

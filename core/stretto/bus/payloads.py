@@ -55,7 +55,7 @@ def split(data: bytes, limit: int) -> list[bytes]:
     if len(data) > _MAX_PAYLOAD:
         raise BusError(
             f"a message of {len(data):,} bytes cannot be sent: the largest that is accepted has "
-            f"{_MAX_PAYLOAD:,} bytes"
+            f"{_MAX_PAYLOAD:,} bytes; a reward, a workflow or an agent made too much data"
         )
     if len(data) <= limit:
         return [data]

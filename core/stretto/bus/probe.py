@@ -178,13 +178,18 @@ async def _fault_of_store(
                     return _refusal(error, config, place)
             except (TimeoutError, nats.errors.Error) as error:
                 if waited_s > _SILENT_S:
-                    silence = f"the store of nats-server at {place} does not answer: {_text(error)}"
+                    silence = (
+                        f"the store of nats-server at {place} does not answer: {_text(error)}; has "
+                        "its cluster a leader?"
+                    )
                     return Problem("bus.url", silence, "environment")
             await anyio.sleep(0.2)
     finally:
         await client.close()
     key = "bus.credentials" if config.credentials else "bus.url"
-    refusal = f"nats-server at {place} forbids what the run does: {complaints[0]}"
+    refusal = (
+        f"nats-server at {place} forbids what the run does: {complaints[0]}; docs/nats.md has the permissions"
+    )
     return Problem(key, refusal, "environment")
 
 
@@ -192,7 +197,10 @@ def _refusal(error: APIError, config: BusConfig, place: str) -> Problem:
     if error.err_code in (_TOO_FEW_SERVERS, _NO_CLUSTER):
         few = f"is {config.replicas}, but the cluster has fewer servers with JetStream now"
         return Problem("bus.replicas", f"{few}: {error.description}", "environment")
-    text = f"the store of nats-server at {place} cannot be used: {_text(error)}"
+    text = (
+        f"the store of nats-server at {place} cannot be used: {_text(error)}; does the account of "
+        "the login have JetStream?"
+    )
     return Problem("bus.url", text, "environment")
 
 

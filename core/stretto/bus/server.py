@@ -110,7 +110,9 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return cls.decode(path.read_bytes(), str(path))
         except OSError as error:
-            raise ConfigError(f"{path} is not a bootstrap file: {error}") from error
+            raise ConfigError(
+                f"{path} is not a bootstrap file: {error}; `stretto invite RUN WORKER` makes one"
+            ) from error
 
     @classmethod
     def decode(cls, text: bytes, source: str) -> Bootstrap:
@@ -122,7 +124,9 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{source} is not a bootstrap file: {error}") from error
+            raise ConfigError(
+                f"{source} is not a bootstrap file: {error}; `stretto invite RUN WORKER` makes one"
+            ) from error
 
     def reached(self, url: str | None, credentials: str | None) -> Bootstrap:
         """Return it for a process that reaches the server in another way.
@@ -496,7 +500,10 @@ def _with_port(place: Listening) -> Listening:
     try:
         return replace(place, port=place.port or free_port(place.host))
     except OSError as error:
-        raise ConfigError(f"bus.listen: cannot listen at {place.host}: {error}", path="bus.listen") from error
+        raise ConfigError(
+            f"bus.listen: cannot listen at {place.host}: {error}; 0.0.0.0 is every address of this machine",
+            path="bus.listen",
+        ) from error
 
 
 def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, TlsIdentity]:

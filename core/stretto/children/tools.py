@@ -110,7 +110,10 @@ def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
     try:
         started, _ = try_to_ask(sandboxed.argv, setup, (), _TRY_S, env=sandboxed.env, folder=sandboxed.folder)
     except TimeoutError:
-        message = f"not verified: making the tools took longer than {_TRY_S:.0f} s"
+        message = (
+            f"not verified: making the tools took longer than {_TRY_S:.0f} s; the run does not need "
+            "this check"
+        )
         yield Problem("workflow.tools", message, "warning")
         return
     if started.error:

@@ -154,7 +154,10 @@ class _Chat:
         # Some templates write a turn in another way while it is the last one.
         if ends and (first := next(iter(form.ends_of(self._text[begin:limit])), None)):
             return self._text[begin : begin + first.end()]
-        raise ConfigError(f"{self._name(number)}: the chat template changes it once other messages follow")
+        raise ConfigError(
+            f"{self._name(number)}: the chat template changes it once other messages follow; "
+            "write one row for each turn of the assistant (docs/algorithms.md)"
+        )
 
     def _without_space_of_template(self, number: int, turn: str) -> str:
         """Return a turn whose white space at the end is that of the message, not what the template writes."""
@@ -243,7 +246,10 @@ def _arguments_of(call: Any) -> tuple[str, Mapping[str, Any]]:
     """
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):  # type: ignore[reportUnknownMemberType]
-        raise ConfigError(f"expected tool calls with a function's name and arguments, found {call!r}")
+        raise ConfigError(
+            "expected tool calls with a function's name and arguments, "
+            f"{{'function': {{'name': …, 'arguments': …}}}}, found {call!r}"
+        )
     function = cast("Mapping[str, Any]", function)
     arguments = function.get("arguments") or {}
     try:

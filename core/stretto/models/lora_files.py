@@ -95,7 +95,10 @@ def merge_adapter_files(
             frozen.keep(folder, manifest)
     except (OSError, ValueError, WeightsError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        reason = f"version {note.version} is an adapter, and cannot be merged into {model}: {error}"
+        reason = (
+            f"version {note.version} is an adapter, and cannot be merged into {model}: {error}; set "
+            "training.lora.send: merged"
+        )
         raise WeightsError(reason, version=note.version) from error
     note = msgspec.structs.replace(note, digest=manifest.digest)
     return FolderUpdate(note, folder, manifest, temporary=True)

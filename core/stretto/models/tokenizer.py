@@ -187,7 +187,10 @@ def apply_chat_template(
     from jinja2 import TemplateError
 
     if owner.chat_template is None:
-        raise ConfigError(f"the prompt is chat messages, and model {model!r} has no chat template")
+        raise ConfigError(
+            f"the prompt is chat messages, and model {model!r} has no chat template; use an "
+            "instruct model, or prompts of plain text"
+        )
     turns, schemas = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
     try:
         if any("content" in turn and turn["content"] is None for turn in turns):
@@ -201,7 +204,10 @@ def apply_chat_template(
         )
     # Templates are code: they join text and values of another type, or look for keys that are not there.
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise ConfigError(f"the chat template of {model!r} refuses the messages: {error}") from error
+        raise ConfigError(
+            f"the chat template of {model!r} refuses the messages: {error}; some templates take "
+            "no system message, or no two messages of one role in a row"
+        ) from error
 
 
 def _with_no_content(
@@ -446,7 +452,10 @@ class ModelTokenizer:
             return cls(PreTrainedTokenizerFast.from_pretrained(model), model, rows)
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split())  # the library writes it on five lines
-            raise ConfigError(f"model {model!r} has no tokenizer that can be loaded: {why}") from error
+            raise ConfigError(
+                f"model {model!r} has no tokenizer that can be loaded: {why}; stretto runs no "
+                "code of models, so a tokenizer of its own code must be saved as a fast one"
+            ) from error
 
     def __init__(self, tokenizer: Any, model: str, rows: DatasetConfig | None, processor: Any = None) -> None:
         template = {} if rows is None else rows.template

@@ -576,7 +576,10 @@ def expect_private(folder: Path) -> None:
         fault = f"it has mode {mode:o}, expected 700"
     else:
         return
-    raise WeightsError(f"{folder} is not private: {fault}; somebody else may have made it")
+    raise WeightsError(
+        f"{folder} is not private: {fault}; somebody else may have made it: set weights.folder "
+        "to a folder of yours"
+    )
 
 
 def lay_out(
@@ -608,7 +611,9 @@ def lay_out(
         raise WeightsError(f"{folder} cannot be written: {error}", version=note.version) from error
     if (size := sum(sizes.values())) > free:
         raise WeightsError(
-            f"version {note.version} has {size} bytes; {folder} has room for {free}", version=note.version
+            f"version {note.version} has {size} bytes; {folder} has room for {free}: free "
+            "space, or set weights.folder",
+            version=note.version,
         )
     return {folder / name: size for name, size in sizes.items()}
 
@@ -686,13 +691,19 @@ def stored_version(note: WeightsNote) -> StoredVersion:
         expect_private(folder)
         data = (folder / "manifest.json").read_bytes()
     except (OSError, WeightsError) as error:
-        reason = f"version {note.version} at {folder} cannot be read: {error}"
+        reason = (
+            f"version {note.version} at {folder} cannot be read: {error}; without a shared folder, "
+            "weights: bus"
+        )
         raise WeightsError(reason, version=note.version) from error
     manifest = _read_manifest(data, note)
     try:
         return StoredVersion.of(folder, manifest)
     except OSError as error:
-        reason = f"version {note.version} at {folder} cannot be read: {error}"
+        reason = (
+            f"version {note.version} at {folder} cannot be read: {error}; without a shared folder, "
+            "weights: bus"
+        )
         raise WeightsError(reason, version=note.version) from error
 
 

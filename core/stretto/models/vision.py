@@ -189,7 +189,7 @@ class Vision:
         if found != tokens:
             raise ConfigError(
                 f"a prompt has {tokens} image tokens (id {self.image_token}), and its {len(files)} images "
-                f"have {found}"
+                f"have {found}; do all machines have the same model folder and transformers?"
             )
         return seen.media
 
@@ -234,7 +234,10 @@ class Vision:
         """
         places = text.count(self.place)
         if places != len(images):
-            raise ConfigError(f"a text has {len(images)} images and {places} places for them ({self.place})")
+            raise ConfigError(
+                f"a text has {len(images)} images and {places} places for them ({self.place}); "
+                "leave the placeholder out of texts of rows, environments, tools and agents"
+            )
         return self._process(text, images, plain=False)
 
     def render(
@@ -360,7 +363,10 @@ def place_images(messages: Sequence[Message], digests: Sequence[str]) -> list[Me
                 places += 1
         placed.append({**message, "content": parts} if any(map(_is_image, parts)) else message)
     if places != len(digests):
-        raise ConfigError(f"the messages have {len(digests)} images and {places} places for them")
+        raise ConfigError(
+            f"the messages have {len(digests)} images and {places} places for them; write one `<image>`, "
+            "or one part {'type': 'image'}, for each"
+        )
     return placed
 
 

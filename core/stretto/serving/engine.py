@@ -441,7 +441,8 @@ class ServerEngine(Streams, ABC):
             times, minutes = len(self._restart_times) + 1, _RESTARTS_WITHIN_S / 60
             raise EngineError(
                 f"the server was lost {times} times within {minutes:g} minutes"
-                f" (inference.restarts: {config.restarts}): {server.broken}{log_text}"
+                f" (inference.restarts: {config.restarts}): {server.broken}; if memory is short, lower slots,"
+                f" context_length or share{log_text}"
             )
         self._restart_times.append(now)
 

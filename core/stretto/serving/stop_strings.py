@@ -49,5 +49,6 @@ def stop_tokenizer(model: str) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise RequestError(
-            f"stop strings need a tokenizer; {model!r} has none that can be loaded: {error}"
+            f"stop strings need a tokenizer; {model!r} has none that can be loaded: {error}; or "
+            "use sampling.stop_token_ids"
         ) from error

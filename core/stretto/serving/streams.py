@@ -254,7 +254,10 @@ class StreamQueue:
         """
         token = self._image_token
         if token is None and files:
-            raise RequestError("the request has images, and the model reads none that is known here")
+            raise RequestError(
+                "the request has images, and the model reads none that is known here; with "
+                "inference.urls its config.json must be on this machine"
+            )
         if token is None:
             return None
         if (runs := image_runs(prompt, token)) != len(files):
@@ -430,7 +433,7 @@ class StreamQueue:
         sampling = sample.request.sampling
         wants_kept = sample.request.wants_kept
         if wants_kept and len(piece.kept or ()) != len(piece.tokens):
-            raise EngineError("the server does not say from which tokens it drew")
+            raise EngineError("the server does not say from which tokens it drew, as SGLang 0.5.23 does")
         for index, (token, logprob) in enumerate(zip(piece.tokens, piece.logprobs, strict=True)):
             sample.answer.append(token)
             self.generated += 1

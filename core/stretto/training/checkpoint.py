@@ -194,7 +194,10 @@ class _CheckpointFile(Mapping[str, Tensor]):
         self._files: dict[str, Any] = {}
         files = sorted(folder.glob(f"{stem}*.safetensors"))
         if not files:
-            raise EngineError(f"{folder} has no file {stem}.safetensors")
+            raise EngineError(
+                f"{folder} has no file {stem}.safetensors; without this folder the run resumes "
+                "from an older checkpoint"
+            )
         for path in files:
             file: Any = safe_open(path, framework="pt")
             self._files |= dict.fromkeys(file.keys(), file)

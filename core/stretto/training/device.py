@@ -20,7 +20,10 @@ def compute_device(device: Literal["auto", "cpu", "cuda"], share: float) -> torc
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise EngineError("device is 'cuda', but torch sees no GPU in this process")
+        raise EngineError(
+            "device is 'cuda', but torch sees no GPU in this process; set `gpus: 1` in the "
+            "same section, or `device: cpu`"
+        )
     torch.cuda.set_per_process_memory_fraction(share)
     # cuDNN builds a plan for every new shape, which takes up to a second; here most shapes are new.
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -79,7 +79,7 @@ class RankLayout(Layout):
         elif dist.get_world_size() != self._config.processes:
             raise EngineError(
                 f"training.processes is {self._config.processes}; another engine of this process has a group "
-                f"of {dist.get_world_size()}"
+                f"of {dist.get_world_size()}; put both models into one group, or into groups of the same size"
             )
         _users += 1
         names = ("dp", self._inner)
@@ -109,7 +109,10 @@ class RankLayout(Layout):
         elif config.processes == 1:
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         else:
-            raise EngineError(f"{config.processes} ranks need a place to meet; Context.rendezvous is empty")
+            raise EngineError(
+                f"{config.processes} ranks need a place to meet; Context.rendezvous is empty; "
+                "give the path of a file, or tcp://HOST:PORT"
+            )
         dist.init_process_group(
             backend,
             rank=context.rank,

@@ -73,7 +73,9 @@ def load_model(
             if not reason:
                 return model, _rows_of(model, config, device)
             if config.packing == "packed":
-                raise EngineError(f"training.packing is 'packed', and {source!r} does not allow it: {reason}")
+                raise EngineError(
+                    f"training.packing is 'packed', and {source!r} does not allow it: {reason}; write `auto`"
+                )
             log.info("rows are padded, and each sequence computes its prefix", reason=reason)
             del model  # free its memory before the next model is loaded
         return _from_pretrained(source, model_config, head, None, device), PaddedRows()
@@ -273,6 +275,8 @@ def compile_layers(model: nn.Module) -> None:
     """
     parts = [layer.mlp for layer in layers_of(model) if isinstance(getattr(layer, "mlp", None), nn.Module)]
     if not parts:
-        raise EngineError(f"training.compile: {type(model).__name__} has no layers with a module 'mlp'")
+        raise EngineError(
+            f"training.compile: {type(model).__name__} has no layers with a module 'mlp'; set it to false"
+        )
     for part in parts:
         cast("nn.Module", part).compile(dynamic=True)

@@ -101,7 +101,7 @@ def _require_columns(
     if missing:
         raise RewardError(
             f"the reward needs {', '.join(map(repr, missing))}{_place_of(reward)}, but the row has no such "
-            f"column; its columns: {', '.join(columns) or 'none'}"
+            f"column; its columns: {', '.join(columns) or 'none'}; rename it, or give it a default"
         )
 
 

@@ -67,7 +67,10 @@ def engine_kl(rows: Sequence[ScoredRow], logprobs: Sequence[NDArray[np.float32]]
     with np.errstate(over="ignore", invalid="ignore"):
         kl = float(np.minimum(np.expm1(-d) + d, _BOUND).mean())
     if not np.isfinite(kl):
-        raise EngineError("rows of the last batch: a logprob of the engine or of the trainer is not a number")
+        raise EngineError(
+            "rows of the last batch: a logprob of the engine or of the trainer is not a "
+            "number; lower training.lr, or compute in float32"
+        )
     return kl
 
 

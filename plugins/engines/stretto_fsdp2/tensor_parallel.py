@@ -52,13 +52,15 @@ def check_splits(model: PreTrainedModel, ranks: int) -> None:
         if found != expected:
             raise EngineError(
                 f"training.tensor_parallel does not know how to split {kind}: its layers have the linear "
-                f"modules {', '.join(sorted(found))}; expected {', '.join(sorted(expected))}"
+                f"modules {', '.join(sorted(found))}; expected {', '.join(sorted(expected))}; "
+                "set it to 1: fsdp2 alone shards such a model"
             )
         module_names = {name.rpartition(".")[2] for name, _ in layer.named_modules()}
         if norms := sorted(module_names & {"q_norm", "k_norm"}):
             raise EngineError(
                 f"training.tensor_parallel does not know how to split {kind}: its attention has "
-                f"{' and '.join(norms)}, whose full gradients no rank would have"
+                f"{' and '.join(norms)}, whose full gradients no rank would have; set it to 1: "
+                "fsdp2 alone shards such a model"
             )
     config: Any = model.config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

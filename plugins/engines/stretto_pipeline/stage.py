@@ -41,7 +41,8 @@ class Stage:
         missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(self._base, name)]
         if missing:
             raise EngineError(
-                f"pipeline does not know how to split {type(model).__name__}: it has no {', '.join(missing)}"
+                f"pipeline does not know how to split {type(model).__name__}: it has no "
+                f"{', '.join(missing)}; use fsdp2"
             )
         self._model: Any = model
         self.hidden_size: int = model.config.get_text_config().hidden_size
@@ -105,10 +106,10 @@ def _check_nothing_else(model: Any) -> None:
             output = base(**arguments, use_cache=False).last_hidden_state
         except (AttributeError, TypeError, ValueError) as error:
             raise EngineError(
-                f"pipeline does not know how to split {type(model).__name__}: {error}"
+                f"pipeline does not know how to split {type(model).__name__}: {error}; use fsdp2"
             ) from error
         if not torch.equal(output, embedded):
             raise EngineError(
                 f"pipeline does not know how to split {type(model).__name__}: it computes something "
-                "between its embedding, layers and norm"
+                "between its embedding, layers and norm; use fsdp2"
             )

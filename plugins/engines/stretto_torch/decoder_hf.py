@@ -240,7 +240,7 @@ class _Masks:
         elif kind == "chunked_attention" and self._chunk is not None:
             masked |= columns // self._chunk != positions // self._chunk
         elif kind != "full_attention":
-            raise EngineError(f"the torch engine has no mask for layers of type {kind!r}")
+            raise EngineError(f"the torch engine has no mask for layers of type {kind!r}; use vllm or sglang")
         zeros = torch.zeros(masked.shape, device=masked.device, dtype=self._dtype)
         return zeros.masked_fill_(masked, -inf).unsqueeze(1)
 
@@ -254,7 +254,7 @@ def layer_shapes(model: Any) -> list[LayerShape]:
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             raise EngineError(
                 f"the torch engine serves only models that keep keys and values of every layer;"
-                f" {model.config.model_type!r} does not"
+                f" {model.config.model_type!r} does not: use vllm or sglang"
             )
         widest = max(layer.keys.shape[3], layer.values.shape[3])
         shapes.append(LayerShape(layer.keys.shape[1], widest))

@@ -294,7 +294,9 @@ class TorchInferenceEngine:
                 self._loaded.set_exception(error)
                 return
             except Exception as error:  # noqa: BLE001 - `start` raises every error of loading
-                failure = EngineError(f"cannot serve the model {self._folder!r}: {error!r}")
+                failure = EngineError(
+                    f"cannot serve the model {self._folder!r}: {error!r}; the engines vllm and sglang may"
+                )
                 failure.__cause__ = error
                 self._loaded.set_exception(failure)
                 return
@@ -379,7 +381,10 @@ class TorchInferenceEngine:
             texts = zip(command.sequences, command.images, strict=True)
             command.scores.set_result([batcher.logprobs(sequence, images) for sequence, images in texts])
         except Exception as error:  # noqa: BLE001 - the caller gets the error; serving is not affected
-            failure = EngineError(f"the torch inference engine cannot score: {error}")
+            failure = EngineError(
+                f"the torch inference engine cannot score: {error}; with `inference.canary: "
+                "null` the run does without"
+            )
             failure.__cause__ = error
             command.scores.set_exception(failure)
 

@@ -115,7 +115,7 @@ def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
                 raise EngineError(f"the torch engine cannot serve the model: {fault}")
         raise EngineError(
             f"{decoder.name} does not compute over slots what it computes over a whole text (logits differ"
-            f" by {deviation:.1e} of their deviation); the torch engine cannot serve it"
+            f" by {deviation:.1e} of their deviation); the torch engine cannot serve it; use vllm or sglang"
         )
 
 

@@ -93,7 +93,10 @@ class SandboxRunner:
                     return Execution(ending="time")
                 except _SandboxLost:
                     warm = self._replace(warm)
-            raise RewardError(f"the sandbox of a program ended by itself, {_ATTEMPTS} times")
+            raise RewardError(
+                f"the sandbox of a program ended by itself, {_ATTEMPTS} times: usually memory "
+                "ran out; lower `parallel` or `memory_mb`"
+            )
         finally:
             self._free.put(warm)
 
@@ -193,7 +196,10 @@ class _WarmPython:
             errors = self._process.communicate(timeout=_END_S)[1]
             self.end()
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-            raise RewardError(f"the sandbox of programs cannot start: {last or 'it ended without a reason'}")
+            raise RewardError(
+                f"the sandbox of programs cannot start: {last or 'it ended without a reason'}; "
+                "see `stretto doctor`"
+            )
 
     def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
         """Run one program.
@@ -260,7 +266,9 @@ class _WarmPython:
         ending = ENDINGS[index]
         if ending == FAILED:
             text = self._control.recv(length, socket.MSG_WAITALL).decode(errors="replace")
-            raise RewardError(f"a program cannot start in the sandbox: {printable(text)}")
+            raise RewardError(
+                f"a program cannot start in the sandbox: {printable(text)}; see `stretto doctor`"
+            )
         return ending, status
 
     def end(self) -> None:

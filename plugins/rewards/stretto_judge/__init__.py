@@ -87,7 +87,10 @@ class JudgeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
         except re.error as error:
             raise ValueError(f"pattern: {self.pattern!r} is no regular expression: {error}") from error
         if groups != 1:
-            raise ValueError(f"pattern: {self.pattern!r} has {groups} groups; expected one, the score")
+            raise ValueError(
+                f"pattern: {self.pattern!r} has {groups} groups; expected one, the score: write "
+                "the others as (?:…)"
+            )
         if not self.scale[0] < self.scale[1]:
             raise ValueError(f"scale: {list(self.scale)} is not a lower and a higher number")
         if any(self.limits):

@@ -28,6 +28,8 @@ _MOST_PAUSE_S = 120.0
 """Longest pause that a server can ask for, in seconds."""
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed."""
+_CAUSES = {400: " (is the rubric too long?)", 401: " (key_env)", 404: " (url, or model)"}
+"""What a refusal is usually about."""
 _MOST_BYTES = 2**20
 """Size of the largest reply that is read."""
 _MOST_SHOWN = 300
@@ -129,7 +131,10 @@ class Judge:
                 await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
         if self._config.unscored is not None:
             return {"reward": self._config.unscored, "unscored": 1.0, "cached": 0.0}
-        message = f"the judge gave no score in {self._config.attempts} attempts; the last: {reason}"
+        message = (
+            f"the judge gave no score in {self._config.attempts} attempts; the last: {reason} "
+            "(`unscored: 0` gives such answers a reward)"
+        )
         raise RewardError(message, kind="infrastructure")
 
     def _request(self, prompt: Any, completion: Any, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +144,8 @@ class Judge:
             )
         except TemplateError as error:
             raise RewardError(
-                f"reward.rubric cannot be filled: {error}; the row has {', '.join(row)}"
+                f"reward.rubric cannot be filled: {error}; the row has {', '.join(row)}; for a "
+                "column that rows may lack: {{ name | default('') }}"
             ) from error
         system = [{"role": "system", "content": self._config.system}] if self._config.system else []
         return {
@@ -167,7 +173,7 @@ class Judge:
             raise _PassingError(f"{url}: {str(error) or type(error).__name__}") from error
         if status == 200:
             return _text_of_reply(body)
-        reason = f"{url} answered with status {status}: {self._shown(body)}"
+        reason = f"{url} answered with status {status}{_CAUSES.get(status, '')}: {self._shown(body)}"
         if status in _PASSING:
             raise _PassingError(reason, min(float(after), _MOST_PAUSE_S) if after.isdecimal() else None)
         raise RewardError(reason)

@@ -89,7 +89,10 @@ def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
         yield Problem("workflow.command", "is empty; expected a line for the shell, or program and arguments")
     elif config.command and (missing := _missing_program(config)):
         yield Problem(
-            "workflow.command", f"there is no program {missing!r} on this machine's PATH", "environment"
+            "workflow.command",
+            f"there is no program {missing!r} on this machine's PATH, which the agent gets; "
+            "workflow.env may set another",
+            "environment",
         )
     yield from sandbox_problems(run, network=config.network)
     if config.network and run.sandbox != "unsafe":

@@ -152,7 +152,11 @@ def _template_problems(model: str) -> Iterator[Problem]:
         yield Problem("model", str(error))
     else:
         if not form.has_template:
-            yield Problem("model", f"{model!r} has no chat template, which tools need")
+            yield Problem(
+                "model",
+                f"{model!r} has no chat template, which tools need; use another model, or write "
+                "chat_template.jinja into its folder",
+            )
         elif not form.shows_tools:
             yield Problem(
                 "model", f"the chat template of {model!r} does not show tools to the model", "warning"

@@ -58,7 +58,8 @@ def invite_guest(folder: Path, guest: str) -> list[str]:
 def _role(name: str) -> str:
     if name not in NUMBER_KEYS:
         raise ConfigError(
-            f"{name!r}: expected {', '.join(NUMBER_KEYS)}; ranks of trainers join only together"
+            f"{name!r}: expected {', '.join(NUMBER_KEYS)}; ranks of trainers join only "
+            "together: `stretto scale RUN training=2`"
         )
     return name
 

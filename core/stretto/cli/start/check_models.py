@@ -44,7 +44,8 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
         if sampling and not inference.reads_images and is_vision_language(known_config(config.model)):
             yield Problem(
                 "inference.use",
-                f"{inference.name!r} reads text only, but {config.model!r} is a vision-language model",
+                f"{inference.name!r} reads text only, but {config.model!r} is a vision-language "
+                "model; use another engine (docs/engines.md), or a text model",
             )
     else:
         paths = [group.path for group in placement.groups.values()]
@@ -210,7 +211,8 @@ def _architecture_problems(path: str, model: str) -> Iterator[Problem]:
     elif names and not any(part in name for name in names for part in _GENERATES):
         yield Problem(
             path,
-            f"{model!r} is a {names[0]}, which has no head that writes text; the run needs a causal model",
+            f"{model!r} is a {names[0]}, which has no head that writes text; the run needs a causal model, "
+            "whose architecture ends in ForCausalLM",
             "warning",
         )
 

@@ -96,7 +96,11 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
     row = dataset[0]
     if "prompt" not in row:
         keys = ", ".join(row) or "none"
-        yield Problem(path, f"the first row has no column 'prompt'; its columns: {keys}")
+        yield Problem(
+            path,
+            f"the first row has no column 'prompt'; its columns: {keys}; set `prompt_column` or "
+            "`prompt_template`",
+        )
         return
     if fault := fault_of(row["prompt"]):
         yield Problem(path, f"the first row's prompt: {fault}")

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _TRY_S = 60.0
 """Time limit of each trial: making components, or scoring the first rows."""
+_NOT_TRIED = "the run does not need this check; move downloads and large imports out of it"
 _LENGTH_COLUMN = "completion_tokens"
 """The column with the length of an answer; in a trial it is 1."""
 _ANSWER = "0"
@@ -280,7 +281,9 @@ def _component_trial_problems(
         yield from try_to_make(document, paths, assembly.trial_context, _TRY_S)
     except TimeoutError:
         for path in paths:
-            yield Problem(path, f"not verified: making it took longer than {_TRY_S:.0f} s", "warning")
+            yield Problem(
+                path, f"not verified: making it took longer than {_TRY_S:.0f} s; {_NOT_TRIED}", "warning"
+            )
 
 
 def _reward_problems(
@@ -309,7 +312,9 @@ def _reward_problems(
             results |= zip(again, scored, strict=False)
     except TimeoutError:
         action = "making it and scoring the first row" if tasks else "making it"
-        yield Problem("reward", f"not verified: {action} took longer than {_TRY_S:.0f} s", "warning")
+        yield Problem(
+            "reward", f"not verified: {action} took longer than {_TRY_S:.0f} s; {_NOT_TRIED}", "warning"
+        )
         return
     if error:
         yield Problem("reward", error)

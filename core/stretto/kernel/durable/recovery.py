@@ -392,7 +392,10 @@ class Repetition:
         load = partial(self._trainers.load, folder, state.version, state.needed)
         self._notes = [*await self._trainers.attempt(load)]
         if folder is not None and self._notes[-1].digest != state.digest:
-            raise RunError(f"the weights loaded from {folder} differ from those that were saved there")
+            raise RunError(
+                f"the weights loaded from {folder} differ from those that were saved there; "
+                "without this folder the run resumes from an older checkpoint"
+            )
         return tuple(self._notes)
 
     async def fold(self, *, expires_batch: bool = False) -> Recovered:

@@ -131,7 +131,11 @@ class RolloutWorker:
     async def _dataset(self, path: str) -> Dataset:
         dataset: Dataset = await anyio.to_thread.run_sync(self._context.make, path)
         if dataset.fingerprint != self._context.fingerprints[path]:
-            raise ConfigError(f"{path}: its rows here are not those that the kernel has", path=path)
+            raise ConfigError(
+                f"{path}: its rows here are not those that the kernel has; put the same files "
+                "at the same place on every machine",
+                path=path,
+            )
         return dataset
 
     # --------------------------------------------------------------------------------- tickets

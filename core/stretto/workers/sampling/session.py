@@ -173,7 +173,8 @@ class RolloutSession:
         if ticket.purpose == "train" and sampling.shape != services.config.sampling.shape:
             raise ConfigError(
                 "the workflow samples with other top_p, top_k, min_p, logit_bias or max_kept than "
-                "`sampling`, and a train step computes all its logprobs as that says"
+                "`sampling`, and a train step computes all its logprobs as that says; change "
+                "only lengths and stops"
             )
         wants_kept = ticket.purpose == "train" and sampling.truncates
         request = GenerateRequest(

@@ -56,7 +56,10 @@ def expect_kept_tokens(trajectories: Sequence[Trajectory]) -> None:
                 "make it with `Trajectory.of` or a conversation's `trajectories`, or give it `Answer.kept`"
             )
         if fault := each.kept.fault(each.tokens, each.loss_mask):
-            raise EngineError(f"the kept tokens of trajectory {number} do not fit it: {fault}")
+            raise EngineError(
+                f"the kept tokens of trajectory {number} do not fit it: {fault}; use "
+                "Trajectory.of, or a conversation's `trajectories`"
+            )
 
 
 def member_of(trajectory: Trajectory, id: str, sequence: int, index: int) -> Member:

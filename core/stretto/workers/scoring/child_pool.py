@@ -107,7 +107,8 @@ class ChildPool:
         data = msgspec.msgpack.encode(question)
         if len(data) > MAX_FRAME:
             raise RewardError(
-                f"a question to {self._program.name} has {len(data)} bytes; at most {MAX_FRAME} are allowed"
+                f"a question to {self._program.name} has {len(data)} bytes; at most {MAX_FRAME} "
+                "are allowed; make rows or `state` smaller"
             )
         self.calls += 1
         try:
@@ -186,7 +187,10 @@ class ChildPool:
             self._free.append(child)
             self._available.release()
             return data
-        raise RewardError(f"{self._program.name} did not start: it was killed {_ATTEMPTS} times")
+        raise RewardError(
+            f"{self._program.name} did not start: it was killed {_ATTEMPTS} times; if memory is "
+            "short, lower verifier.children"
+        )
 
 
 class _Child:
@@ -228,7 +232,10 @@ class _Child:
         except BaseException as error:
             await self.end()
             if isinstance(error, TimeoutError):
-                raise RewardError(f"{name} did not start within {_START_S:g} s") from error
+                raise RewardError(
+                    f"{name} did not start within {_START_S:g} s; move downloads and waiting "
+                    "out of its import"
+                ) from error
             if isinstance(error, ChildEnded) and not isinstance(error, _Blameless):
                 raise RewardError(f"{name} did not start: {error}") from error
             raise

@@ -105,7 +105,9 @@ class BatchStore:
             self._dataset: Dataset = await anyio.to_thread.run_sync(context.make, "dataset")
             if self._dataset.fingerprint != context.fingerprints["dataset"]:
                 raise ConfigError(
-                    f"dataset: its rows on {context.worker} differ from the kernel's", path="dataset"
+                    f"dataset: its rows on {context.worker} differ from the kernel's; put the "
+                    "same files at the same place on every machine",
+                    path="dataset",
                 )
         await context.bus.serve(context.subject("column"), AskColumn, self._answer, forget=True)
 
@@ -215,7 +217,10 @@ class BatchStore:
         kept = [self._bundles[ref.sequence].trajectories[ref.index].kept for ref in refs]
         known = [each for each in kept if each is not None]
         if sampling.truncates and len(known) < len(kept):
-            raise ConfigError("a trajectory of the batch does not say from which tokens it was drawn")
+            raise ConfigError(
+                "a trajectory of the batch does not say from which tokens it was drawn: the "
+                "run began with another `sampling`; resume it with that, or with --expire-batch"
+            )
         return Drawn(sampling.logit_bias, known if sampling.truncates else None)
 
     def put(self, key: str, rows: Sequence[int], column: Tensor) -> None:
@@ -320,7 +325,7 @@ class BatchStore:
             if tokens != self._media[key].tokens:
                 raise ConfigError(
                     f"{self._refs[row].id} has {tokens} image tokens, and its images make "
-                    f"{self._media[key].tokens}"
+                    f"{self._media[key].tokens}; was an image of the row changed?"
                 )
             media.append(self._media[key].inputs)
         return media

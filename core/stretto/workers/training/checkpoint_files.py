@@ -56,7 +56,9 @@ async def folder_to_save(message: Save, context: Context, uploaded: dict[str, st
             uploaded |= await anyio.to_thread.run_sync(RemoteFolder(message.folder).upload, folder)
             log.info("checkpoint uploaded", url=message.folder, files=sorted(uploaded))
         except OSError as error:
-            raise EngineError(f"the checkpoint cannot be uploaded: {error}") from error
+            raise EngineError(
+                f"the checkpoint cannot be uploaded: {error}; the run goes on without it"
+            ) from error
 
 
 def _is_url(place: str) -> bool:
