@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -108,7 +108,8 @@ class _Driver:
             put_into_force(self._folder, assembly.composed)
             run = dict(assembly.composed.document)
             self._universe.tape = msgspec.structs.replace(self._universe.tape, run=run)
-        return life.resumed_kernels(assembly, lambda _: nullcontext(), expire_batch=expire_batch)
+        checkpoint = life.checkpoint_to_resume(assembly)
+        return life.kernels_to_the_end(assembly, checkpoint, None, expire_batch=expire_batch)
 
     def advance(self, seconds: float) -> tuple[list[str], int | None]:
         """Let time pass. Return the new lines of what was printed, and the kernel's exit status."""

@@ -17,6 +17,8 @@ from kernel_setup import make_setup
 from patience import patience
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
+    Evaluation,
+    EvaluationEnded,
     Event,
     EventBatch,
     Input,
@@ -53,6 +55,7 @@ from stretto.kernel.schedule.fold import apply, decisions
 from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.kernel.schedule.tickets import TicketQueue
+from stretto.process.life import checkpoint_to_resume
 from stretto.records.metrics_file import MetricsFile
 from stretto.weights import WeightsNote
 
@@ -160,7 +163,7 @@ def beginning() -> Checkpoint:
 
 
 async def recovered(
-    history: History, checkpoint: Checkpoint, *, reached: int = 0
+    history: History, checkpoint: Checkpoint, *, reached: int = 0, values: int = 1
 ) -> tuple[Stored, Recovered, Scheduler]:
     """Recover like a kernel, and start the scheduler."""
     scheduler = Scheduler(SETTINGS)
@@ -170,7 +173,7 @@ async def recovered(
         history.names,
         checkpoint,
         scheduler,
-        values=1,
+        values=values,
         samples=True,
         reached=reached,
         epoch=writer.epoch,
@@ -394,17 +397,44 @@ async def test_a_journal_that_is_not_that_of_the_checkpoint_is_a_loss(
             assert not result.is_exact
 
 
-async def test_a_state_that_was_handed_over_knows_its_place_in_the_journal(
-    open_bus: OpenBus, names: Subjects
-) -> None:
-    async with history_at(open_bus, names, 2) as (history, (folder, state)):
+async def test_other_values_begin_with_the_checkpoint(open_bus: OpenBus, names: Subjects) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
         await history.finish(4)
-        stored, _, _ = await recovered(history, (folder, state), reached=2)
-        assert stored.fold.message == history.head
-        handed_over = folder, stored.fold.applied_to(state)
-        await history.finish(5)
-        stored, result, _ = await recovered(history, handed_over, reached=2)
-        assert (stored.lost, result.is_exact, result.repeated) == (LostData(), True, 1)
+        folder, state = await history.checkpoint()
+        snapshot = msgspec.structs.replace(state.snapshot, failure="why the run was to end")
+        snapshot.evaluation.due = [2]
+        state = msgspec.structs.replace(state, snapshot=snapshot)
+        results = [Evaluation(version, 0.5, 1, 0) for version in (2, 3)]
+        await history.store(*map(EvaluationEnded, results))
+        await history.run_to(4)
+        stored, result, scheduler = await recovered(history, (folder, state), reached=4, values=2)
+        assert (stored.lost, stored.lost_from) == (LostData(steps=2), 2)
+        assert (result.repeated, result.is_exact, result.incarnation > 0) == (0, False, True)
+        assert (scheduler.version, scheduler.failure) == (2, "")
+        assert scheduler.tickets.batch == {4, 5}
+        assert (scheduler.evaluation.results, scheduler.evaluation.needed_versions) == (results[:1], ())
+
+
+async def test_other_values_lose_nothing_where_no_batch_follows(open_bus: OpenBus, names: Subjects) -> None:
+    async with history_at(open_bus, names, 2) as (history, checkpoint):
+        await history.finish(4)
+        stored, result, scheduler = await recovered(history, checkpoint, reached=2, values=2)
+        assert (stored.lost, stored.lost_from) == (LostData(), None)
+        assert (result.is_exact, result.incarnation) == (False, 0)  # a checkpoint comes first
+        assert [group.ticket for group in scheduler.tickets.done_groups] == [4]
+
+
+async def test_other_values_begin_with_the_initial_model_if_there_was_no_checkpoint(
+    open_bus: OpenBus, names: Subjects, beginning: Checkpoint
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(3)
+        stored, _, scheduler = await recovered(history, beginning, reached=3, values=2)
+        assert (stored.lost.steps, stored.lost_from, scheduler.version) == (3, 0, 0)
+        await history.bus.store.purge(names.journal_stream, below=8)  # as after a checkpoint
+        with pytest.raises(ConfigError, match="nothing is left to continue from"):
+            await recovered(history, beginning, reached=3, values=2)
 
 
 async def test_an_outcome_that_the_log_has_lost_is_not_taken_for_another_one(
@@ -533,6 +563,23 @@ async def test_a_run_that_has_lost_its_store_without_a_checkpoint_is_refused(
 
 
 # ------------------------------------------------------------------------------- files of the run
+
+
+def test_a_resume_with_other_values_says_which_steps_are_trained_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assembly = make_setup(tmp_path, "test-run", steps=9).assembly
+    (assembly.folder / "config.yaml").write_text("steps: 9")
+    (assembly.folder / "metrics.jsonl").write_text(line(1) + line(2))
+    (assembly.folder / "config-1.yaml").write_text(
+        "steps: 9"
+    )  # the change was killed before it came into force
+    checkpoint_to_resume(assembly)
+    assert capsys.readouterr().out == ""
+    (assembly.folder / "config-1.yaml").write_text("steps: 8")
+    checkpoint_to_resume(assembly)
+    said = "other values begin with the initial model: steps 1 to 2 are trained again\n"
+    assert capsys.readouterr().out == said
 
 
 def line(step: int) -> str:

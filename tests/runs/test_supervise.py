@@ -95,7 +95,7 @@ def test_overrides_are_kept_until_they_are_in_force(tmp_path: Path, monkeypatch:
     def run(arguments: Sequence[str]) -> tuple[int, bool]:
         commands.append(arguments)
         if len(commands) == 2:
-            (tmp_path / "config-1.yaml").touch()
+            (tmp_path / "config-1.yaml").write_text("name: former")
         return (-9, False) if len(commands) < 4 else (-15, True)
 
     monkeypatch.setattr(supervise, "_run", run)

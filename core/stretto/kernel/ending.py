@@ -12,7 +12,6 @@ from typing import Any
 import anyio
 import structlog
 
-from stretto.kernel.durable.checkpoint import KernelState
 from stretto.records.status import State
 
 log = structlog.get_logger()
@@ -36,12 +35,6 @@ class Ending:
         """Whether the kernel stops the workers without giving them time to leave."""
         self.replaced = False
         """Whether another kernel has taken the run over. This one changes no file of the run any more."""
-        self.next_values: int | None = None
-        """If the kernel only repeats the journal: number of the values with which the journal continues. None
-        if the journal records no later change, or none that still applies."""
-        self.state: KernelState | None = None
-        """The state from which the next kernel continues, in place of that of the newest checkpoint. None if
-        this kernel has written a checkpoint."""
 
     def end(self, status: State, reason: str) -> None:
         """End the run at once."""

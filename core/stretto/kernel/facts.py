@@ -63,12 +63,16 @@ class RunFacts:
         """Number of tokens sampled so far, including those of previous kernels up to the checkpoint."""
         return self._resumed.generated_tokens + self._fleet.generated_tokens()
 
-    def add_loss(self, loss: LostData, version: int | None) -> None:
-        """Note that a part of the store is lost."""
+    def add_loss(self, loss: LostData, version: int | None, *, changed: bool) -> None:
+        """Note what does not count any more, because a part of the store is lost, or because other values
+        have begun with an older checkpoint."""
         self.lost += loss
         parts = [f"{loss.groups} finished groups", f"{loss.messages} messages of the log"]
         parts += ["a part of the journal"] if loss.journals else []
         if version is not None:
             parts.insert(0, f"{loss.steps} steps, from version {version} on")
-        self.problems.append(f"the store was damaged; lost: {', '.join(parts)}; what is lost is done again")
-        log.error("the store was damaged", version=version, **msgspec.structs.asdict(loss))
+        is_damage = not changed or loss.messages or loss.journals
+        why = "the store was damaged" if is_damage else "the values have changed"
+        self.problems.append(f"{why}; lost: {', '.join(parts)}; what is lost is done again")
+        tell = log.error if is_damage else log.warning
+        tell(why, version=version, **msgspec.structs.asdict(loss))

@@ -173,8 +173,6 @@ class Kernel:
         stored: Stored | None = None
         if self._resumption is not None:
             stored = await self._resumption.read()
-            if self._resumption.hands_over(stored):
-                return
         resumed, adopts_trainers = self._setup.resumed, False
         version = resumed[1].version if resumed else 0
         self._journal.hear(KernelBegan(self._lease_epoch, version, self._facts.wall_s))
@@ -192,7 +190,7 @@ class Kernel:
         self._tasks.start_soon(self._journal.keep)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
-        if self._setup.continues:
+        if self._setup.replays is None:
             self._tasks.start_soon(self._samples.run)
         try:
             await self._fleet.launch(self._setup.workers, self._tasks)

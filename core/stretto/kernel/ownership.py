@@ -36,7 +36,6 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     journal = await own_journal(bus, names, str(setup.folder))
     if setup.checkpoints != checkpoints_in(setup.folder):  # of another kernel, which owned the run until now
         log.warning("the run has a new checkpoint since this kernel chose one; it begins again")
-        ending.next_values = setup.values
         ending.end("repeated", "")
         return
     await bus.store.make_log(names.log_stream, names.of_log)

@@ -176,7 +176,6 @@ class TrainerReplacement:
 
     def _begin_again(self, why: str) -> None:
         log.warning("the run begins again with its newest checkpoint", why=why)
-        self._ending.next_values = self._setup.values
         if self._setup.replays is None:
             self._ending.end("repeated", "")
         else:

@@ -43,7 +43,6 @@ class RunSetup:
         *,
         forks: ForkServer | None = None,
         values: int = 1,
-        continues: bool = True,
         expires_batch: bool = False,
         replays: Replay | None = None,
     ) -> None:
@@ -53,8 +52,6 @@ class RunSetup:
             resumed: the checkpoint's folder, or None for the beginning of the run, and its state. None for a
                 new run.
             values: number of the run's values in `assembly`.
-            continues: whether the kernel continues to train after it has repeated the journal. If not, it
-                writes a checkpoint and ends, because other values come next.
             expires_batch: whether a batch whose step is not complete expires, and is not trained again.
             replays: the batches to train if the run is a replay, which is then complete.
         """
@@ -66,7 +63,6 @@ class RunSetup:
         self.checkpoints = checkpoints_in(folder)
         """The names of the run's checkpoints when `resumed` was chosen."""
         self.values = values
-        self.continues = continues
         self.expires_batch = expires_batch
         self.replays = replays
         self.run = assembly.context.run
@@ -81,7 +77,7 @@ class RunSetup:
         }
         self.graph = assembly.graph
         self.placement = assembly.placement
-        self.workers = [each for each in assembly.workers if continues or each.role == "trainer"]
+        self.workers = [each for each in assembly.workers if replays is None or each.role == "trainer"]
         self.launcher: Launcher = assembly.make("launcher")
         if forks is not None and isinstance(self.launcher, ForkingLauncher):
             forks.keep_output(self.logs / "forks.out")
@@ -139,12 +135,13 @@ class RunSetup:
     def check_datasets(self, *, accept: bool) -> None:
         """Refuse rows that have changed since the run began: tickets name rows by number.
 
-        A kernel that only repeats steps evaluates nothing, so it needs only the rows to train on.
+        A replay evaluates nothing, so it needs only the rows to train on.
 
         Args:
             accept: continue with the current rows. The change is logged, and noted in the summary.
         """
-        datasets = {path: each for path, each in self.datasets.items() if self.continues or path == "dataset"}
+        evaluates = self.replays is None
+        datasets = {path: each for path, each in self.datasets.items() if evaluates or path == "dataset"}
         changes = fingerprint_changes(self.folder, datasets, accept=accept)
         for path, (former, present) in changes.items():
             if not accept:

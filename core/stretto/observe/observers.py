@@ -60,7 +60,7 @@ class Observers:
             self.report.take(time, event)
             if isinstance(event, KernelBegan):
                 self._began.set()
-                if self._setup.continues:
+                if self._setup.replays is None:
                     self.trackers.start()
 
     async def _begin(self, bus: Bus, tasks: TaskGroup) -> None:

@@ -12,8 +12,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,14 @@ import anyio
 import structlog
 
 from stretto.assembly.assembly import Assembly
-from stretto.assembly.compose import compose
 from stretto.assembly.logs import log_to
 from stretto.bus.client import connect
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
 from stretto.errors import ConfigError, RunError, StrettoError, leaves
-from stretto.kernel.durable.changes import (
-    assemble_existing,
-    is_complete,
-    newest_values,
-    values_file,
-    write_values,
-)
+from stretto.kernel.durable.changes import is_complete, newest_values, write_values
 from stretto.kernel.durable.checkpoint import FORMAT, KernelState, newest_intact
 from stretto.kernel.durable.clean import cleaner_of
-from stretto.kernel.ending import Ending, Interruptions
+from stretto.kernel.ending import Interruptions
 from stretto.kernel.fleet.forks import ForkServer, fork_server
 from stretto.kernel.ownership import own_run
 from stretto.kernel.setup import RunSetup
@@ -43,6 +36,7 @@ from stretto.observe.observers import Observers
 from stretto.observe.view import View, final_lines, terminal
 from stretto.records.files import REPLAY
 from stretto.records.living import listed
+from stretto.records.metrics_file import MetricsFile
 from stretto.records.origin import write_origin
 
 log = structlog.get_logger()
@@ -97,83 +91,62 @@ def owned(folder: Path) -> Generator[None]:
 
 
 def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False, expire_batch: bool = False) -> int:
-    """Continue a run, which this process owns, and return the exit status. See `resumed_kernels`.
+    """Continue a run, which this process owns, and return the exit status.
 
     Args:
         accept_dataset: continue with the current rows if a dataset has changed since the run's start.
         expire_batch: expire the groups of the batch under way, and do not train it again.
     """
-    with listed(assembly.folder), Interruptions() as interruptions:
-        kernels = resumed_kernels(assembly, fork_server, expire_batch=expire_batch)
+    checkpoint = checkpoint_to_resume(assembly)
+    with listed(assembly.folder), Interruptions() as interruptions, fork_server(assembly) as forks:
+        kernels = kernels_to_the_end(assembly, checkpoint, forks, expire_batch=expire_batch)
         summary = _live_in_turn(kernels, interruptions, accept_dataset)
     return _print_end(summary, assembly.folder)
 
 
-Kernels = Generator[RunSetup, tuple[dict[str, Any], Ending], dict[str, Any]]
-"""The kernels of a run in turn. The generator gets the summary and the ending of each, and returns the
-summary of the run."""
+Checkpoint = tuple[Path | None, KernelState]
+"""The folder of a checkpoint, and its state; None and the initial state for the beginning of a run."""
+Kernels = Generator[RunSetup, dict[str, Any], dict[str, Any]]
+"""The kernels of a run in turn. The generator gets the summary of each, and returns that of the run."""
 
 
-def resumed_kernels(
-    assembly: Assembly,
-    forks_of: Callable[[Assembly], AbstractContextManager[ForkServer | None]],
-    *,
-    expire_batch: bool = False,
-) -> Kernels:
-    """Yield the kernels that continue a run from its newest intact checkpoint and its journal.
-
-    If the checkpoint has previous values, a kernel with these values first repeats the steps that the journal
-    records with them. Later values follow in the same way, and the newest values come last.
-
-    Args:
-        expire_batch: expire the groups of the batch under way.
-    """
+def checkpoint_to_resume(assembly: Assembly) -> Checkpoint:
+    """Return the newest checkpoint of a run that is not complete. If its values are not those in force, tell
+    the user how many steps are trained again."""
     folder = assembly.folder
     if is_complete(folder, assembly.config.steps):
         raise ConfigError(
             f"the run in {folder} is complete; to train it for more steps: stretto resume {folder} steps=…"
         )
-    newest, checkpoint = newest_values(folder), newest_checkpoint(folder)
-    number = min(checkpoint[1].values, newest)
-    while number < newest:
-        previous = assemble_existing(compose(values_file(folder, number)), folder)
-        with forks_of(previous) as forks:
-            summary, ending = yield RunSetup(
-                previous,
-                resumed=checkpoint,
-                forks=forks,
-                values=number,
-                continues=False,
-                expires_batch=expire_batch,
-            )
-        if summary["status"] != "repeated":
-            return summary
-        number, checkpoint = ending.next_values or newest, newest_checkpoint(folder)
-        if ending.state is not None:
-            checkpoint = checkpoint[0], ending.state
-    with forks_of(assembly) as forks:
-        return (
-            yield from kernels_to_the_end(
-                assembly, checkpoint, forks, values=newest, expire_batch=expire_batch
-            )
-        )
+    checkpoint = newest_checkpoint(folder)
+    version, values = checkpoint[1].version, checkpoint[1].values
+    if values != newest_values(folder):
+        reached = max((line["step"] for line in MetricsFile(folder).read()), default=0)
+        again = "no step is" if reached <= version else f"steps {version + 1} to {reached} are"
+        where = f"checkpoint {checkpoint[0].name}" if checkpoint[0] else "initial model"
+        _print(f"other values begin with the {where}: {again} trained again")
+    return checkpoint
 
 
 def kernels_to_the_end(
     assembly: Assembly,
-    checkpoint: tuple[Path | None, KernelState] | None,
+    checkpoint: Checkpoint | None,
     forks: ForkServer | None,
     *,
-    values: int = 1,
     expire_batch: bool = False,
 ) -> Kernels:
     """Yield kernels until the run ends.
 
     A kernel that is asked for another number of trainers writes a checkpoint and ends; the next one continues
     from there with that number (`stretto.kernel.fleet.worker_scaling`).
+
+    Args:
+        checkpoint: where a resumed run continues; None for a new run.
+        expire_batch: expire the groups of the batch under way.
     """
+    values = newest_values(assembly.folder)
     while True:
-        summary, _ = yield RunSetup(
+        summary = yield RunSetup(
             assembly, resumed=checkpoint, forks=forks, values=values, expires_batch=expire_batch
         )
         if summary["status"] != "repeated":
@@ -190,8 +163,8 @@ def exit_status(summary: Mapping[str, Any]) -> int:
 # ----------------------------------------------------------------------------------------- helpers
 
 
-def newest_checkpoint(folder: Path) -> tuple[Path | None, KernelState]:
-    """Return a run's newest intact checkpoint and its state; None and the initial state without one."""
+def newest_checkpoint(folder: Path) -> Checkpoint:
+    """Return a run's newest intact checkpoint."""
     checkpoint = newest_intact(folder / "checkpoints")
     if checkpoint is not None and checkpoint[1].format != FORMAT:
         raise ConfigError(
@@ -210,11 +183,15 @@ def last_lines(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def _print_end(summary: Mapping[str, Any], folder: Path) -> int:
+    _print(last_lines(summary, folder))
+    return exit_status(summary)
+
+
+def _print(text: str) -> None:
     try:
-        print(last_lines(summary, folder), flush=True)
+        print(text, flush=True)
     except OSError:  # the process that read the output has ended; the run is not affected
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return exit_status(summary)
 
 
 def _live_in_turn(
@@ -230,10 +207,8 @@ def _live_in_turn(
             return end.value
 
 
-def live(
-    setup: RunSetup, interruptions: Interruptions, accept_dataset: bool = False
-) -> tuple[dict[str, Any], Ending]:
-    """Run one kernel, and return its summary and its ending."""
+def live(setup: RunSetup, interruptions: Interruptions, accept_dataset: bool = False) -> dict[str, Any]:
+    """Run one kernel, and return its summary."""
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
     log.info("run", folder=str(setup.folder))
     setup.check_datasets(accept=accept_dataset)
@@ -241,14 +216,14 @@ def live(
     return anyio.run(live_and_sum_up, setup, interruptions)
 
 
-async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tuple[dict[str, Any], Ending]:
-    """Run one kernel with its server, write the summary, and return it with the kernel's ending."""
+async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> dict[str, Any]:
+    """Run one kernel with its server. Write the summary, and return it."""
     ending = setup.facts.ending
     observers = Observers(setup)
     with interruptions.obeyed_by(ending):  # before the first process starts
         error = await _live(setup, observers)
-        if error is None and not setup.facts.begun:  # there was nothing to repeat
-            return {"status": "repeated"}, ending
+        if error is None and not setup.facts.begun:  # it has found a newer checkpoint
+            return {"status": "repeated"}
         status, reason = ending.status, ending.reason
         if ending.replaced:
             await observers.trackers.finish(lambda: True)
@@ -266,7 +241,7 @@ async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> tupl
         before = len(interruptions.received)
         await observers.trackers.finish(lambda: ending.forced or len(interruptions.received) > before)
     observers.report.add_late_problems(summary)
-    return summary, ending
+    return summary
 
 
 async def _live(setup: RunSetup, observers: Observers) -> BaseException | None:

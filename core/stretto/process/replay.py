@@ -135,11 +135,10 @@ def train_again(
                         resumed=checkpoint,
                         forks=forks,
                         values=number,
-                        continues=False,
                         replays=replay,
                     )
                     _fill_store(setup, segment, source, replay)
-                    summary, _ = live(setup, interruptions, accept_dataset=setup.graph.samples)
+                    summary = live(setup, interruptions, accept_dataset=setup.graph.samples)
                 if summary["status"] != "completed":
                     return summary
                 start = newest_intact(folder / "checkpoints")

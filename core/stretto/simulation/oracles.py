@@ -13,6 +13,7 @@ from stretto.bus.messages.events import (
     EvaluationEnded,
     Event,
     EventBatch,
+    RunOwned,
     VersionPublished,
 )
 from stretto.bus.messages.tickets import GroupDone, GroupFailed
@@ -43,6 +44,7 @@ class Oracle:
         self._evaluated = set[int]()
         """Versions whose evaluation is in the journal."""
         self._lease = 0
+        self._values = 1
         self.steps = 0
         self.batches_left: int | None = None
         """Number of batches that a kernel may still begin: one, in a race, after a signal."""
@@ -70,6 +72,9 @@ class Oracle:
 
     def _judge(self, event: Event) -> None:
         match event:
+            case RunOwned(version=version, values=values) if values != self._values:
+                self._values = values
+                self._forget_after(version)
             case BatchStarted():
                 self._judge_batch(event)
             case VersionPublished():
@@ -81,6 +86,13 @@ class Oracle:
                 self._evaluated.add(version)
             case _:
                 pass  # says nothing of samples
+
+    def _forget_after(self, version: int) -> None:
+        """Forget the steps after a version, where other values begin."""
+        self._trained = {ticket: at for ticket, at in self._trained.items() if at < version}
+        self._digests = {each: digest for each, digest in self._digests.items() if each <= version}
+        self._evaluated = {each for each in self._evaluated if each <= version}
+        self.steps = version
 
     def _judge_batch(self, batch: BatchStarted) -> None:
         if self.batches_left is not None:

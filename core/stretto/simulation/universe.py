@@ -293,7 +293,7 @@ class Universe:
                     setup.check_datasets(accept=accept_dataset)
                     self.folds.samples = setup.graph.samples
                     ended = await life.live_and_sum_up(setup, interruptions)
-                    if ended[0]["status"] == "repeated":
+                    if ended["status"] == "repeated":
                         await anyio.sleep(_BETWEEN_KERNELS_S)
                     setup = turns.send(ended)
             except StopIteration as end:

@@ -6,7 +6,7 @@ read from the run's folder, which stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Recording:
     draws: Mapping[int, int]
     """Ticket -> row of the dataset, of the tickets that a curriculum drew."""
     breaks: Sequence[int] = ()
-    """Versions at which a new incarnation began."""
+    """Versions at which a new incarnation began, but not with other values."""
 
     def values_at(self, version: int) -> int:
         """Return the number of the values with which the batch of a version was made."""
@@ -81,7 +81,8 @@ def read_recording(folder: Path) -> Recording:
         if (found := history.digests.get((batch.incarnation, version + 1)))
     }
     incarnations = [batch.incarnation for batch in batches.values()]
-    breaks = [version for version in versions[1:] if incarnations[version] != incarnations[version - 1]]
+    begun = [version for version in versions[1:] if incarnations[version] != incarnations[version - 1]]
+    breaks = [version for version in begun if version not in dict(history.values)]
     return Recording(batches, digests, history.values, history.draws, breaks)
 
 
@@ -231,13 +232,13 @@ class WeightSums:
         self.sequences.append(float(logs.sum()))
 
 
-def read_weights(folder: Path) -> dict[int, WeightSums]:
-    """Return the importance weights of a run's steps, by the number of the step, as far as they are kept."""
+def read_weights(folder: Path, batches: Iterable[RecordedBatch]) -> dict[int, WeightSums]:
+    """Return the importance weights of the batches of a run, by the number of the step, as far as they are
+    kept."""
     steps: dict[int, WeightSums] = {}
-    known: set[tuple[int, str]] = set()
+    left = {(batch.version + 1, row.id) for batch in batches for row in batch.rows}
     for row in rows_of_segments(folder, "trained", ("id", "step", "importance_weights")):
-        key = row["step"], row["id"]
-        if key not in known and len(row["importance_weights"]):
-            known.add(key)
+        if (key := (row["step"], row["id"])) in left and len(row["importance_weights"]):
+            left.remove(key)
             steps.setdefault(row["step"], WeightSums()).add(row["importance_weights"])
     return steps

@@ -22,7 +22,7 @@ from stretto.cli.audit.replay_report import ReplayReport, report_of
 from stretto.cli.start.acceptance import accepted, print_notice
 from stretto.cli.start.folders import is_free
 from stretto.errors import ConfigError
-from stretto.kernel.durable.changes import document_of, newest_values, values_file
+from stretto.kernel.durable.changes import document_of, values_file
 from stretto.kernel.durable.checkpoint import KernelState, find_checkpoint, state_of
 from stretto.process.replay import ReplaySegment, train_again
 from stretto.records.document import read_document
@@ -118,7 +118,7 @@ def _free_folder(run: Path, out: Path | None) -> Path:
 def _kept_too_little(folder: Path, recording: Recording, missing: Sequence[int]) -> ConfigError:
     """Return the error for steps whose trajectories are gone, with the steps that can be replayed."""
     last = len(recording.batches)
-    keep = read_document(values_file(folder, newest_values(folder)))["samples"]["keep"]
+    keep = read_document(folder / "config.yaml")["samples"]["keep"]
     after = max(missing) + 1
     checkpoints = sorted(
         state_of(path).version

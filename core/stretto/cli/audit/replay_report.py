@@ -137,14 +137,16 @@ def report_of(
         identical=identical,
         difference=difference,
         digest=replayed.digests[begun.last],
-        steps=list(_steps(begun, run, replay)),
+        steps=list(_steps(begun, batches, run, replay)),
         limits=list(_LIMITS) if begun.overrides else [],
     )
 
 
-def _steps(begun: ReplayReport, run: RunFolder, replay: RunFolder) -> Iterator[ComparedStep]:
+def _steps(
+    begun: ReplayReport, batches: Sequence[RecordedBatch], run: RunFolder, replay: RunFolder
+) -> Iterator[ComparedStep]:
     lines = [{line["step"]: line for line in each.steps} for each in (run, replay)]
-    weights = [read_weights(each.folder) for each in (run, replay)]
+    weights = [read_weights(each.folder, batches) for each in (run, replay)]
     for step in range(begun.first, begun.last + 1):
         recorded, replayed = (
             {

@@ -6,9 +6,8 @@
     origin.json        the keys that somebody has set, and where the run was started
     fingerprints.json  fingerprint of each dataset, by the key of its section
 
-A change is decided when `config.yaml` is replaced. A resumed run first repeats the steps that were trained
-with previous values. It changes to the next values where the journal has the change, or at the journal's end
-(`stretto.process.life`).
+A change is decided when `config.yaml` is replaced. The run then begins again with its newest checkpoint
+(`stretto.kernel.durable.recovery`).
 """
 
 from __future__ import annotations
@@ -44,12 +43,15 @@ def newest_values(folder: Path) -> int:
     number = 1
     while (folder / f"config-{number}.yaml").exists():
         number += 1
-    return number
+    present, former = folder / "config.yaml", folder / f"config-{number - 1}.yaml"
+    was_killed = former.exists() and former.read_bytes() == present.read_bytes()  # between the two files
+    return number - was_killed
 
 
 def values_file(folder: Path, number: int) -> Path:
     """Return the file that holds the values with this number."""
-    return folder / ("config.yaml" if number == newest_values(folder) else f"config-{number}.yaml")
+    former = folder / f"config-{number}.yaml"
+    return former if former.exists() else folder / "config.yaml"
 
 
 def write_values(folder: Path, composed: Composed) -> None:

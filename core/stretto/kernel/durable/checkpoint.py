@@ -55,10 +55,11 @@ class _StoreEntry(msgspec.Struct, frozen=True):
 
 
 class LostData(msgspec.Struct, frozen=True):
-    """What a run has lost for good, because its store or its checkpoints were damaged."""
+    """What a run has lost for good, because its store or its checkpoints were damaged, or because other
+    values began with an older checkpoint."""
 
     steps: int = 0
-    """Train steps that were complete and could not be repeated."""
+    """Train steps that were complete and were not repeated."""
     groups: int = 0
     """Finished groups whose trajectories were gone, or were sampled by the weights of lost steps."""
     messages: int = 0

@@ -5,8 +5,8 @@ There is no second path: the scheduler takes in the stored events as it took the
 batches that it starts again are compared with those that the journal records; only the train steps are done
 again.
 
-A kernel takes in only events with its own set of values and its own incarnation: those up to the next
-`RunOwned` with others.
+A kernel takes in only events of its own incarnation: those up to the next `RunOwned` with another one. Of a
+checkpoint with other values it takes in none: the run begins again there, with its own values.
 
 `read_store` first compares what the checkpoint, the journal and the log still hold. If the store is damaged,
 the events hold as long as they give the batches that were recorded. The run continues without the steps and
@@ -29,10 +29,11 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
     BatchExpired,
     BatchStarted,
+    Evaluation,
+    EvaluationEnded,
     Event,
     EventBatch,
     Input,
-    JournalHead,
     OutcomeRead,
     RowsDrawn,
     RunOwned,
@@ -85,8 +86,8 @@ class _RepeatedSteps(Protocol):
 class Heard:
     """Something that the previous kernels' schedulers heard, and what they decided."""
 
-    message: JournalHead
-    """The message of the journal that has it."""
+    sequence: int
+    """Sequence number of the message of the journal that has it."""
     event: Input
     batch: BatchStarted | None = None
     """The batch that followed."""
@@ -99,6 +100,8 @@ class Journal:
     heard: list[Heard] = field(default_factory=list[Heard])
     started: set[int] = field(default_factory=set[int])
     """Versions with a batch of the checkpoint's incarnation."""
+    results: list[Evaluation] = field(default_factory=list[Evaluation])
+    """Of the evaluations of that incarnation's weights."""
     measured: dict[int, StepMeasured] = field(default_factory=dict[int, StepMeasured])
     """Version -> the newest figures of the step that led to it."""
     digests: dict[int, str] = field(default_factory=dict[int, str])
@@ -119,34 +122,18 @@ class Fold:
 
     position: int
     """Sequence number in the journal's stream up to which they reach."""
-    message: JournalHead
-    """The last message that they, or the checkpoint, know."""
     log_sequence: int
     """Sequence number of the last outcome that has been taken in."""
     events: list[tuple[Input, Outcome | None]] = field(default_factory=list[tuple[Input, Outcome | None]])
     """Each with its outcome if it has one."""
-    steps: int = 0
-    """Number of batches that they start."""
     version: int = 0
-    """Training version after these batches."""
+    """Training version after the batches that they start."""
     end: Snapshot = field(default_factory=Snapshot)
     """The state after the events."""
-    next_values: int | None = None
-    """Number of the values with which the journal goes on; None if it does not."""
     is_whole: bool = True
-    """Whether each event was taken in, up to where other values follow."""
+    """Whether each event was taken in."""
     is_left: bool = False
     """Whether weights of another incarnation follow."""
-
-    def applied_to(self, state: KernelState) -> KernelState:
-        """Return the state of a checkpoint that has taken in these events, which start no batch."""
-        return msgspec.structs.replace(
-            state,
-            snapshot=self.end,
-            log_sequence=self.log_sequence,
-            events_after=self.position,
-            journal=self.message,
-        )
 
 
 @dataclass
@@ -170,7 +157,7 @@ class Stored:
     next_incarnation: int
     """Number of an incarnation that no other weights have."""
     fits: bool
-    """Whether the snapshot has the kernel's values, and not previous ones."""
+    """Whether the checkpoint has the kernel's values. If not, no event is taken in."""
     journal: Journal
     outcomes: tuple[tuple[int, Outcome], ...]
     """(sequence number, outcome) of the tickets that ended after the checkpoint."""
@@ -188,13 +175,8 @@ class Stored:
     @property
     def is_exact(self) -> bool:
         """Whether the events give the state that the previous kernel left."""
-        is_whole = self.fold.is_whole and not self.journal.is_damaged
+        is_whole = self.fits and self.fold.is_whole and not self.journal.is_damaged
         return is_whole and not self.lost and self.lost_from is None
-
-    @property
-    def is_only_read(self) -> bool:
-        """Whether there is no step to repeat and nothing to mend."""
-        return self.is_exact and self.fits and not self.fold.steps
 
     def incarnation_at(self, version: int, former: int) -> int:
         """Return the incarnation that continues at a version: `former`, or a new one where steps are lost."""
@@ -210,7 +192,7 @@ class Stored:
             fits=True,
             journal=Journal(draws=recorded),
             outcomes=(),
-            fold=Fold(state.events_after, state.journal, state.log_sequence, version=state.version),
+            fold=Fold(state.events_after, state.log_sequence, version=state.version),
             later=(),
             log_is_short=False,
             lost=LostData(),
@@ -245,9 +227,6 @@ class Recovered:
     """Whether later events can continue the stored ones. If not, a checkpoint has to come first."""
     retired: tuple[Retire, ...]
     """What became of tickets meanwhile."""
-    next_values: int | None
-    """Number of the values with which the journal continues; None if it records no later change that still
-    applies."""
 
 
 async def read_store(
@@ -288,14 +267,16 @@ async def read_store(
     lost = {_name(group) for group in groups if not gone.isdisjoint(_messages_of(group))}
     snapshot = _without(snapshot, lost)
     usable = {sequence: each for sequence, each in outcomes if _name(each) not in lost}
-    fits = values == state.values
-    begin(scheduler, snapshot, journal, fits=fits)
-    fold = _fold(scheduler, journal, usable, state, values)
+    if not (fits := values == state.values):
+        snapshot = _with_other_values(snapshot, journal.results)
+    scheduler.restore(snapshot, journal.draws)
+    fold = _fold(scheduler, journal.heard if fits else (), usable, state)
     end = fold.version
     newest = max(reached, *journal.digests, end)
-    is_cut = fold.next_values is None and (newest > end or end in journal.started or fold.is_left)
+    is_cut = newest > end or end in journal.started or fold.is_left
     lost_steps = newest - end if is_cut else 0
-    if lost_steps and folder is None and not end:
+    begins_again = not fits and 0 in journal.started  # the journal is whole: there was no checkpoint yet
+    if lost_steps and folder is None and not end and not begins_again:
         raise ConfigError(
             f"the run was at version {lost_steps}, but it has no intact checkpoint, and the store does not "
             "hold its first steps: nothing is left to continue from, and nothing was changed; put back "
@@ -319,23 +300,11 @@ async def read_store(
         journal=journal,
         outcomes=tuple(outcomes),
         fold=fold,
-        later=() if fold.next_values else later,
+        later=later,
         log_is_short=short,
         lost=LostData(lost_steps, len(lost), missing, int(journal.is_damaged)),
         lost_from=end if is_cut else None,
     )
-
-
-def begin(scheduler: Scheduler, snapshot: Snapshot, journal: Journal, *, fits: bool) -> None:
-    """Bring a scheduler into the state from which the events go on.
-
-    Args:
-        fits: whether the snapshot has the scheduler's values.
-    """
-    scheduler.restore(snapshot, journal.draws)
-    if not fits:
-        scheduler.failure = ""  # with other values the run may go on
-        scheduler.fit()
 
 
 class Repetition:
@@ -376,19 +345,15 @@ class Repetition:
         self.has_expired = False
         """Whether the batch that was under way has expired."""
 
-    async def load(self) -> tuple[WeightsNote, ...]:
-        """Load the checkpoint's weights, and bring the scheduler into its state.
-
-        Returns:
-            Notes of older versions that evaluations need, and last the note of the weights.
-        """
+    async def load(self) -> None:
+        """Load the checkpoint's weights, and bring the scheduler into its state."""
         folder, state, stored = self._folder, self._state, self._stored
         if not stored.journal.is_damaged:
             self._writer.events_after = state.events_after
-        begin(self._scheduler, stored.snapshot, stored.journal, fits=stored.fits)
+        self._scheduler.restore(stored.snapshot, stored.journal.draws)
         if self._living is not None:
             self._notes = [*self._living.notes]
-            return self._living.notes
+            return
         load = partial(self._trainers.load, folder, state.version, state.needed)
         self._notes = [*await self._trainers.attempt(load)]
         if folder is not None and self._notes[-1].digest != state.digest:
@@ -396,7 +361,6 @@ class Repetition:
                 f"the weights loaded from {folder} differ from those that were saved there; "
                 "without this folder the run resumes from an older checkpoint"
             )
-        return tuple(self._notes)
 
     async def fold(self, *, expires_batch: bool = False) -> Recovered:
         """Take in the events. Train the batches that they start, also the one that was not complete, unless
@@ -523,31 +487,25 @@ class Repetition:
             repeated=self._trained,
             is_exact=is_exact,
             retired=tuple(self._retired),
-            next_values=None if self._differs else stored.fold.next_values,
         )
 
 
 def _fold(
-    scheduler: Scheduler,
-    journal: Journal,
-    outcomes: Mapping[int, Outcome],
-    state: KernelState,
-    values: int,
+    scheduler: Scheduler, events: Iterable[Heard], outcomes: Mapping[int, Outcome], state: KernelState
 ) -> Fold:
-    """Let a scheduler take in the journal's events, without training: those up to another set of values or
-    another incarnation, and as long as they start the batches that the journal records.
+    """Let a scheduler take in the journal's events, without training: those up to another incarnation, and as
+    long as they start the batches that the journal records.
 
     Args:
         outcomes: those that are there, by sequence number in the log. Without its outcome, an event is left
             out, and if a batch followed from it, the fold ends.
     """
-    fold = Fold(state.events_after, state.journal, state.log_sequence, version=state.version)
-    for heard in journal.heard:
+    fold = Fold(state.events_after, state.log_sequence, version=state.version)
+    own = state.incarnation, state.values
+    for heard in events:
         event = heard.event
-        if isinstance(event, RunOwned) and (event.incarnation, event.values) != (state.incarnation, values):
-            fold.next_values = event.values if event.values > values else None
-            fold.is_whole = fold.is_whole and fold.next_values is not None
-            fold.is_left = fold.next_values is None and event.incarnation != state.incarnation
+        if isinstance(event, RunOwned) and (event.incarnation, event.values) != own:
+            fold.is_whole, fold.is_left = False, True
             break
         outcome = outcomes.get(event.sequence) if isinstance(event, OutcomeRead) else None
         if isinstance(event, OutcomeRead) and outcome is None:
@@ -563,9 +521,8 @@ def _fold(
         if _rows_of(start) != (heard.batch and heard.batch.rows):
             fold.is_whole = False
             break
-        fold.steps += start is not None
         fold.version = scheduler.version + scheduler.training
-        fold.position, fold.message = heard.message.sequence, heard.message
+        fold.position = heard.sequence
         fold.events.append((event, outcome))
         if isinstance(event, OutcomeRead):
             fold.log_sequence = event.sequence
@@ -618,7 +575,7 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journa
         former = batch.digest
         journal.heard_at = batch.times[-1]
         for event in _events_of(batch, sequence):
-            _add(journal, JournalHead(sequence, former), event, state.incarnation)
+            _add(journal, sequence, event, state.incarnation)
         if sequence >= last:
             break
     return journal
@@ -648,7 +605,7 @@ def _events_of(batch: EventBatch, sequence: int) -> list[Event]:
         ) from error
 
 
-def _add(journal: Journal, message: JournalHead, event: Event, incarnation: int) -> None:
+def _add(journal: Journal, sequence: int, event: Event, incarnation: int) -> None:
     """Add the next event to a journal."""
     match event:
         case RowsDrawn(version, draws):  # a new incarnation keeps the draws of the previous one
@@ -660,6 +617,9 @@ def _add(journal: Journal, message: JournalHead, event: Event, incarnation: int)
                 journal.heard[-1].batch = event
         case StepMeasured(version):
             journal.measured[version] = event
+        case EvaluationEnded(result):
+            if journal.incarnation in (None, incarnation):
+                journal.results.append(result)
         case VersionPublished(own, version, digest):
             if own == incarnation:
                 journal.digests.setdefault(version, digest)
@@ -667,9 +627,19 @@ def _add(journal: Journal, message: JournalHead, event: Event, incarnation: int)
             if isinstance(event, RunOwned):
                 journal.incarnation = event.incarnation
             if not journal.is_damaged:
-                journal.heard.append(Heard(message, event))
+                journal.heard.append(Heard(sequence, event))
         case _:
             pass
+
+
+def _with_other_values(snapshot: Snapshot, results: Iterable[Evaluation]) -> Snapshot:
+    """Return the state with which a kernel with other values begins. What had ended the run does not count,
+    and evaluations whose results the journal has are not repeated."""
+    former = snapshot.evaluation
+    known = [*former.results, *(each for each in results if each.version <= snapshot.version)]
+    due = [each for each in former.needed_versions if each not in {result.version for result in known}]
+    evaluation = msgspec.structs.replace(former, results=known, round=None, open=[], due=due)
+    return msgspec.structs.replace(snapshot, failure="", evaluation=evaluation)
 
 
 def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:

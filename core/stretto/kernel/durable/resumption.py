@@ -8,7 +8,6 @@ import structlog
 import yaml
 
 from stretto.bus.client import Bus
-from stretto.errors import RunError
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import Trainers
 from stretto.kernel.durable.changes import differences, values_file
@@ -21,7 +20,6 @@ from stretto.kernel.schedule.commands import Command
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
 from stretto.records.metrics_file import MetricsFile
-from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
@@ -81,24 +79,19 @@ class Resumption:
             reached=max((line["step"] for line in MetricsFile(setup.folder).read()), default=0),
             epoch=self._journal.epoch,
         )
+        if not stored.fits:
+            former = yaml.safe_load(values_file(setup.folder, state.values).read_text())
+            changes = differences(former, setup.composed.document)
+            log.info(
+                "values changed", version=state.version, **{key: new for key, (_, new) in changes.items()}
+            )
         if stored.lost:
-            setup.facts.add_loss(stored.lost, stored.lost_from)
+            setup.facts.add_loss(stored.lost, stored.lost_from, changed=not stored.fits)
         if stored.log_is_short:
             # The checkpoint names messages by number: new ones must not get the numbers of lost ones.
             await self._bus.store.purge(setup.names.log_stream, below=state.log_sequence + 1)
         self._journal.incarnation = stored.incarnation_at(state.version, state.incarnation)
         return stored
-
-    def hands_over(self, stored: Stored) -> bool:
-        """Return whether this kernel has nothing to do, so that it needs no worker, because other values come
-        next. The next kernel then gets the state after the events."""
-        setup = self._setup
-        if setup.continues or setup.replays is not None or not stored.is_only_read:
-            return False
-        self._ending.next_values = stored.fold.next_values
-        self._ending.state = stored.fold.applied_to(self._state)
-        self._ending.end("repeated", "")
-        return True
 
     async def living(self, stored: Stored) -> Living | None:
         """Return the state of the trainers that a former kernel has started; None if they cannot go on: they
@@ -110,7 +103,7 @@ class Resumption:
         before, is_training = stored.fold.end.version, stored.fold.version > stored.fold.end.version
         lead, *others = await self._trainers.states()
         versions = {state.version for state in (lead, *others)}
-        if not stored.is_exact or not stored.fits or not versions <= {before, before + is_training}:
+        if not stored.is_exact or not versions <= {before, before + is_training}:
             return None
         needed = set(stored.fold.end.evaluation.needed_versions) - {lead.version}
         notes = tuple(note for note in lead.notes if note.version in needed)
@@ -127,8 +120,7 @@ class Resumption:
 
     async def repeat(self, stored: Stored, living: Living | None) -> Recovered:
         """Load the checkpoint, unless the trainers are `living`, and train the batches again that the later
-        events start. Where the events that follow cannot continue the stored ones, write a checkpoint. If
-        other values come next, end the run."""
+        events start. Where the events that follow cannot continue the stored ones, write a checkpoint."""
         setup = self._setup
         setup.facts.note = "repeating the journal" if setup.replays is None else "replaying the batches"
         repetition = Repetition(
@@ -136,9 +128,7 @@ class Resumption:
             on_repeated=self._on_repeated,
             living=living,
         )
-        notes = await repetition.load()
-        if not stored.fits:
-            await self._change_values(notes)
+        await repetition.load()
         if setup.replays is None:
             recovered = await repetition.fold(expires_batch=setup.expires_batch)
             if setup.expires_batch and not repetition.has_expired:
@@ -149,48 +139,21 @@ class Resumption:
         for command in recovered.retired:
             await self._do(command)
         self._journal.incarnation = recovered.incarnation
-        self._continue_tickets_from(recovered.log_sequence)
-        self._engines.remember(recovered.notes)
-        failure = setup.scheduler.failure  # the former kernel could not say it
-        is_over = setup.continues and failure
-        # Living trainers may be beyond the checkpoint without a repeated step.
-        is_ahead = recovered.notes[-1].version > self._state.version
-        has_news = is_ahead or (not stored.fits and stored.fold.events)
-        if not recovered.is_exact or is_over or (has_news and not setup.continues):
-            await self._checkpointer.save_required(recovered.notes[-1])
-        if setup.continues:
-            log.info("resumed", version=recovered.notes[-1].version, repeated=recovered.repeated)
-        if is_over:
-            self._ending.end("failed", failure)
-        elif not setup.continues:
-            self._ending.next_values = recovered.next_values
-            self._ending.end("repeated" if setup.replays is None else "completed", "")
-        return recovered
-
-    def _continue_tickets_from(self, log_sequence: int) -> None:
-        scheduler = self._setup.scheduler
         self._tickets.continue_from(
-            log_sequence,
+            recovered.log_sequence,
             self._state.lowest_sequence,
-            tickets=(id for id, ticket in scheduler.tickets.open.items() if ticket.done is None),
-            evaluating=scheduler.evaluation.under_way is not None,
+            tickets=(id for id, ticket in setup.scheduler.tickets.open.items() if ticket.done is None),
+            evaluating=setup.scheduler.evaluation.under_way is not None,
         )
-
-    async def _change_values(self, notes: tuple[WeightsNote, ...]) -> None:
-        """Change to this kernel's values: write a checkpoint with them.
-
-        Args:
-            notes: notes of older versions that evaluations need, and last the note of the current weights.
-        """
-        setup, note = self._setup, notes[-1]
-        if note.version > setup.config.steps:
-            raise RunError(
-                f"steps is {setup.config.steps}, but the run is already at version {note.version}: resume it "
-                "with more steps"
-            )
-        former = yaml.safe_load(values_file(setup.folder, setup.values - 1).read_text())
-        changes = differences(former, setup.composed.document)
-        log.info("values changed", version=note.version, **{key: new for key, (_, new) in changes.items()})
-        self._continue_tickets_from(self._state.log_sequence)
-        self._engines.remember(notes)
-        await self._checkpointer.save_required(note, checkpoint_name(note.version, setup.values))
+        self._engines.remember(recovered.notes)
+        newest, failure = recovered.notes[-1], setup.scheduler.failure  # the former kernel could not say it
+        if not recovered.is_exact or failure or setup.replays is not None:
+            name = None if stored.fits else checkpoint_name(newest.version, setup.values)
+            await self._checkpointer.save_required(newest, name)
+        if setup.replays is not None:
+            self._ending.end("completed", "")
+            return recovered
+        log.info("resumed", version=newest.version, repeated=recovered.repeated)
+        if failure:
+            self._ending.end("failed", failure)
+        return recovered
