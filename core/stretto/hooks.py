@@ -94,5 +94,5 @@ def stretto_weights() -> Iterable[Component[Any]]:
 
 @hookspec
 def stretto_tracker() -> Iterable[Component[Any]]:
-    """Return trackers (`stretto.tracker.Tracker`). A child process of the kernel makes each."""
+    """Return trackers (`stretto.tracker.Tracker`). A child process of the kernel makes all of them."""
     ...

@@ -55,6 +55,9 @@ class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Number of kept samples that the tracker gets of a step and of an evaluation; 0 for none."""
     samples_every: PositiveInt = 10
     """The tracker gets samples of every step whose number is a multiple of this, and of every evaluation."""
+    call_s: PositiveFloat = 600.0
+    """Seconds that one call of the tracker may take. A tracker that takes longer is dropped: it receives
+    nothing more. The default exceeds the four minutes for which MLflow's client tries to reach a server."""
     finish_s: PositiveFloat = 30.0
     """Seconds that the end of the run waits for the tracker."""
 
@@ -78,13 +81,15 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tracker(Protocol):
-    """A tracker. Its process makes it once, and calls its methods one after the other, in one thread.
+    """A tracker. All trackers of a run live in one process, which calls the methods of each one after the
+    other, in a thread of its own. A call has to return within the tracker's `call_s`.
 
     The process notes what it has sent. It may be killed after a call and before the note: the next process
     then sends the same step, evaluation or samples again. A tracker makes this harmless: it returns from
     `start` what it has, or it overwrites or skips what comes a second time.
 
-    An exception ends the process. The kernel starts it again some times, with growing pauses.
+    After an exception, the process makes the tracker again some times, with growing pauses. A tracker that
+    ends the process ends all trackers of the run.
     """
 
     def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> Sent | None:
@@ -93,7 +98,7 @@ class Tracker(Protocol):
         Args:
             config: the composed run as a plain mapping. Values from the environment appear as the
                 interpolations that read them, not as values.
-            resumed_at: what a previous process of this tracker has surely sent; None for the first one.
+            resumed_at: what this tracker has surely received before; None at the first start.
 
         Returns:
             What the tracker has received, if it can find out; the next steps, evaluations and samples follow
@@ -131,8 +136,8 @@ class Tracker(Protocol):
         ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Send the end of the run; `summary` is the content of `summary.json`. The call is the last in this
-        process. A run that is resumed later has another end."""
+        """Send the end of the run; `summary` is the content of `summary.json`. The call is the last of this
+        object. A run that is resumed later has another end."""
         ...
 
 

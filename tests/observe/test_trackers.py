@@ -13,65 +13,108 @@ from kernel_setup import write_run
 from patience import patience
 from plugin_files import write_plugin
 from processes import arguments_of
-from stretto.assembly.compose import Composed, compose
+from stretto.assembly.compose import compose
 from stretto.kernel.durable.changes import write_values
 from stretto.observe.trackers import Trackers
 from stretto.records.metrics_file import MetricsFile
 
 PLUGIN = """
-import time
+import time, os
 from pathlib import Path
+from stretto.tracker import tracker_folder
 
 class make:
-    def __init__(self, config, context): self.folder = Path(context.folder)
+    def __init__(self, config, context): self.folder = tracker_folder(config, context)
     def start(self, config, resumed_at): pass
     def step(self, metrics):
         (self.folder / "reached").touch()
-        {deed}
+        if self.folder.name == "mine": {deed}
     def evaluation(self, metrics): pass
     def advice(self, advice): pass
     def samples(self, rows): pass
-    def finish(self, summary): pass
+    def finish(self, summary): (self.folder / "finished").touch()
 """
 
 
-def run_with(tmp_path: Path, deed: str, finish_s: float) -> Composed:
-    plugin = write_plugin(tmp_path, "tracker", PLUGIN.format(deed=deed), "stretto.TrackerConfig")
-    (tmp_path / "bus").mkdir()
-    trackers = [{"use": "mine", "finish_s": finish_s}]
-    composed = compose(write_run(tmp_path, steps=1, plugins=[plugin], trackers=trackers))
-    write_values(tmp_path, composed)
-    MetricsFile(tmp_path).append({"step": 1, "time": 1.0, "reward": 0.5})
-    return composed
+class Run:
+    """A run with the tracker `mine`, which does a deed at its first step, and `other`, which does not."""
+
+    def __init__(self, folder: Path, deed: str, **section: float) -> None:
+        plugin = write_plugin(folder, "tracker", PLUGIN.format(deed=deed), "stretto.TrackerConfig")
+        (folder / "bus").mkdir()
+        sections = [{"use": "mine", **section}, {"use": "mine", "folder": "other", "finish_s": patience(60)}]
+        composed = compose(write_run(folder, steps=1, plugins=[plugin], trackers=sections))
+        write_values(folder, composed)
+        MetricsFile(folder).append({"step": 1, "time": 1.0, "reward": 0.5})
+        self.folder = folder
+        self.problems: list[str] = []
+        self.trackers = Trackers(folder, composed.config.trackers, self.problems)
+        self.trackers.start()
+
+    async def until(self, tracker: str, what: str) -> None:
+        await until((self.folder / "trackers" / tracker / what).exists)
+
+    async def finish(self, *, forced: bool = False) -> None:
+        (self.folder / "summary.json").write_text('{"status": "completed", "wall_s": 1.0}')
+        await self.trackers.finish(lambda: forced)
 
 
 @pytest.mark.parametrize("forced", [False, True])
 async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, forced: bool) -> None:
-    composed = run_with(tmp_path, "time.sleep(3600)", finish_s=3600 if forced else 0.5)
-    problems: list[str] = []
-    trackers = Trackers(tmp_path, composed.config.trackers, problems)
-    trackers.start()
-    await until((tmp_path / "reached").exists)
+    run = Run(tmp_path, "time.sleep(3600)", finish_s=3600 if forced else 0.5)
+    await run.until("mine", "reached")
+    await run.until("other", "reached")
     [child] = [
-        each for each in psutil.Process().children() if "stretto.children.tracker" in arguments_of(each)
+        each for each in psutil.Process().children() if "stretto.children.trackers" in arguments_of(each)
     ]
     start = time.monotonic()
-    await trackers.finish(lambda: forced)
-    assert time.monotonic() - start < patience(10)
+    await run.finish(forced=forced)
+    assert time.monotonic() - start < patience(30)
     child.wait(patience())
-    assert problems == ["tracker 'mine': it has not sent everything in time; metrics.jsonl has all figures"]
+    late = "tracker {!r}: it has not sent everything in time; metrics.jsonl has all figures".format
+    assert run.problems[:1] == [late("mine")]
+    assert forced or (tmp_path / "trackers/other/finished").exists()
 
 
-async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_the_end(tmp_path: Path) -> None:
-    composed = run_with(tmp_path, "raise OSError('no network')", finish_s=patience(60))
-    problems: list[str] = []
-    trackers = Trackers(tmp_path, composed.config.trackers, problems)
-    trackers.start()
-    await until(lambda: bool(problems))
-    (tmp_path / "summary.json").write_text('{"status": "failed", "wall_s": 1.0}')
-    await trackers.finish(lambda: False)
-    fault = "tracker 'mine': it ended with status 1: OSError: no network"
-    assert problems == [
+async def test_a_tracker_whose_call_takes_too_long_is_dropped_and_the_others_continue(tmp_path: Path) -> None:
+    run = Run(tmp_path, "time.sleep(3600)", call_s=0.5)
+    await until(lambda: bool(run.problems))
+    await run.finish()
+    assert (tmp_path / "trackers/other/finished").exists()
+    fault = "`step` takes more than 0.5 s (`call_s`); nothing more is sent"
+    assert run.problems == [f"tracker 'mine': {fault}; metrics.jsonl has all figures"]
+
+
+async def test_a_dropped_tracker_receives_nothing_after_its_call(tmp_path: Path) -> None:
+    waits = "[time.sleep(0.1) for _ in iter((self.folder / 'go').exists, True)]"
+    run = Run(tmp_path, f"{waits}; (self.folder / 'returned').touch()", call_s=0.5)
+    await until(lambda: bool(run.problems))
+    (tmp_path / "trackers/mine/go").touch()
+    await run.until("mine", "returned")
+    await run.finish()
+    assert (tmp_path / "trackers/other/finished").exists()
+    assert not (tmp_path / "trackers/mine/finished").exists()
+    assert not (tmp_path / "trackers/mine/cursor.json").exists()
+
+
+async def test_a_tracker_that_ends_the_process_ends_all(tmp_path: Path) -> None:
+    run = Run(tmp_path, "os.write(2, b'out of memory'); os._exit(3)")
+    await until(lambda: bool(run.problems))
+    await run.finish()
+    fault = "the process of all trackers ended with status 3: out of memory; metrics.jsonl has all figures"
+    assert run.problems == [f"tracker {name!r}: {fault}" for name in ("mine", "other")]
+
+
+@pytest.mark.parametrize("error", ["OSError", "SystemExit"])
+async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_the_end(
+    tmp_path: Path, error: str
+) -> None:
+    run = Run(tmp_path, f"raise {error}('no network')", finish_s=patience(60))
+    await until(lambda: bool(run.problems))
+    await run.finish()
+    fault = f"tracker 'mine': {error}: no network"
+    assert run.problems == [
         f"{fault}; it was started again",
         f"{fault}; metrics.jsonl has all figures",
     ]
+    assert (tmp_path / "trackers/other/finished").exists()

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -27,7 +28,7 @@ from kernel_setup import write_run
 from patience import SOON_S, patience
 from plugin_files import write_plugin
 from stretto.assembly.compose import compose
-from stretto.children.tracker import command, cursor_file
+from stretto.children.trackers import Report, command
 from stretto.errors import printable
 from stretto.kernel.durable.changes import write_values
 from stretto.records.metrics_file import MetricsFile
@@ -63,16 +64,24 @@ class Kernel:
     """Writes the files of a run, and starts the process of its tracker."""
 
     def __init__(
-        self, folder: Path, tracker: str, plugins: tuple[str, ...] = (), keep: str = "all", **section: Any
+        self,
+        folder: Path,
+        tracker: str,
+        plugins: tuple[str, ...] = (),
+        keep: str = "all",
+        beside: tuple[dict[str, Any], ...] = (),
+        **section: Any,
     ) -> None:
         self.folder = folder
         self.name = tracker
         self.metrics = MetricsFile(folder)
         self.child: subprocess.Popen[bytes] | None = None
+        self.reports = folder / "reports"
         folder.mkdir()
         (folder / "bus").mkdir()
         values = {"plugins": list(plugins), "samples": {"keep": keep}, "steps": 8}
-        write_values(folder, compose(write_run(folder, **values, trackers=[{"use": tracker, **section}])))
+        sections = [{"use": tracker, **section}, *beside]
+        write_values(folder, compose(write_run(folder, **values, trackers=sections)))
         self.kept = Kept(folder)
 
     @property
@@ -102,17 +111,17 @@ class Kernel:
 
     def start(self) -> None:
         self.own.mkdir(parents=True, exist_ok=True)
-        with (self.own / "output.log").open("ab") as output:
+        with self.reports.open("ab") as reports, (self.folder / "trackers/output.log").open("ab") as output:
             self.child = subprocess.Popen(
-                command(self.folder, self.name),
+                command(self.folder),
                 stdin=subprocess.PIPE,
-                stdout=output,
+                stdout=reports,
                 stderr=output,
                 start_new_session=True,
             )
 
     def until_noted(self, **expected: int) -> None:
-        file = cursor_file(self.folder, self.name)
+        file = self.own / "cursor.json"
         deadline = time.monotonic() + patience(90)
         while not (file.exists() and expected.items() <= json.loads(file.read_bytes()).items()):
             assert self.child is not None
@@ -149,7 +158,7 @@ class Kernel:
         self.child.stdin.close()
 
     def output(self) -> str:
-        return (self.own / "output.log").read_text()
+        return (self.folder / "trackers/output.log").read_text()
 
 
 @pytest.fixture
@@ -348,7 +357,8 @@ def test_everything_arrives_once(tracker: str, kernel_of: Callable[..., Kernel])
     for step in range(1, 6):
         kernel.step(step, step / 8)
     kernel.evaluation(3, 0.5)  # evaluations come after later steps
-    kernel.until_noted(step=5, evaluation=3)
+    kernel.samples(evaluations=(0,))
+    kernel.until_noted(step=5, evaluation=3, evaluation_samples=0)
 
     kernel.kill_before_note(lambda: kernel.step(6, 0.75))
 
@@ -365,7 +375,7 @@ def test_everything_arrives_once(tracker: str, kernel_of: Callable[..., Kernel])
 
     kernel.kill_before_note(lambda: kernel.samples(4))
     kernel.start()
-    kernel.samples(6, 8, evaluations=(0, 3, 8))  # none of version 5 are kept, and step 6 is not due
+    kernel.samples(6, 8, evaluations=(3, 8))  # none of version 5 are kept, and step 6 is not due
     kernel.until_noted(samples=8, evaluation_samples=8)
     kernel.end()
     assert kernel.wait() == 0, kernel.output()
@@ -395,7 +405,6 @@ def test_a_process_ends_with_its_kernel_and_the_next_one_sends_the_rest(
     kernel.end()
     kernel.start()
     assert kernel.wait() == 0, kernel.output()
-    assert "steps_up_to=3" in kernel.output()
     assert notes_of(kernel) == ["start", "step 1", "step 2", "start", "step 3", "end"]
 
 
@@ -411,7 +420,7 @@ def test_there_is_one_sender_at_a_time(notes: Callable[..., Kernel]) -> None:
     kernel.start()
     assert kernel.child is not None
     second = psutil.Process(kernel.child.pid)
-    lock = str(kernel.own / "lock")
+    lock = str(kernel.folder / "trackers/process.lock")
     until(lambda: lock in {file.path for file in second.open_files()})
     kernel.step(2, 0.25)
     kernel.until_noted(step=2)
@@ -432,8 +441,11 @@ def test_errors_show_no_secrets(
     monkeypatch.setenv("ACME_API_KEY", "very-secret-7")
     kernel = kernel_of("mine", plugins=(leaky,))
     kernel.start()
-    assert kernel.wait() == 1
-    assert kernel.output().splitlines()[-1] == "OSError: http://…@host refuses $ACME_API_KEY"
+    until(lambda: kernel.reports.read_bytes().endswith(b"\n"))
+    report = msgspec.json.decode(kernel.reports.read_bytes(), type=Report)
+    assert report == Report("mine", "OSError: http://…@host refuses $ACME_API_KEY", again=True)
+    kernel.kill()
+    assert kernel.output().splitlines()[-1] == report.fault
     assert "very-secret-7" not in kernel.output()
 
 
@@ -445,6 +457,45 @@ def test_a_run_that_keeps_no_samples_sends_none(notes: Callable[..., Kernel]) ->
     kernel.start()
     assert kernel.wait() == 0, kernel.output()
     assert notes_of(kernel) == ["start", "step 1", "end"]
+
+
+FAILS_ONCE = """
+from stretto_wandb import WandbConfig
+
+def make(config, context):
+    from stretto_wandb.wandb_run import WandbTracker
+
+    class FailsOnce(WandbTracker):
+        def step(self, metrics):
+            file = self._folder / "failed"
+            if metrics["step"] == 2 and not file.exists():
+                file.touch()
+                raise OSError("no network")
+            super().step(metrics)
+
+    return FailsOnce(config, context)
+"""
+
+
+@pytest.mark.slow
+def test_runs_of_wandb_in_one_process_are_apart_and_continue_after_a_failure(
+    kernel_of: Callable[..., Kernel], tmp_path: Path
+) -> None:
+    from stretto_wandb.offline import history_rows
+
+    plugin = write_plugin(tmp_path, "tracker", FAILS_ONCE, "stretto_wandb.WandbConfig")
+    other = {"use": "mine", "folder": "other", "mode": "offline"}
+    kernel = kernel_of("mine", plugins=(plugin,), beside=(other,), mode="offline")
+    (kernel.folder / "trackers/other").mkdir(parents=True)
+    for step in (1, 2, 3):
+        kernel.step(step, step / 8)
+    kernel.start()
+    kernel.until_noted(step=3)
+    kernel.end()
+    assert kernel.wait() == 0, kernel.output()
+    for name in ("mine", "other"):
+        files = sorted((kernel.folder / "trackers" / name).glob("wandb/offline-run-*/*.wandb"))
+        assert [row["step"] for file in files for row in history_rows(file) if "reward" in row] == [1, 2, 3]
 
 
 def test_a_long_offline_run_of_wandb_is_read_over_its_blocks(kernel_of: Callable[..., Kernel]) -> None:

@@ -1,4 +1,4 @@
-"""Restarts of the run's processes: one loop for workers, the sample writer and trackers."""
+"""Restarts of the run's processes: one loop for workers and the sample writer."""
 
 from __future__ import annotations
 

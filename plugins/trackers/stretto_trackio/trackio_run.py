@@ -6,6 +6,7 @@ from the database at each start.
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -50,6 +51,7 @@ class TrackioTracker:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
+        atexit.register(self._run.finish)  # trackio's own writes only what the main thread has logged
         rows = SQLiteStorage.get_logs(self._config.project, self._name)
         others = {_EVALUATION, *_SAMPLES.values()}
         return Sent(

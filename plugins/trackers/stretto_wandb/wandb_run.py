@@ -24,6 +24,8 @@ _STEP, _EVALUATION = "step", "evaluation/step"
 _SAMPLES = {"train": "samples/train", "eval": "samples/evaluation"}
 _SAMPLES_STEP = {purpose: f"{table}_step" for purpose, table in _SAMPLES.items()}
 """The figure over which wandb shows the tables of a purpose."""
+_RUNS: dict[str, wandb.Run] = {}
+"""The run of each id in this process. It has to end before a tracker that failed can continue it."""
 
 
 class WandbTracker:
@@ -40,8 +42,10 @@ class WandbTracker:
         own = self._config
         run_id = kept_id(own, self._context, lambda: secrets.token_hex(4))
         offline = own.mode == "offline"
+        if run_id in _RUNS:
+            _RUNS.pop(run_id).finish()
         rows = list(self._rows_of_files(run_id)) if offline else []
-        self._run = wandb.init(
+        self._run = _RUNS[run_id] = wandb.init(
             project=own.project,
             entity=own.entity,
             name=own.run_name or Path(self._context.folder).name,
@@ -49,6 +53,7 @@ class WandbTracker:
             tags=own.tags,
             id=run_id,
             resume="allow",
+            reinit="create_new",  # the default returns the run of another tracker of this process
             mode=own.mode,
             dir=str(self._folder),
             config=dict(config),

@@ -1,0 +1,316 @@
+"""The process of the run's trackers: a thread for each sends the lines of `metrics.jsonl` and some samples.
+
+`python -m stretto.children.trackers RUN`. The process is a child of the kernel, and follows the run until the
+kernel has written the summary or is gone. `metrics.jsonl` is the queue of every thread. The main thread drops
+a tracker whose call takes too long, and reports to the kernel. The run's folder `trackers` has:
+
+    NAME/cursor.json   what this tracker was sent; written after each block of lines
+    process.lock       locked by the process that sends: one at a time
+    output.log         the output of the process
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import msgspec
+
+from stretto.assembly.assembly import Assembly
+from stretto.assembly.compose import compose
+from stretto.assembly.logs import log_to
+from stretto.base.private_file import write_private
+from stretto.bus.messages.tickets import Purpose
+from stretto.bus.server import run_id
+from stretto.children.tracked_samples import settled_samples
+from stretto.errors import ConfigError, StrettoError
+from stretto.records.metrics import is_evaluation
+from stretto.run_folder import RunFolder
+from stretto.tracker import Sent, Tracker
+
+T = TypeVar("T")
+
+_POLL_S = 0.5
+_WATCH_S = 0.1
+_LOOK_S = 2.0
+"""Seconds between two looks for samples."""
+_LOOK_SHARE = 0.2
+"""Most part of a thread's time that it spends with looks for samples."""
+_BLOCK = 100
+"""Number of lines that are sent between two writes of the cursor, if as many are there."""
+_PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
+"""Pauses after failures in a row in which nothing was sent. One more failure, and the tracker is given up."""
+_NICENESS = 10
+"""Priority of the process: it yields to the run's own processes."""
+_SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SHORTEST_SECRET = 8
+"""Shorter values of variables with such names occur in ordinary text."""
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def command(run: Path) -> list[str]:
+    """Return the command that starts the process."""
+    return [sys.executable, "-m", __name__, str(run)]
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the kernel learns of one tracker, a line of JSON on standard output."""
+
+    tracker: str
+    fault: str = ""
+    """Why it failed; empty if it has received everything."""
+    again: bool = False
+    """Whether it starts again. If not, it receives nothing more."""
+
+
+class _Sender(threading.Thread):
+    """The thread of one tracker. It sends the lines that the cursor has not passed, and samples."""
+
+    def __init__(
+        self, assembly: Assembly, index: int, gone: threading.Event, reports: SimpleQueue[Report]
+    ) -> None:
+        self._section = section = assembly.config.trackers[index]
+        super().__init__(name=section.folder_name, daemon=True)
+        self._assembly = assembly
+        self._path = f"trackers.{index}"
+        self._gone = gone
+        self._reports = reports
+        self._run = RunFolder(assembly.folder)
+        self._file = assembly.folder / "trackers" / self.name / "cursor.json"
+        self._samples = section.samples if assembly.config.samples.keep != "none" else 0
+        self._next_look = 0.0
+        self._cursor = Sent()
+        self._call: tuple[str, float] | None = None
+        """The call in which the tracker is, and when it began."""
+        self._dropped = False
+        self.is_made = False
+        """Whether the next tracker may be made: two threads that import may see half of a module."""
+
+    def drop_if_late(self) -> None:
+        """Drop the tracker if its call has passed the deadline. The thread ends when the call returns."""
+        call, most_s = self._call, self._section.call_s
+        if call is not None and time.monotonic() - call[1] > most_s and not self._dropped:
+            self._dropped = self.is_made = True
+            self._give_up(f"`{call[0]}` takes more than {most_s:g} s (`call_s`); nothing more is sent")
+
+    def run(self) -> None:
+        """Run the tracker until it has received everything, or has failed too often."""
+        pauses = iter(_PAUSES_S)
+        while True:
+            is_last, before = self._is_over(), self._cursor
+            fault = self._live()
+            if self._dropped:
+                return
+            if self._cursor != before:
+                pauses = iter(_PAUSES_S)
+            pause_s = next(pauses, None)
+            if not fault or is_last or pause_s is None:
+                self._give_up(fault)
+                return
+            self._reports.put(Report(self.name, fault, again=True))
+            end = time.monotonic() + pause_s
+            while time.monotonic() < end and not self._is_over():
+                self._gone.wait(_POLL_S)
+
+    def _give_up(self, fault: str) -> None:
+        self._reports.put(Report(self.name, fault))
+
+    def _is_over(self) -> bool:
+        return self._gone.is_set() or (self._run.folder / "summary.json").exists()
+
+    def _live(self) -> str:
+        """Make the tracker and send everything. Return why that failed; empty if it did not."""
+        try:
+            self._tracker: Tracker = self._timed("factory", self._assembly.make, self._path)
+            self._begin()
+            while True:
+                last = self._gone.is_set()
+                if self._send_news() or last:
+                    return ""
+                self._gone.wait(_POLL_S)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker may raise anything
+            if self._dropped:
+                return ""
+            text = _without_secrets(error, self._assembly.composed.redact)
+            print(f"tracker {self.name}: {text}", file=sys.stderr, flush=True)
+            return text.rpartition("\n")[2]
+
+    def _timed(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
+        self._call = name, time.monotonic()
+        try:
+            return call(*arguments)
+        finally:
+            self._call, self.is_made = None, True
+            if self._dropped:
+                sys.exit()  # ends the thread
+
+    def _send(self, name: str, argument: Any) -> None:
+        self._timed(name, getattr(self._tracker, name), argument)
+
+    def _begin(self) -> None:
+        """Start the tracker, and continue after what it has."""
+        began = self._file.exists()
+        if began:
+            try:
+                self._cursor = msgspec.json.decode(self._file.read_bytes(), type=Sent)
+            except msgspec.DecodeError as error:
+                raise ConfigError(
+                    f"{self._file} is damaged: {error}; remove it, and the tracker gets everything again"
+                ) from error
+        has = self._timed("start", self._tracker.start, self._run.config, self._cursor if began else None)
+        if has is not None:
+            self._move(**msgspec.structs.asdict(has))
+
+    def _send_news(self) -> bool:
+        """Send the new lines, the samples that are there, and the summary if the run has one. Return whether
+        it has one."""
+        self._run.refresh()
+        summary = self._run.summary  # read before the lines: all lines are older than the summary
+        news = self._news()
+        for start in range(0, len(news), _BLOCK):
+            sent: dict[str, int] = {}
+            for line in news[start : start + _BLOCK]:
+                kind = "evaluation" if is_evaluation(line) else "step"
+                self._send(kind, line)
+                for advice in line.get("advice_changes", []):
+                    self._send("advice", advice)
+                sent[kind] = line["step"]
+            self._move(**sent)
+        # The kernel writes the summary when the sample writer has ended.
+        self._send_samples(complete=summary is not None)
+        if summary is None:
+            return False
+        self._send("finish", summary)
+        return True
+
+    def _news(self) -> list[dict[str, Any]]:
+        """Return the lines to send, in the order of their versions. A resumed run repeats steps: their lines
+        are not new."""
+        steps, evaluations = self._run.steps, self._run.evaluations
+        new_steps = steps[bisect_right(steps, self._cursor.step, key=_step) :]
+        new_evaluations = evaluations[bisect_right(evaluations, self._cursor.evaluation, key=_step) :]
+        return sorted([*new_steps, *new_evaluations], key=lambda line: (line["step"], is_evaluation(line)))
+
+    def _send_samples(self, *, complete: bool) -> None:
+        start = time.monotonic()
+        if not complete and start < self._next_look:
+            return
+        for purpose, due in self._due_samples():
+            if not due:
+                continue
+            for step, rows in settled_samples(
+                self._run.folder, purpose, due, self._samples, complete=complete
+            ):
+                if rows:
+                    self._send("samples", rows)
+                self._move(**{_SAMPLES_SENT[purpose]: step})
+        now = time.monotonic()
+        self._next_look = now + max(_LOOK_S, (now - start) / _LOOK_SHARE)
+
+    def _due_samples(self) -> Iterator[tuple[Purpose, list[int]]]:
+        """Yield the steps whose samples are due, and the versions of evaluations."""
+        if not self._samples:
+            return
+        steps, evaluations = map(_step, self._run.steps), map(_step, self._run.evaluations)
+        every, sent = self._section.samples_every, self._cursor
+        yield "train", [step for step in steps if step > sent.samples and step % every == 0]
+        yield "eval", [version for version in evaluations if version > sent.evaluation_samples]
+
+    def _move(self, **changes: Any) -> None:
+        self._cursor = msgspec.structs.replace(self._cursor, **changes)
+        write_private(self._file, msgspec.json.encode(self._cursor))
+
+
+_SAMPLES_SENT: dict[Purpose, str] = {"train": "samples", "eval": "evaluation_samples"}
+"""Field of the cursor for the samples of each purpose."""
+
+
+def _step(line: Mapping[str, Any]) -> int:
+    return line["step"]
+
+
+# ----------------------------------------------------------------------------------------- process
+
+
+class _ParentWatch:
+    """Notices that the kernel is gone: the system then ends this process's standard input."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        self.finish_s = 30.0
+        """Seconds that the process has for what is left, before it kills itself and what it started."""
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while os.read(sys.stdin.fileno(), 1):  # a buffered read would block the end of the process
+            pass
+        self.gone.set()
+        time.sleep(self.finish_s)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -> str:
+    """Return the text of an error without the secrets of the environment and the logins in addresses."""
+    lines = [str(error)] if isinstance(error, StrettoError) else traceback.format_exception(error)
+    text = redact("".join(lines)).rstrip()
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, f"${name}")
+    return _URL_LOGIN.sub("…@", text)
+
+
+def _send(folder: Path, watch: _ParentWatch, answers: FileIO) -> None:
+    """Send to all trackers of the run, until none is left."""
+    assembly = Assembly(compose(folder / "config.yaml"), folder=folder, run=run_id(folder / "bus"))
+    sections, reports = assembly.config.trackers, SimpleQueue[Report]()
+    watch.finish_s = max(section.finish_s for section in sections)
+    running: dict[str, _Sender] = {}
+    waiting = [_Sender(assembly, index, watch.gone, reports) for index in range(len(sections))]
+    while waiting or running:
+        if waiting and all(sender.is_made for sender in running.values()):
+            sender = waiting.pop(0)
+            running[sender.name] = sender
+            sender.start()
+        for sender in running.values():
+            sender.drop_if_late()
+        with suppress(Empty):
+            report = reports.get(timeout=_WATCH_S)
+            with suppress(BrokenPipeError):  # the kernel is gone
+                answers.write(msgspec.json.encode(report) + b"\n")
+            if not report.again:
+                running.pop(report.tracker, None)
+
+
+def main(folder: Path) -> int:
+    """Body of the process. Returns its exit status."""
+    os.nice(_NICENESS)
+    answers = FileIO(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print there
+    watch = _ParentWatch()
+    log_to(None, console=True)
+    # Be the only process that sends: wait until that of the previous kernel has ended.
+    with (folder / "trackers" / "process.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            _send(folder, watch, answers)
+        except Exception as error:  # noqa: BLE001 - the kernel reports the last line
+            print(_without_secrets(error), file=sys.stderr, flush=True)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
