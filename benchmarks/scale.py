@@ -5,7 +5,7 @@
 For each number of workers the real command `stretto run` starts the real kernel and server. Its launcher
 (`scale_launcher.py`) starts processes that simulate the workers (`scale_workers.py`): they join, send
 heartbeats, take tickets, append groups and swap. Of ten workers two are rollout workers, one is a verifier,
-and the others are engines, except for one trainer, whose steps take no time. docs/scale.md says what the
+and the others are engines, except for one trainer, whose steps take no time. docs/benchmarks.md says what the
 figures mean. The last line is one JSON object.
 """
 

@@ -1,5 +1,5 @@
 """Reward `code`: runs the Python program of an answer in the sandbox, and compares what it computes with the
-row's tests. See docs/code.md.
+row's tests. See docs/rewards.md.
 
 The program never gets an expected value: this process compares. So nothing that a program does to Python, or
 writes anywhere, can make a wrong result right.
@@ -33,7 +33,7 @@ class CodeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time limit for scoring one group, in seconds, as for every reward. It must allow for the `answer_s` of
     all answers, of which `parallel` run at the same time."""
     column: str = "tests"
-    """Column with the tests of a row (docs/code.md has their forms)."""
+    """Column with the tests of a row (docs/rewards.md has their forms)."""
     credit: Literal["all", "share"] = "all"
     """`all`: 1 if the program passes every test, else 0; a program that failed a test runs no further ones.
     `share`: the share of the tests that it passes."""
