@@ -148,13 +148,6 @@ def comparison(page: Page) -> None:
     page.until(lambda: len(page.all(".chart canvas")) > 4)
 
 
-def report(page: Page) -> None:
-    """The beginning of a report."""
-    file = HOME / "report.html"
-    stretto("report", *(f"runs/{name}" for name in RATES), "--out", str(file))
-    page.driver.get(file.as_uri())
-
-
 def terminal(page: Page) -> None:
     """The live view, and what commands print."""
     console = Console(record=True, width=116, file=io.StringIO(), force_terminal=True)
@@ -179,7 +172,6 @@ PICTURES: dict[str, tuple[Callable[[Page], None], tuple[int, int]]] = {
     "page-samples": (samples, SIZE),
     "page-timeline": (timeline, SIZE),
     "page-comparison": (comparison, SIZE),
-    "report": (report, (1280, 1075)),
     "terminal": (terminal, (1080, 1200)),
 }
 """Name -> what opens it, and its width and greatest height in pixels."""

@@ -1,35 +1,27 @@
-"""`stretto runs`, `plot`, `compare` and `report`: what they show is what the runs' files say."""
+"""`stretto runs`, `plot` and `compare`: what they show is what the runs' files say."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean, pstdev, stdev
+from statistics import fmean, stdev
 from typing import Any
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
 from pyarrow import parquet
-from selenium.webdriver.common.by import By
 from typer.testing import CliRunner
 
-from browser import complaints, open_browser, requested
 from kept_runs import HOSTILE, keep_run
-from made_run import make_run
 from statuses import make_status
 from stretto.bus.server import lock_run
-from stretto.charts import RunCurve, line_chart, panels_of, smooth, thin_points
+from stretto.charts import panels_of, smooth, thin_points
 from stretto.cli.main import app
 from stretto.errors import ConfigError
 from stretto.records.comparison import caution, compare_runs
-from stretto.records.kept.samples import SampleFilter, SampleStore
 from stretto.records.status import STATUS
 from stretto.run_folder import RunFolder
-from stretto_views.plot import draw_file, draw_text, wanted_panels
-from stretto_views.report import report_html
+from stretto_views.plot import draw_text, wanted_panels
 from stretto_views.runs import runs_below
 
 
@@ -80,7 +72,7 @@ def test_curves_are_smoothed_and_thinned_without_losing_a_peak() -> None:
     assert thin_points(points[:5], 400) == points[:5]
 
 
-def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunFolder], tmp_path: Path) -> None:
+def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunFolder]) -> None:
     [reward, loss] = wanted_panels(runs[:2], ["reward", "loss"], 1)
     for run, curve in zip(runs, reward.curves, strict=False):
         assert list(curve.line) == [(each["step"], each["reward"]) for each in lines(run) if "reward" in each]
@@ -97,15 +89,8 @@ def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunFolder], tmp_path
     assert "●" in text.split("version 40")[-1]
     assert max(map(len, text.splitlines()[2:])) <= 80
     assert "\x1b[38;5;" in draw_text([reward], 80, coloured=True)
-    draw_file([reward, loss], tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
-    ElementTree.fromstring(drawn)
-    assert all(name in drawn for name in (">one<", ">two<", ">Reward<", ">Loss<"))
-    assert "var(" not in drawn
     with pytest.raises(ConfigError, match=r"no run has the key 'rewards'; did you mean 'reward'\?"):
         wanted_panels(runs, ["rewards"], 1)
-    with pytest.raises(ConfigError, match=r"ends with \.svg"):
-        draw_file([reward], tmp_path / "plot.png")
 
 
 def test_a_comparison_has_the_figures_of_the_files(runs: list[RunFolder]) -> None:
@@ -232,114 +217,15 @@ def test_compare_shows_the_comparison(runs: list[RunFolder]) -> None:
     assert parsed == json.loads(msgspec.json.encode(compare_runs(runs)))
 
 
-def test_commands_take_folders_of_runs_and_replace_no_report_unasked(
-    runs: list[RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    above, empty = str(runs[0].folder.parent), tmp_path / "empty"
-    empty.mkdir()
-    assert CliRunner().invoke(app, ["report", above]).exit_code == 0
-    assert all(run.folder.name in Path("report.html").read_text() for run in runs)
+def test_commands_take_folders_of_runs(runs: list[RunFolder], tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["compare", str(runs[0].folder.parent)]).output
+    assert all(run.folder.name in shown for run in runs[:2])
     for arguments, message in (
-        (["report", above], "report.html exists; name the file to write"),
-        (["compare", str(empty)], "empty holds no run"),
+        (["compare", str(tmp_path)], "holds no run"),
+        (
+            ["plot", str(runs[0].folder), "-o", "curves.svg"],
+            "`stretto report RUN` writes a file",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             CliRunner().invoke(app, arguments, catch_exceptions=False)
-
-
-def test_a_report_escapes_everything_and_asks_for_nothing(runs: list[RunFolder]) -> None:
-    html = report_html(runs)
-    assert "<script" not in html
-    assert "<img" not in html
-    assert not re.search(r"\s(on\w+|style|src|href)=", re.sub(r">[^<]*<", "><", html))
-    assert not any(control in html for control in "\x1b\x07")
-    assert html.count("&lt;script&gt;") > 20
-    assert "\\x1b]0;x\\x07" in html
-    assert "default-src 'none'; style-src 'sha256-" in html
-
-
-def test_the_axis_of_a_curve_over_zeros_begins_at_zero() -> None:
-    labels = re.findall(
-        r'text-anchor="end">([^<]+)<', line_chart([RunCurve("one", 0, [(1, 0.0), (2, 0.0)], [], "")])
-    )
-    assert labels[0] == "0"
-    assert labels[-1] == "1"
-
-
-def test_a_report_shows_kept_samples(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "made", steps=30, answer=HOSTILE)
-    html = report_html([RunFolder(folder)])
-    assert "<script" not in html
-    assert "\x1b" not in html
-    store = SampleStore(folder)
-    trained = store.find(SampleFilter(step=(30, 30)), limit=None, texts=False)
-    assert "Groups trained in step 30" in html
-    shown = re.findall(r'data-sample="([^"]+)".*?<p class="dim">(.*?)</p>', html)
-    rows = {row["id"]: row for row in store.find(limit=None)}
-    assert [rows[id]["step"] for id, _ in shown[:8]] == [30] * 8
-    spread = {row["ticket"]: 0.0 for row in trained}
-    for ticket in spread:
-        spread[ticket] = pstdev([row["reward"] for row in trained if row["ticket"] == ticket])
-    assert {rows[id]["ticket"] for id, _ in shown[:8]} == set(
-        sorted(spread, key=lambda each: -spread[each])[:2]
-    )
-    assert [rows[id]["reward"] for id, _ in shown[8:]] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    assert all(rows[id]["step"] > 20 for id, _ in shown)
-    for id, facts in shown:
-        row = rows[id]
-        assert facts.startswith(f"reward {row['reward']:g} · ")
-        assert f"ended by {row['finish']}" in facts
-        assert facts.endswith(f"trained in step {row['step']} at staleness {row['staleness']}")
-    assert html.count('<pre data-part="answer">&lt;script&gt;') == len(shown)
-    assert html.count('<pre data-part="row">answer: 8 17</pre>') == 2 + 6, "each group has it once"
-
-
-def test_a_report_of_ten_thousand_steps_is_small(tmp_path: Path) -> None:
-    folder = keep_run(tmp_path / "long", steps=40)
-    [line] = (folder / "metrics.jsonl").read_text().splitlines()[-2:-1]
-    with (folder / "metrics.jsonl").open("a") as file:
-        for step in range(41, 10_001):
-            file.write(line.replace('"step": 40', f'"step": {step}') + "\n")
-    assert len(report_html([RunFolder(folder)])) < 1_000_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (375, True)])
-def test_a_browser_shows_the_figures_of_the_files(
-    runs: list[RunFolder], tmp_path: Path, width: int, dark: bool
-) -> None:
-    file = tmp_path / "report.html"
-    arguments = ["report", *(str(run.folder) for run in runs), "-o", str(file)]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    with open_browser(tmp_path / "profile", width=width, dark=dark) as browser:
-        requested(browser)
-        browser.get(file.as_uri())
-        assert requested(browser) == [file.as_uri()]
-        assert complaints(browser) == [], "the policy has refused something"
-        assert browser.title == "kept, better: report"
-
-        def texts(selector: str) -> list[str]:
-            found = browser.find_elements(By.CSS_SELECTOR, selector)
-            return [str(each.get_attribute("textContent")) for each in found]
-
-        script: Callable[[str], Any] = browser.execute_script
-        assert script("return document.documentElement.scrollWidth <= innerWidth")
-        colour = script("return getComputedStyle(document.body).backgroundColor")
-        assert colour == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
-        lines_of_runs = "[...document.querySelectorAll('#curve-reward polyline')]"
-        colours = script(f"return {lines_of_runs}.map(line => getComputedStyle(line).stroke)")
-        assert len(set(colours)) == len(runs), "each run has a colour of its own"
-        assert script(f"return {lines_of_runs}.map(line => line.points.numberOfItems)") == [40, 40, 40]
-        assert texts("#curve-reward circle title") == [
-            f"{label}: held-out accuracy {value:.3f} at version {version}"
-            for label, run in zip(("one", "two", "better"), runs, strict=True)
-            for version, value in run.series("evaluation/accuracy")
-        ]
-        text = browser.find_element(By.TAG_NAME, "body").text
-        for figures in compare_runs(runs).runs:
-            assert f"{figures.reward:.3f}" in text
-        assert "issued 162 = trained 160 + filtered 0 + expired 0 + failed 2 + in flight 0" in text
-        assert text.count(HOSTILE.replace("\x1b", "\\x1b").replace("\x07", "\\x07")) > 10
-        assert texts("#staleness title")[:3] == ["one: 10.0% at 0", "one: 30.0% at 1", "one: 60.0% at 2"]
-        assert len(texts(".lanes rect.step")) == 12 * len(runs)

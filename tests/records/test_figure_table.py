@@ -18,7 +18,6 @@ from stretto.observe import prometheus, view
 from stretto.records.figures import FIGURES, Figure, figure
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto_trace import drawing
-from stretto_views import report
 
 ROOT = Path(__file__).parents[2]
 UNITS = {"s": "s", "share": "percentunit"}
@@ -53,7 +52,7 @@ def test_no_two_figures_have_one_name() -> None:
 
 def test_views_show_figures_of_the_table() -> None:
     shown = {
-        *(*report._CURVES, *drawing._FIGURES, *export._FIGURES, *view._CURVES),
+        *(*drawing._FIGURES, *export._FIGURES, *view._CURVES),
         *(*view._OF_STEP, *MAIN_FIGURES, *(f"wait/{cause}_s" for cause in CAUSES)),
     }
     assert shown <= FIGURES.keys()

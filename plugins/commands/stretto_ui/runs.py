@@ -99,12 +99,14 @@ class ListedRun:
 
 
 class Runs:
-    """All runs below a folder, or the one run in it. Without a folder: the runs below `runs`, and those of
-    this user on this machine that live, or lived at an earlier search. Only these can be read; a request
-    names them by id."""
+    """All runs in and below some folders. Without a folder: the runs below `runs`, and those of this user on
+    this machine that live, or lived at an earlier search. Only these can be read; a request names them by
+    id."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = None if folder is None else folder.resolve()
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = [folder.resolve() for folder in folders]
+        self.folder = Path(os.path.commonpath(self._folders)) if folders else None
+        """The folder that has them all; None without a folder."""
         self._known: dict[str, ListedRun] = {}
         self._open: list[ListedRun] = []
         """The runs that were read last, the newest at the end."""
@@ -124,7 +126,8 @@ class Runs:
         """
         with self._lock:
             if time.monotonic() >= self._searched + _SEARCH_S:
-                records = _here() if self.folder is None else find_runs(self.folder)
+                below = [each for folder in self._folders for each in find_runs(folder)]
+                records = below if self._folders else _here()
                 found = {run.id: run for run in (ListedRun(self.folder, each.folder) for each in records)}
                 stay = self._known if self.folder is None else self._known.keys() & found.keys()
                 self._known = found | {id: self._known[id] for id in stay}

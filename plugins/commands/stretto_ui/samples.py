@@ -107,18 +107,11 @@ class Samples:
                     return file
         return None
 
-    def tokens(self, query: Mapping[str, str], model: str | None) -> dict[str, Any]:
-        """Return one trajectory of a ticket with its tokens and the text of each.
-
-        Raises:
-            ConfigError: if the ticket has no such trajectory.
-        """
+    def tokens(self, query: Mapping[str, str], model: str | None) -> list[dict[str, Any]]:
+        """Return the rows of all attempts of a ticket, with their tokens and the text of each."""
         with self._lock:
             rows = self._store.find(_ticket_of(query), limit=None, texts=False, tokens=True)
-        row = next((row for row in rows if row["id"] == query.get("sample")), None)
-        if row is None:
-            raise ConfigError(f"ticket {query['ticket']} has no sample {query.get('sample', '')[:80]!r}")
-        return row | {"pieces": pieces(model, row["tokens"] or [])}
+        return [row | {"pieces": pieces(model, row["tokens"] or [])} for row in rows]
 
     def staleness(self) -> list[tuple[int, int]]:
         """Return (staleness, number of trained trajectories), by staleness."""

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from stretto.charts import COLOURS, FIGURES, STEP_PARTS, part_class, part_texts, step_time_chart, step_times
+from stretto.charts import COLOURS, FIGURES, STEP_PARTS, part_texts, step_times
 from stretto.errors import ConfigError
 from stretto.run_folder import RunFolder, compare_runs
 from stretto_ui.access import Access, is_loopback
@@ -49,8 +49,8 @@ _MOST_LINES = 1000
 Query = Mapping[str, str]
 
 
-class _Page:
-    """The answers of one server."""
+class Page:
+    """The answers about some runs: those of one server, or those that a report keeps."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -65,8 +65,8 @@ class _Page:
             try:
                 rows.append(run.row())
                 shown.append(run)
-            except Exception as error:  # noqa: BLE001 - `_fault` says why
-                problems.append(_fault(error, run.path))
+            except Exception as error:  # noqa: BLE001 - `fault_of` says why
+                problems.append(fault_of(error, run.path))
         return {
             "folder": None if self._runs.folder is None else str(self._runs.folder),
             "single": self._runs.single,
@@ -83,7 +83,7 @@ class _Page:
                 **msgspec.structs.asdict(figure),
                 "name": figure.name,
                 "title": figure.title,
-                "part": part_class(key) if key in STEP_PARTS else None,
+                "part": STEP_PARTS.index(key) % len(COLOURS) if key in STEP_PARTS else None,
             }
             for key, figure in FIGURES.items()
         }
@@ -122,13 +122,13 @@ class _Page:
         return {"x": x, "curves": curves}
 
     def time(self, run: ListedRun, query: Query) -> Any:
-        """Where the time of the steps went: a drawing, and its parts; null before the second step."""
+        """Where the time of steps went: of all in columns, and of the newest; null before the second step."""
         del query
         with run.read() as record:
             times = step_times(record)
         if times is None:
             return None
-        return {"head": times.head, "svg": step_time_chart(times), "parts": part_texts(times.parts)}
+        return {"head": times.head, "columns": times.columns, "parts": part_texts(times.parts)}
 
     def staleness(self, run: ListedRun, query: Query) -> Any:
         """How many trajectories were trained at each staleness."""
@@ -165,7 +165,7 @@ class _Page:
         return run.samples.group(query)
 
     def tokens(self, run: ListedRun, query: Query) -> Any:
-        """One sample with its tokens."""
+        """All samples of a ticket, with their tokens."""
         with run.read() as record:
             model = record.config.get("model")
         return run.samples.tokens(query, model)
@@ -209,16 +209,16 @@ class _Page:
 
 def application(folder: Path | None, access: Access) -> web.Application:
     """Return the server's application."""
-    runs = Runs(folder)
+    runs = Runs([folder] if folder else [])
     runs.all()
-    page = _Page(runs)
+    page = Page(runs)
     app = web.Application(middlewares=[access.check, _errors])
     app.router.add_get("/", _file("index.html"))
     # Browsers ask for it where a document names no icon, such as the one that takes the token.
     app.router.add_get("/favicon.ico", _file("icon.svg"))
     for name in _static_files():
         app.router.add_get(f"/static/{name}", _file(name))
-    app.router.add_get("/static/colours.css", _content(_colours().encode(), "text/css"))
+    app.router.add_get("/static/colours.css", _content(colours().encode(), "text/css"))
     app.router.add_get("/api/runs", _answer(page.index))
     app.router.add_get("/api/figures", _answer(page.figures))
     app.router.add_get("/api/compare", _answer(page.comparison))
@@ -307,13 +307,13 @@ async def _errors(
         raise
     except Exception as error:  # noqa: BLE001
         status = 400 if isinstance(error, ConfigError) else 500
-        response = _json({"error": _fault(error, "this run")}, status)
+        response = _json({"error": fault_of(error, "this run")}, status)
     if isinstance(response, web.Response) and (response.content_length or 0) >= _COMPRESSED:
         response.enable_compression()
     return response
 
 
-def _fault(error: Exception, run: str) -> str:
+def fault_of(error: Exception, run: str) -> str:
     """Return why a run cannot be shown. Its files can hold anything, so a view can fail in any way: that
     is an error of the one run."""
     if isinstance(error, ConfigError):
@@ -384,15 +384,12 @@ def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     return _content(file.read_bytes(), _TYPES[Path(name).suffix])
 
 
-def _colours() -> str:
+def colours() -> str:
     """Return the style sheet with the colours of runs in both themes, and their number."""
     numbered = list(enumerate(COLOURS))
     light = "".join(f"--c{number}:{colour.light};" for number, colour in numbered)
     dark = "".join(f"--c{number}:{colour.dark};" for number, colour in numbered)
-    classes = "".join(
-        f".k{number}{{background:var(--c{number})}}rect.run{number}{{fill:var(--c{number})}}"
-        for number, _ in numbered
-    )
+    classes = "".join(f".k{number}{{background:var(--c{number})}}" for number, _ in numbered)
     return f':root{{--hues:{len(COLOURS)};{light}}}:root[data-theme="dark"]{{{dark}}}{classes}'
 
 

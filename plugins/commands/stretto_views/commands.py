@@ -1,4 +1,4 @@
-"""The commands `runs`, `samples`, `compare`, `plot` and `report`. The list of all commands imports this
+"""The commands `runs`, `samples`, `compare` and `plot`. The list of all commands imports this
 module, so what they need is imported in the functions."""
 
 from __future__ import annotations
@@ -166,40 +166,21 @@ def plot(
     window: Annotated[
         int, typer.Option("--smooth", min=1, metavar="STEPS", help="Draw means over this many steps.")
     ] = 1,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Draw into an .svg file.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", hidden=True)] = None,
 ) -> None:
-    """Draw the curves of one run, or of several over each other, in the terminal or into a file."""
-    from stretto_views.plot import draw_file, draw_text, wanted_panels
+    """Draw the curves of one run, or of several over each other, in the terminal."""
+    from stretto_views.plot import draw_text, wanted_panels
+
+    if out is not None:
+        raise ConfigError(
+            f"-o {out}: `stretto plot` draws text alone; `stretto report RUN` writes a file, and the page of "
+            "`stretto ui` saves a chart as PNG or CSV"
+        )
 
     wanted = [key.strip() for key in keys.split(",") if key.strip()]
     panels = wanted_panels(_runs_in(folders), wanted, window)
-    if out is not None:
-        draw_file(panels, out)
-        typer.echo(f"drawn: {out}")
-        return
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     typer.echo(draw_text(panels, shutil.get_terminal_size((100, 24)).columns, coloured=coloured))
-
-
-def report(
-    folders: _Runs,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="The HTML file to write; default report.html."),
-    ] = None,
-) -> None:
-    """Write one HTML file that shows a run, or several: curves, evaluations, ledger, advice, values.
-
-    The file needs no network and no other file.
-    """
-    from stretto_views.report import write_report
-
-    if out is None and (out := Path("report.html")).exists():
-        raise ConfigError(f"{out} exists; name the file to write, or to replace, with --out")
-    write_report(_runs_in(folders), out)
-    typer.echo(f"written: {out}")
 
 
 def _runs_in(folders: list[Path]) -> list[RunFolder]:

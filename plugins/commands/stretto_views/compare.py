@@ -56,41 +56,29 @@ def _seeds_table(group: SeedGroup, comparison: Comparison) -> tuple[str, Table]:
 
 
 def _figures_table(comparison: Comparison) -> Table:
-    table = figure_table("figure", *(run.label for run in comparison.runs))
-    for name, values in figure_rows(comparison).items():
-        add_row(table, name, *values)
-    return table
-
-
-def figure_rows(comparison: Comparison) -> dict[str, Iterable[str]]:
-    """Return the figures of each run as texts, by the name of their row."""
     runs, measure = comparison.runs, comparison.measure
+    table = figure_table("figure", *(run.label for run in runs))
 
-    def of(key: str, values: Iterable[float | None]) -> tuple[str, Iterable[str]]:
-        return figure(key).name, map(figure(key).text, values)
+    def add(name: str, values: Iterable[object]) -> None:
+        add_row(table, name, *("-" if value is None else str(value) for value in values))
 
-    return dict(
-        [
-            ("state", (run.state for run in runs)),
-            ("seed", (str(run.seed) for run in runs)),
-            ("steps", (str(run.steps) for run in runs)),
-            of("reward", (run.reward for run in runs)),
-            (measure, (text_of(run.last) for run in runs)),
-            (f"best {measure}", (text_of(run.best) for run in runs)),
-            of("length", (run.length for run in runs)),
-            of("staleness", (run.staleness for run in runs)),
-            of("step_s", (run.step_s for run in runs)),
-            of("step_tokens_per_s", (run.tokens_per_s for run in runs)),
-            ("duration", (duration_text(run.wall_s) for run in runs)),
-            ("tickets trained", (str(run.trained) for run in runs)),
-            ("tickets not trained", (str(run.not_trained) for run in runs)),
-        ]
-    )
+    def add_means(key: str, values: Iterable[float | None]) -> None:
+        add(figure(key).name, map(figure(key).text, values))
 
-
-def text_of(value: object) -> str:
-    """Return a value as a cell shows it."""
-    return "-" if value is None else str(value)
+    add("state", (run.state for run in runs))
+    add("seed", (run.seed for run in runs))
+    add("steps", (run.steps for run in runs))
+    add_means("reward", (run.reward for run in runs))
+    add(measure, (run.last for run in runs))
+    add(f"best {measure}", (run.best for run in runs))
+    add_means("length", (run.length for run in runs))
+    add_means("staleness", (run.staleness for run in runs))
+    add_means("step_s", (run.step_s for run in runs))
+    add_means("step_tokens_per_s", (run.tokens_per_s for run in runs))
+    add("duration", (duration_text(run.wall_s) for run in runs))
+    add("tickets trained", (run.trained for run in runs))
+    add("tickets not trained", (run.not_trained for run in runs))
+    return table
 
 
 def _signed(difference: Estimate) -> str:

@@ -1,4 +1,4 @@
-"""`stretto plot`: curves of runs in the terminal, or as an SVG file.
+"""`stretto plot`: curves of runs in the terminal.
 
 One panel for each key, all runs over each other. Held-out scores are points in the panel of the reward,
 and in a panel of their own where a run has no reward.
@@ -7,10 +7,9 @@ and in a panel of their own where a run has no reward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from stretto.charts import COLOURS, SCORE, Panel, RunCurve, chart_file, figure, panels_of, thin_points
+from stretto.charts import COLOURS, SCORE, Panel, RunCurve, figure, panels_of, thin_points
 from stretto.errors import ConfigError, offer, printable
 from stretto.run_folder import MAIN_FIGURES, RunFolder
 
@@ -89,13 +88,3 @@ def _head(curve: RunCurve, key: str, letter: str, colour: int | None) -> str:
     sign = "" if colour is not None or not letter else f"{letter}  "
     text = printable(f"{sign}{curve.label}: {', '.join(parts)}")
     return text if colour is None else f"\x1b[38;5;{colour}m{text}\x1b[0m"
-
-
-def draw_file(panels: Sequence[Panel], file: Path) -> None:
-    """Draw the panels into an SVG file, as the report does."""
-    if file.suffix != ".svg":
-        raise ConfigError(f"{file}: expected a name that ends with .svg")
-    try:
-        file.write_text(chart_file(panels))
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error}") from error

@@ -78,7 +78,7 @@ def print_samples(rows: Iterable[Row], console: Console) -> None:
     """Print rows one below the other."""
     for row in rows:
         console.print(Text(_headline(row), style="bold"))
-        _print_sections((*common_sections(row), *sections_of_one(row)), console)
+        _print_sections((*_common_sections(row), *_sections_of_one(row)), console)
         console.print()
 
 
@@ -89,8 +89,8 @@ def print_groups(store: SampleStore, rows: Iterable[Row], console: Console) -> N
         found = store.find(SampleFilter(ticket=ticket, purpose=purpose), limit=None)
         group = [row for row in found if row["attempt"] == attempt]
         first = group[0]
-        console.print(Text(f"ticket {_name(first)}, row {first['row']}, {fate_of(first)}", style="bold"))
-        _print_sections(common_sections(first), console)
+        console.print(Text(f"ticket {_name(first)}, row {first['row']}, {_fate_of(first)}", style="bold"))
+        _print_sections(_common_sections(first), console)
         for start in range(0, len(group), _MOST_COLUMNS):
             console.print(_side_by_side(group[start : start + _MOST_COLUMNS]))
         console.print()
@@ -127,7 +127,7 @@ def _flat(name: str, value: Any) -> Any:
 
 
 def _headline(row: Row) -> str:
-    figures = [row["id"], fate_of(row), *figures_of(row), _makers(row)]
+    figures = [row["id"], _fate_of(row), *_figures_of(row), _makers(row)]
     return printable("  ".join(figure for figure in figures if figure))
 
 
@@ -135,7 +135,7 @@ def _name(row: Row) -> str:
     return str(row["id"]) if row["index"] is None else str(row["id"]).rpartition("/")[0]
 
 
-def fate_of(row: Row) -> str:
+def _fate_of(row: Row) -> str:
     """Describe in words what became of a row."""
     match row["outcome"]:
         case "trained":
@@ -148,7 +148,7 @@ def fate_of(row: Row) -> str:
             return f"{outcome}: {printable(row['reason'])}" if row["reason"] else str(outcome)
 
 
-def figures_of(row: Row) -> Iterator[str]:
+def _figures_of(row: Row) -> Iterator[str]:
     """Yield the reward, its parts, and how the policy sampled the trajectory, each as a text."""
     if row["reward"] is not None:
         yield f"reward {row['reward']:g}"
@@ -168,7 +168,7 @@ def _makers(row: Row) -> str:
     return f"{row['worker']}{engine}, {row['seconds']:.2f} s ({parts})"
 
 
-def sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:
+def _sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:
     """Yield titles and printable lines of what a sample has for itself: its conversation, or its answer."""
     if row["messages"]:
         yield "conversation", list(_conversation(row["messages"]))
@@ -176,7 +176,7 @@ def sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:
         yield "answer", _lines(row["text"] or "(empty)")
 
 
-def common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:
+def _common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:
     """Yield titles and printable lines of what the samples of a group share: prompt and row."""
     yield "prompt", _lines(row["prompt_text"] or "")
     columns = row["dataset_row"]
@@ -222,7 +222,7 @@ def _side_by_side(group: Sequence[Row]) -> Table:
     table = Table(pad_edge=False, expand=True)
     for row in group:
         table.add_column(Text(printable(str(row["id"]))), ratio=1, overflow="fold")
-    table.add_row(*(Text("\n".join(figures_of(row))) for row in group))
+    table.add_row(*(Text("\n".join(_figures_of(row))) for row in group))
     table.add_section()
     bodies = (
         "\n".join(_conversation(row["messages"]) if row["messages"] else _lines(row["text"] or ""))

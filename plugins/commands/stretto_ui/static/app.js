@@ -1,6 +1,6 @@
 // The frame of the page: the bar, the views by address, the keyboard, the theme, and the clock that keeps views live.
 import { fill, h, svg } from "./dom.js";
-import { get } from "./api.js";
+import { get, saved } from "./api.js";
 import { loadFigures } from "./figures.js";
 import { runsView } from "./runs.js";
 import { runView } from "./run.js";
@@ -9,7 +9,7 @@ import { compareView } from "./compare.js";
 const PERIOD_MS = 2000;
 const main = document.getElementById("main");
 const bar = document.getElementById("bar");
-const live = h("span", { class: "live", role: "status" });
+const live = h("span", { class: "live", role: "status" }, saved?.written ?? "");
 const path = h("div", { class: "path" });
 let view = null;
 let turn = 0;
@@ -55,6 +55,7 @@ async function tick() {
 }
 
 function said(fault) {
+  if (saved) return;
   live.className = `live ${fault ? "off" : view?.live?.() ? "on" : ""}`;
   live.title = fault;
   fill(live, fault ? "no answer" : "live");
@@ -135,4 +136,4 @@ if (!location.hash) {
   if (single && runs.length === 1) history.replaceState(null, "", `#/run/${runs[0].id}/overview`);
 }
 await open();
-setTimeout(tick, PERIOD_MS);
+if (!saved) setTimeout(tick, PERIOD_MS);

@@ -1,7 +1,7 @@
 // Charts of curves. A board holds charts with one window, one smoothing and one x-axis; it fetches what is visible.
 /* global uPlot */
 import { colour, debounce, duration, fill, h, number, printable, seriesKey, seriesStyle, svg } from "./dom.js";
-import { get } from "./api.js";
+import { get, saved } from "./api.js";
 import { figure, figureText, tooltip } from "./figures.js";
 
 export class Board {
@@ -117,8 +117,8 @@ class Chart {
     this.lines = [];
     answers.forEach((answer, index) => {
       this.keys.forEach((key, place) => {
-        const curve = answer.curves[key];
-        if (!curve || !curve.x.length) return;
+        const curve = answer.curves[key] && within(answer.curves[key], this.board.window);
+        if (!curve?.x.length) return;
         const slot = this.keys.length > 1 && answers.length === 1 ? place : index;
         const label = this.keys.length > 1 ? figure(key).label : "", name = [answers.length > 1 ? this.board.runs[index].name : "", label].filter(Boolean).join(" · ");
         this.lines.push({ key, slot, name, label, curve, points: key.startsWith("evaluation/") });
@@ -312,7 +312,7 @@ class Chart {
       h("tbody", {}, line.curve.x.slice(-most).map((value, place) => h("tr", {},
         h("td", { class: "number" }, number(value)),
         h("td", { class: "number" }, number(line.curve.y[Math.max(0, line.curve.y.length - most) + place], 8))))))),
-    this.lines.some((line) => line.curve.total > most) && h("p", { class: "faint" }, "A part of the points; a smaller window shows all of them."));
+    this.lines.some((line) => line.curve.total > most) && h("p", { class: "faint" }, saved ? "A part of the points." : "A part of the points; a smaller window shows all of them."));
   }
 
   destroy() { this.u?.destroy(); this.u = null; }
@@ -322,6 +322,13 @@ function save(blob, name) {
   const link = h("a", { href: URL.createObjectURL(blob), download: name.replace(/[^\p{L}\p{N}.%-]+/gu, "-") });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+/** The points of a curve in a window, and the nearest one on each side of it. A file of `stretto report` holds all. */
+function within(curve, window) {
+  if (!saved || !window) return curve;
+  const keep = (values) => values.filter((value, at) => !(curve.x[at + 1] < window[0] || curve.x[at - 1] > window[1]));
+  return { ...curve, x: keep(curve.x), y: keep(curve.y), ci95: keep(curve.ci95), sd: keep(curve.sd) };
 }
 
 /** The place of the known value nearest to an index, or the last known one. */

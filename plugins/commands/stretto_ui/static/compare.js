@@ -69,7 +69,7 @@ export async function compareView(query) {
   drawFigures();
   await show(query);
   return {
-    element: h("div", {}, h("div", { class: "head" }, h("h1", {}, "Comparison"), h("a", { class: "muted", href: `#/?runs=${ids.join(",")}` }, "change the selection")), h("div", { class: "section" }, h("h2", {}, "What differs")), differing, h("div", { class: "section" }, h("h2", {}, "Differences"), h("span", { class: "faint" }, "± is a 95 % interval")), differences, h("div", { class: "section" }, h("h2", {}, "Figures"), h("span", { class: "faint" }, "of steps: means of the newest 10; v is the version that was evaluated")), figures, nav, place),
+    element: h("div", {}, h("div", { class: "head" }, h("h1", {}, "Comparison"), h("a", { class: "muted asks", href: `#/?runs=${ids.join(",")}` }, "change the selection")), h("div", { class: "section" }, h("h2", {}, "What differs")), differing, h("div", { class: "section" }, h("h2", {}, "Differences"), h("span", { class: "faint" }, "± is a 95 % interval")), differences, h("div", { class: "section" }, h("h2", {}, "Figures"), h("span", { class: "faint" }, "of steps: means of the newest 10; v is the version that was evaluated")), figures, nav, place),
     title: "Comparison", path: [`${ids.length} runs`],
     live: () => all.some((facts) => facts.state === "running"),
     accepts(parts, parameters) {

@@ -47,7 +47,7 @@ export function curvesPanel(runs, keys, { evaluations, marks, query, remember })
   }
 
   draw();
-  const tools = h("div", { class: "tools" }, search, h("label", {}, "smoothing ", slider, amount), choice("X-axis", [["step", "steps"], ["time_s", "time"]], x, (x) => board.set({ x })), choice("Y-axis", [["", "linear"], ["log", "log"]], board.log ? "log" : "", (y) => board.set({ log: y === "log" })), whole,
+  const tools = h("div", { class: "tools" }, search, h("label", { class: "asks" }, "smoothing ", slider, amount), h("span", { class: "asks" }, choice("X-axis", [["step", "steps"], ["time_s", "time"]], x, (x) => board.set({ x }))), choice("Y-axis", [["", "linear"], ["log", "log"]], board.log ? "log" : "", (y) => board.set({ log: y === "log" })), whole,
     h("span", { class: "faint" }, "Drag over a chart to zoom, double-click for everything."));
   const legend = runs.length > 1 && h("div", { class: "legend names" }, runs.map(({ name }, index) => h("span", {}, seriesKey(index), printable(name))));
   return { element: h("div", {}, tools, legend, place), board };

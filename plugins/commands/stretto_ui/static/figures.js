@@ -26,7 +26,7 @@ export function tooltip(key) {
 }
 
 /** The number of the colour of a part of a step's time. */
-export const hueOf = (key) => figure(key).part.replace("run", "");
+export const hueOf = (key) => figure(key).part;
 
 /** A value with its digits. The rule of `stretto.charts.Figure.text`. */
 export function figureText(key, value) {

@@ -8,8 +8,8 @@ const KINDS = [["bad", /^\S+ \[(error|critical)/], ["warn", /^\S+ \[warning/], [
 export async function logsTab({ id, facts, query }) {
   const parameters = { name: query.get("name") ?? "", text: "", problems: query.get("problems") ?? "" };
   let answer = await get(`runs/${id}/logs`, parameters);
-  const names = h("select", { "aria-label": "Log of", id: "log", onchange: () => { parameters.name = names.value; load(); } });
-  const search = h("input", { type: "search", placeholder: "Filter lines …", "aria-label": "Filter lines", "data-search": true, oninput: debounce(() => { parameters.text = search.value.trim(); load(); }, 200) });
+  const names = h("select", { class: "asks", "aria-label": "Log of", id: "log", onchange: () => { parameters.name = names.value; load(); } });
+  const search = h("input", { type: "search", class: "asks", placeholder: "Filter lines …", "aria-label": "Filter lines", "data-search": true, oninput: debounce(() => { parameters.text = search.value.trim(); load(); }, 200) });
   const problems = h("input", { type: "checkbox", id: "problems", checked: parameters.problems === "1", onchange: () => { parameters.problems = problems.checked ? "1" : ""; load(); } });
   const count = h("span", { class: "muted" }), lines = h("div", { class: "text log", id: "lines", tabindex: "0", role: "log", "aria-label": "Lines" });
 

@@ -1,15 +1,15 @@
 // The first view of a run: figures, curves, ledger, workers, staleness, advice.
 import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
-import { get } from "./api.js";
+import { get, saved } from "./api.js";
 import { Board } from "./charts.js";
-import { figure, figureText, timeBar, timeLegend, tooltip } from "./figures.js";
+import { figure, figureText, hueOf, timeBar, timeLegend, tooltip } from "./figures.js";
 
 /** From this many steps on, the curves of this view are smoothed. */
 const MANY_STEPS = 150;
 const ACCOUNTS = [["trained", "trained"], ["in_flight", "in flight"], ["filtered", "filtered"], ["expired", "expired"], ["failed", "failed"]];
 
 export async function overviewTab({ id, name, facts }) {
-  const smoothing = facts().step > MANY_STEPS ? 0.9 : 0;
+  const smoothing = facts().step > MANY_STEPS && !saved ? 0.9 : 0;
   const board = new Board([{ ids: [id], name }], { smoothing, marks: () => adviceMarks(facts()) });
   const verdict = h("p", { class: "verdict", id: "verdict" }), tiles = h("div", { class: "tiles", id: "tiles" }), advice = h("div", { class: "advice" }), notes = h("div");
   const ledger = h("section", { class: "panel w6", id: "ledger" }), staleness = h("section", { class: "panel w6", id: "staleness" });
@@ -147,13 +147,23 @@ function ticketTimes(recent) {
       h("span", { class: "number", "data-part": key }, `${duration(recent[key])} · ${((100 * recent[key]) / all).toFixed(0)} %`)]))];
 }
 
-/** Where the time of the steps went: in the mean of the newest ones, and of each step, as the report draws it. */
+/** Where the time of the steps went: in the mean of the newest ones, and of each step. */
 function drawTime(share, each, times) {
   share.hidden = each.hidden = !times;
   if (!times) return;
-  const { svg, head, parts } = times;
+  const { columns, head, parts } = times;
   fill(share, h("h2", {}, "Time of a step ", h("span", { class: "muted" }, head)), timeBar(parts));
-  fill(each, h("h2", {}, "Time of each step"), document.importNode(new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, true), timeLegend(parts));
+  fill(each, h("h2", {}, "Time of each step"), timeColumns(columns), timeLegend(parts));
+}
+
+/** A column of the parts of the time for each step, or for equal numbers of steps, and what the lines behind the columns mean. */
+function timeColumns(columns) {
+  const top = Math.max(...columns.map(([, , parts]) => Object.values(parts).reduce((sum, seconds) => sum + seconds, 0))) || 1, every = Math.ceil(columns.length / 10);
+  const power = 10 ** Math.floor(Math.log10(top / 4)), most = 4 * power * [1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].find((each) => 4 * each * power >= top);
+  return h("div", { class: "columns", role: "img", "aria-label": `Time of each step, at most ${duration(top)}` },
+    h("div", { class: "axis" }, [1, 0.75, 0.5, 0.25, 0].map((share) => h("span", {}, duration(share * most)))),
+    columns.map(([first, last, parts], place) => h("div", { class: "column", title: `${first === last ? `step ${first}` : `steps ${first} to ${last}`}: ${Object.entries(parts).map(([key, seconds]) => `${figure(key).label} ${duration(seconds)}`).join(", ")}` },
+      Object.entries(parts).map(([key, seconds]) => h("div", { class: `k${hueOf(key)}`, style: { height: `${(100 * seconds) / most}%` } })), place % every === 0 && h("span", {}, number(first)))));
 }
 
 function drawStaleness(element, { counts, source }) {

@@ -1,6 +1,6 @@
 // The list of all runs: sortable, filtered by text, several selected to compare. Runs that differ only in their seed are one row, which opens.
 import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
-import { get } from "./api.js";
+import { get, saved } from "./api.js";
 import { spark } from "./charts.js";
 import { ACCURACY, deviation, figure, figureText, mean, scoreText } from "./figures.js";
 
@@ -34,7 +34,7 @@ function remembered(name) {
 export async function runsView(query) {
   let answer = await get("runs");
   let order = { key: "changed", down: true };
-  const chosen = new Set((query.get("runs") ?? "").split(",").filter(Boolean)), opened = new Set();
+  const chosen = new Set(saved ? answer.runs.map((run) => run.id) : (query.get("runs") ?? "").split(",").filter(Boolean)), opened = new Set();
   const pinned = remembered("pinned"), hidden = remembered("hidden");
   const body = h("tbody"), head = h("tr"), count = h("span", { class: "muted" });
   const search = h("input", { type: "search", placeholder: "Filter by name, value, verdict …", "aria-label": "Filter runs", "data-search": true, oninput: draw });
@@ -94,10 +94,10 @@ export async function runsView(query) {
   function line(row, keys, highest) {
     const ids = (row.members ?? [row]).map((run) => run.id), open = () => (row.members ? unfold(row.id) : (location.hash = `#/run/${row.id}/overview`));
     const mark = (label, sign, set) => h("button", { type: "button", class: "plain small", "aria-label": `${label} ${row.name}`, title: label, "aria-pressed": String(ids.every(set.has)), onclick: () => { for (const id of ids) set.turn(id); draw(); } }, sign);
-    return h("tr", { class: `link ${ids.every((id) => chosen.has(id)) ? "chosen" : ""} ${opened.has(row.setting) && !row.members ? "member" : ""}`, tabindex: "0", "data-id": row.id,
+    return h("tr", { class: `link ${ids.every((id) => chosen.has(id)) && !saved ? "chosen" : ""} ${opened.has(row.setting) && !row.members ? "member" : ""}`, tabindex: "0", "data-id": row.id,
       onclick: (event) => { if (!event.target.closest("input, a, button")) open(); },
       onkeydown: (event) => { if (event.key === "Enter" && event.target.tagName === "TR") open(); } },
-      h("td", {}, h("input", { type: "checkbox", checked: ids.every((id) => chosen.has(id)), "aria-label": `Select ${row.name}`, onchange: (event) => choose(ids, event.target.checked) })),
+      h("td", {}, h("input", { type: "checkbox", class: "asks", checked: ids.every((id) => chosen.has(id)), "aria-label": `Select ${row.name}`, onchange: (event) => choose(ids, event.target.checked) })),
       h("td", { class: "name clip", title: printable(row.path) }, 
         row.members ? [printable(row.name), h("button", { type: "button", class: "plain small", "aria-expanded": String(opened.has(row.id)), onclick: () => unfold(row.id) }, `${row.members.length} seeds ${opened.has(row.id) ? "▴" : "▾"}`)]
           : h("a", { href: `#/run/${row.id}/overview` }, printable(row.name)), ![".", row.name].includes(row.path) && h("span", { class: "muted" }, ` ${printable(row.path)}`)),

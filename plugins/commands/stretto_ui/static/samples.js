@@ -1,6 +1,6 @@
 // Kept samples: groups or single samples with filters, a group side by side, conversations, and tokens coloured by a figure.
 import { choice, debounce, duration, fill, h, number, printable } from "./dom.js";
-import { get } from "./api.js";
+import { get, imageAddress, saved } from "./api.js";
 import { deviation, figureText, mean } from "./figures.js";
 import { scatter } from "./scatter.js";
 
@@ -42,6 +42,8 @@ const groupLink = (id, row) => link(id, { ticket: row.ticket, purpose: row.purpo
 async function listView(id, facts, query) {
   // The newest samples of a run are those of its last evaluation, or wait to be trained; a run that trains opens with its newest step.
   const newest = facts().step, trains = newest > 0 && facts().keys.includes("reward");
+  const pages = Object.keys(saved ?? {}).filter((path) => path.startsWith(`runs/${id}/groups`)).map((path) => new URLSearchParams(path.split("?")[1]));
+  if (!query.size && pages.length) [query] = pages;
   if (!query.size && trains) query = new URLSearchParams({ purpose: "train", step_from: newest, step_to: newest });
   let view = query.get("view") ?? "groups", offset = Number(query.get("offset") ?? 0), asked = null;
   const inputs = {};
@@ -49,7 +51,7 @@ async function listView(id, facts, query) {
   const select = (name, options, first) => (inputs[name] = h("select", { id: `f-${name}`, onchange: apply, "aria-label": name }, first !== null && h("option", { value: "" }, first), options.map(([value, text]) => h("option", { value }, text))));
   const soon = debounce(apply, 400);
   const note = h("div"), count = h("span", { class: "muted", id: "count", role: "status" }), body = h("tbody");
-  const before = h("button", { type: "button", onclick: () => move(-PAGE[view]) }, "← Previous"), after = h("button", { type: "button", id: "next", onclick: () => move(PAGE[view]) }, "Next →");
+  const before = h("button", { type: "button", class: "asks", onclick: () => move(-PAGE[view]) }, "← Previous"), after = h("button", { type: "button", class: "asks", id: "next", onclick: () => move(PAGE[view]) }, "Next →");
   const form = h("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); apply(); } },
     h("div", {}, h("span", { class: "label" }, "text"), inputs.text = h("input", { type: "search", id: "f-text", value: query.get("text") ?? "", placeholder: "in prompt or answer", "data-search": true, oninput: soon, "aria-label": "Text in prompt or answer" })),
     RANGES.map(([name, label]) => h("fieldset", {}, h("legend", {}, label), h("div", { class: "pair" }, input(`${name}_from`, { placeholder: "from", label: `${label} from` }), input(`${name}_to`, { placeholder: "to", label: `${label} to` })))),
@@ -65,8 +67,9 @@ async function listView(id, facts, query) {
   const head = h("thead"), others = Object.keys(inputs).filter((name) => !["step_from", "step_to", "purpose", "order"].includes(name) && query.get(name));
   const picture = h("div", { id: "scatter" }), chart = h("details", { class: "fold", open: localStorage.getItem("scatter") === "open", ontoggle: () => localStorage.setItem("scatter", chart.open ? "open" : "") }, h("summary", { onclick: () => { if (!chart.open) drawScatter(); } }, "Reward against length"), picture);
   const element = h("div", {},
-    h("div", { class: "tools" }, choice("Samples", [["groups", "groups"], ["list", "single samples"]], view, (value) => { view = value; apply(); }), trains && h("label", {}, "step", at, step), right),
-    h("details", { class: "fold", open: others.length > 0 }, h("summary", {}, "Filters and order"), form), chart, note,
+    h("div", { class: "tools" }, h("span", { class: "asks" }, choice("Samples", [["groups", "groups"], ["list", "single samples"]], view, (value) => { view = value; apply(); })), trains && h("label", { class: "asks" }, "step", at, step),
+      pages.map((each) => h("a", { class: "button", href: link(id, each), "aria-current": each.get("purpose") === query.get("purpose") ? "page" : null }, `${each.get("purpose") === "eval" ? "evaluation of version" : "step"} ${each.get("step_from") ?? "–"}`)), right),
+    h("details", { class: "fold asks", open: others.length > 0 }, h("summary", {}, "Filters and order"), form), chart, note,
     h("div", { class: "panel scroll" }, h("table", { id: "samples" }, head, body)),
     h("div", { class: "tools", style: { "margin-top": "12px" } }, before, after, count));
 
@@ -175,7 +178,7 @@ async function groupView(id, facts, query) {
   const rows = (await get(`runs/${id}/group`, { ticket, purpose })).sort((one, other) => (other.reward ?? -Infinity) - (one.reward ?? -Infinity));
   const neighbour = (step) => link(id, { ticket: ticket + step, purpose, group: 1 });
   const nav = h("div", { class: "tools" }, h("h2", {}, `Ticket ${number(ticket)}`), rows.length > 0 && [h("span", { class: `pill ${rows[0].outcome}` }, rows[0].outcome), h("span", { id: "rewards" }, dots(rows, scaleOf(rows)), ` ${rewardsOf(rows)}`), rows[0].step !== null && h("span", { class: "muted" }, `step ${number(rows[0].step)}`)],
-    h("span", { class: "grow" }), h("a", { class: "button", href: neighbour(-1) }, "← Previous"), h("a", { class: "button", href: neighbour(1) }, "Next →"), h("a", { class: "button", href: link(id, {}) }, "List of samples"));
+    h("span", { class: "grow" }), h("a", { class: "button asks", href: neighbour(-1) }, "← Previous"), h("a", { class: "button asks", href: neighbour(1) }, "Next →"), h("a", { class: "button", href: link(id, {}) }, "List of samples"));
   const key = (event) => {
     if (event.key === "[" && ticket > 0) location.hash = neighbour(-1);
     else if (event.key === "]") location.hash = neighbour(1);
@@ -206,17 +209,14 @@ async function groupView(id, facts, query) {
       return;
     }
     const now = mode;
-    for (const { row, content } of cards) {
-      if (!row.sampled) { fill(content, plain(row, row)); continue; }
-      try {
-        if (!loaded.has(row.id)) loaded.set(row.id, await get(`runs/${id}/tokens`, { sample: row.id, ticket, purpose }, abort.signal));
-      } catch (error) {
-        if (error.name !== "AbortError") fill(content, h("p", { class: "note bad" }, error.message));
-        continue;
-      }
-      if (now !== mode) return;
-      fill(content, tokens(loaded.get(row.id), now));
+    try {
+      if (!loaded.size) for (const row of await get(`runs/${id}/tokens`, { ticket, purpose }, abort.signal)) if (row.sampled) loaded.set(row.id, row);
+    } catch (error) {
+      if (error.name !== "AbortError") for (const { content } of cards) fill(content, h("p", { class: "note bad" }, error.message));
+      return;
     }
+    if (now !== mode) return;
+    for (const { row, content } of cards) fill(content, row.sampled ? tokens(loaded.get(row.id), now) : plain(row, row));
     drawLegend(legend, mode, [...loaded.values()]);
   }
 
@@ -261,7 +261,7 @@ function images(id, row, purpose) {
 }
 
 function picture(id, wanted, name) {
-  const image = h("img", { src: `/api/runs/${id}/image?${new URLSearchParams(wanted)}`, alt: name, title: name, onerror: () => image.replaceWith(h("p", { class: "muted" }, `${name} cannot be read here.`)) });
+  const image = h("img", { src: imageAddress(`runs/${id}/image`, wanted), alt: name, title: name, onerror: () => image.replaceWith(h("p", { class: "muted" }, `${name} cannot be read here.`)) });
   return image;
 }
 

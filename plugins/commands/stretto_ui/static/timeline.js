@@ -1,6 +1,6 @@
 // Generation and training over time, on a canvas: lanes of spans, what waited for what, zoom and movement.
 import { colour, debounce, duration, fill, h, number, printable } from "./dom.js";
-import { get } from "./api.js";
+import { get, saved } from "./api.js";
 import { hueOf, timeBar } from "./figures.js";
 
 const LABEL = 132, ROW = 18, THIN = 5, GAP = 9, AXIS = 22, FLIGHT = 46;
@@ -18,13 +18,14 @@ export async function timelineTab({ id, facts }) {
   const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": "Timeline of generation and training", id: "timeline" });
   const detail = h("p", { class: "detail", "aria-live": "polite" }), range = h("span", { class: "muted mono" }), time = h("section", { class: "panel", id: "share" });
   const tip = h("div", { class: "tip", hidden: true }), followed = h("input", { type: "checkbox", checked: follows, onchange: () => { follows = followed.checked; } });
+  const button = (label, onclick) => h("button", { type: "button", class: "asks", onclick }, label);
   const element = h("div", {},
     h("div", { class: "tools" },
-      h("button", { type: "button", onclick: () => zoom(0.5) }, "Zoom in"), h("button", { type: "button", onclick: () => zoom(2) }, "Zoom out"),
-      h("button", { type: "button", onclick: () => go(data.begun, data.ended) }, "Whole run"), h("button", { type: "button", onclick: newest }, "Newest steps"),
-      facts().state === "running" && h("label", {}, followed, "follow"), range),
+      button("Zoom in", () => zoom(0.5)), button("Zoom out", () => zoom(2)),
+      button("Whole run", () => go(data.begun, data.ended)), button("Newest steps", newest),
+      facts().state === "running" && h("label", { class: "asks" }, followed, "follow"), range),
     h("section", { class: "panel timeline" }, canvas, detail),
-    h("div", { class: "legend", style: { margin: "10px 2px 14px" } }, KINDS.map(([kind, label]) => h("span", {}, h("span", { class: `key k${hueOfKind(kind)}` }), label)), h("span", { class: "faint" }, "Pale before a step: what training waits for. Drag to move, Ctrl and wheel to zoom, hover for details, click a ticket for its samples.")),
+    h("div", { class: "legend", style: { margin: "10px 2px 14px" } }, KINDS.map(([kind, label]) => h("span", {}, h("span", { class: `key k${hueOfKind(kind)}` }), label)), h("span", { class: "faint" }, "Pale before a step: what training waits for. ", h("span", { class: "asks" }, "Drag to move, Ctrl and wheel to zoom. "), "Hover for details, click a ticket for its samples.")),
     time, tip);
   const sized = new ResizeObserver(() => draw());
 
@@ -54,6 +55,7 @@ export async function timelineTab({ id, facts }) {
   const label = () => (canvas.clientWidth < 600 ? 84 : LABEL);
 
   function go(from, to) {
+    if (saved) return; // it holds one window
     const least = 0.005, whole = Math.max(data.ended - data.begun, 1);
     const width = Math.min(Math.max(to - from, least), whole * 1.02);
     const middle = (from + to) / 2;

@@ -1,0 +1,248 @@
+"""`stretto report`: the page in one file, with answers about some runs in place of a server.
+
+A browser loads no module from a file, so the modules become one script: each is a function that returns what
+it exports. The policy of the file admits this script, uPlot and the style sheets by their hashes, and no
+address: text of a run that was taken for markup could neither run nor send anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from stretto.errors import ConfigError
+from stretto.models.images import names_in
+from stretto.run_folder import HELD_OUT, find_runs
+from stretto_ui.runs import ListedRun, Runs
+from stretto_ui.server import Page, Query, colours, fault_of
+
+_MOST_BYTES = 16 << 20
+"""Most bytes of the answers about runs, of which each run has an equal share. Mail servers refuse 20 MB."""
+_POINTS, _FEWEST_POINTS = 1000, 200
+"""Most points of a curve of one run. Several runs share them."""
+_PARTS = frozenset({"points", "keys", "width"})
+"""Parameters that choose a part of what the file holds whole. static/api.js leaves them out as well."""
+_FIRST_PAGE = {"order": "-sequence", "limit": "50", "offset": "0"}
+"""What static/samples.js asks for."""
+_STATIC = Path(str(files("stretto_ui") / "static"))
+_LINKED = re.compile(
+    r'<(?:link rel="stylesheet" href|(script)( type="module")? src)="/static/([^"]+)"( defer)?>(</script>)?'
+)
+_SHA256 = re.compile(r'"sha256":"([0-9a-f]{64})"')
+_IMPORT = re.compile(r'^import \{(.*)\} from "\./(\w+)\.js";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
+
+_Handler = Callable[[ListedRun, Query], Any]
+
+
+def save_report(folders: Sequence[Path], file: Path) -> str:
+    """Write the report of the runs in and below some folders. Return what there was no room for, in words.
+
+    Raises:
+        ConfigError: if a folder holds no run, if no run can be read, or if the file cannot be written.
+    """
+    for folder in folders:
+        if not find_runs(folder):
+            raise ConfigError(f"{folder} holds no run")
+    runs = Runs(folders)
+    page = Page(runs)
+    index = page.index({})
+    ids = [row["id"] for row in index["runs"]]
+    if not ids:
+        raise ConfigError("; ".join(index["problems"]))
+    saved = {each: _SavedRun(page, runs.get(each), len(ids)) for each in ids}
+    answers = {"runs": _json(index), "figures": _json(page.figures({}))}
+    if len(ids) > 1:
+        asked = {"runs": ",".join(ids)}
+        comparison, answer = _asked(partial(page.comparison, asked), "these runs")
+        answers[_address("compare", asked)] = _json(answer)
+        for group in comparison.groups if comparison else ():
+            first, *others = (
+                each for each, run in zip(ids, comparison.runs, strict=True) if run.label in group.runs
+            )
+            saved[first].add_curves(others, [key for each in others for key in saved[each].keys])
+    left_out = Counter[str]()
+    for each in saved.values():
+        each.add_samples()
+        answers |= each.answers
+        left_out += each.left_out
+    without = ", ".join(f"{count} × {what}" for what, count in left_out.items())
+    try:
+        file.write_text(_document(answers, without))
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error}") from error
+    return without
+
+
+class _SavedRun:
+    """The answers about one run that the file holds, as far as there is room for them."""
+
+    def __init__(self, page: Page, run: ListedRun, runs: int) -> None:
+        self.answers: dict[str, str] = {}
+        self.left_out = Counter[str]()
+        self._page, self._run = page, run
+        self._room = _MOST_BYTES // runs
+        self._points = str(max(_FEWEST_POINTS, _POINTS // runs))
+        facts = self._add("overview", page.overview) or {}
+        self.keys: list[str] = [*facts.get("keys", ()), *HELD_OUT]
+        self._add("configuration", page.config, "/config")
+        self._add("time of steps", page.time, "/time")
+        self._add("staleness", page.staleness, "/staleness")
+        self.add_curves()
+        self._add("timeline", page.timeline, "/timeline", width="1200")
+        self._add("log", page.logs, "/logs")
+        self._add("log", page.logs, "/logs", problems="1")
+
+    def add_curves(self, others: Sequence[str] = (), keys: Sequence[str] = ()) -> None:
+        """Add the curves of the run; or its mean with the runs that have other ids, also of other keys."""
+        asked = {"others": ",".join(others)} if others else {}
+        every = ",".join(quote(key, "") for key in dict.fromkeys((*self.keys, *keys)))
+        self._add("curves", self._page.series, "/series", x="step", points=self._points, keys=every, **asked)
+
+    def add_samples(self) -> None:
+        """Add the groups of the newest step and of the newest evaluation with samples: texts of all, then
+        images, then tokens."""
+        page, groups = self._page, list[tuple[dict[str, str], list[dict[str, Any]]]]()
+        for query in self._newest():
+            listed = self._add("list of groups", page.groups, "/groups", **query, **_FIRST_PAGE) or {}
+            self._add("reward against length", page.points, "/points", **query)
+            for each in listed.get("groups", ()):
+                of = {"ticket": str(each["ticket"]), "purpose": str(each["purpose"])}
+                groups.append((of, self._add("group", page.group, "/group", **of) or []))
+        for of, rows in groups:
+            for image in _images(rows):
+                self._add("image", page.image, "/image", **of, **image)
+        for of, _ in groups:
+            self._add("tokens of a group", page.tokens, "/tokens", **of)
+
+    def _newest(self) -> list[dict[str, str]]:
+        """Return the conditions of the groups to add; without samples no conditions: the view says so."""
+        pages: list[dict[str, str]] = []
+        for purpose in ("train", "eval"):
+            asked = {"purpose": purpose, "order": "-step", "limit": "1"}
+            newest = self._add("newest sample", self._page.samples, "/samples", **asked) or {"rows": []}
+            for row in newest["rows"]:
+                step = row["step"]
+                bounds = {} if step is None else dict.fromkeys(("step_from", "step_to"), str(step))
+                pages.append({"purpose": purpose, **bounds})
+        return pages or [{}]
+
+    def _add(self, what: str, handler: _Handler, name: str = "", **query: str) -> Any:
+        """Add an answer and return it; None if it is an error or too large. Of a kind of which one was too
+        large, no others are read."""
+        if self.left_out[what]:
+            self.left_out[what] += 1
+            return None
+        answer, saved = _asked(partial(handler, self._run, query), self._run.path)
+        encoded = _json(saved)
+        if (size := len(encoded.encode())) > self._room:
+            self.left_out[what] += 1
+            return None
+        self._room -= size
+        self.answers[_address(f"runs/{self._run.id}{name}", query)] = encoded
+        return answer
+
+
+def _asked(handler: Callable[[], Any], run: str) -> tuple[Any, Any]:
+    """Return an answer, and what the file holds of it. If it fails: None, and why, as the server says."""
+    try:
+        answer = handler()
+    except Exception as error:  # noqa: BLE001 - `fault_of` says why
+        return None, {"error": fault_of(error, run)}
+    if isinstance(answer, bytes):
+        return answer, {"address": _data_address("image/png", answer)}
+    return answer, answer
+
+
+def _images(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    """Yield what names each image of a group in a request: those of its row, then of its conversations."""
+    names = [name for row in rows[:1] for name in names_in(row["dataset_row"])]
+    yield from ({"number": str(number)} for number, name in enumerate(names) if isinstance(name, str))
+    digests = _SHA256.findall(_json([row["messages"] for row in rows]))
+    yield from ({"sha256": digest} for digest in dict.fromkeys(digests))
+
+
+# ------------------------------------------------------------------------------------------ the file
+
+
+def _document(answers: Mapping[str, str], without: str) -> str:
+    """Return index.html with all that it links to, and the answers."""
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+
+    def inline(link: re.Match[str]) -> str:
+        tag, kind, source = link[1] or "style", link[2] or "", _source(link[3])
+        digest = hashlib.sha256(source.encode()).digest()
+        hashes[tag].append(f"'sha256-{base64.b64encode(digest).decode()}'")
+        return f"<{tag}{kind}>{source}</{tag}>"
+
+    html = _LINKED.sub(inline, (_STATIC / "index.html").read_text())
+    scripts, styles = map(" ".join, hashes.values())
+    policy = (
+        f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    written = f"report of {time.strftime('%Y-%m-%d %H:%M')}"
+    note = (
+        f"A {written}: curves of at most {_POINTS} points, the newest steps of the timeline, the kernel's "
+        "newest log lines, the groups of the newest step and of the newest evaluation. "
+        "<code>stretto ui</code> shows everything."
+        + (f" There was no room for {without}." if without else "")
+    )
+    answers = {"written": _json(written), **answers}
+    data = ",".join(f"{_json(path)}:{answer}" for path, answer in answers.items())
+    licence = (_STATIC / "vendor" / "uPlot.LICENSE").read_text()
+    for mark, addition in (
+        ('<meta charset="utf-8">', f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        ("<title>stretto</title>", f"<!-- uPlot: {licence} -->"),
+        ("</main>", f'<footer>{note}</footer><script type="application/json" id="saved">{{{data}}}</script>'),
+    ):
+        html = html.replace(mark, mark + addition, 1)
+    icon = _data_address("image/svg+xml", (_STATIC / "icon.svg").read_bytes())
+    return html.replace("/static/icon.svg", icon, 1)
+
+
+def _source(name: str) -> str:
+    if name == "colours.css":
+        return colours()
+    if name == "app.js":
+        modules: dict[str, str] = {}
+        _add_module("app", modules)
+        return "".join(modules.values())
+    return (_STATIC / name).read_text()
+
+
+def _add_module(name: str, modules: dict[str, str]) -> None:
+    """Add a module as a constant `NAME_js` with its exports, after the modules that it imports."""
+    source = (_STATIC / f"{name}.js").read_text()
+    for _, imported in _IMPORT.findall(source):
+        if imported not in modules:
+            _add_module(imported, modules)
+    exports = ", ".join(exported for _, exported in _EXPORT.findall(source))
+    body = _EXPORT.sub(r"\1", _IMPORT.sub(r"const {\1} = \2_js;", source))
+    modules[name] = f"const {name}_js = await (async () => {{\n{body}\nreturn {{ {exports} }};\n}})();\n"
+
+
+def _json(value: Any) -> str:
+    """Return JSON that a script element of HTML can hold: no text in it ends the element."""
+    return msgspec.json.encode(value).decode().replace("<", "\\u003c")
+
+
+def _address(path: str, query: Query) -> str:
+    """Return what static/api.js looks for."""
+    wanted = sorted((name, value) for name, value in query.items() if name not in _PARTS)
+    return f"{path}?{urlencode(wanted)}" if wanted else path
+
+
+def _data_address(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
