@@ -217,17 +217,20 @@ def kernel_of(run: SlurmRun) -> int:
     return int(re.findall(r"pid (\d+)", (run.folder / "bus" / "kernel.lock").read_text())[0])
 
 
-def test_a_killed_kernel_is_replaced_while_its_steps_go_on(submit: Submit) -> None:
+def test_the_steps_of_a_killed_kernel_leave_before_others_start(submit: Submit) -> None:
     run = submit("steps=60", "checkpoint.every=10", "inference.replicas=2")
     run.until_step(15)
     before = run.nodes()
     os.kill(kernel_of(run), signal.SIGKILL)
+
+    def have_started_again() -> bool:
+        steps = ask("squeue", "--noheader", "--steps", "--format=%j").split()
+        assert all(steps.count(worker) < 2 for worker in before), "a worker runs twice"
+        return all(len(nodes) == 2 for nodes in run.nodes().values())
+
+    until(have_started_again, otherwise=run.text)
     summary = run.assert_completed(60)
-    [recovery] = summary["recoveries"]
-    assert recovery["lost"] == "kernel"
-    assert recovery["repeated"] <= 1, "the trainer has not loaded the checkpoint"
-    assert run.nodes() == before, "no worker has started again"
-    assert {node for nodes in before.values() for node in nodes} == {"node1", "node2"}
+    assert "all workers start again: the launcher takes over none of a former kernel" in run.text()
     assert summary["restarts"] == 0
 
 

@@ -18,7 +18,21 @@ import pytest
 
 from fixture_types import Start
 from patience import patience
+from plugin_files import write_plugin
+from processes import arguments_of
 from stretto.cli.start import supervise
+from stretto.launcher import ROLES
+
+PLAIN = """
+from stretto_local import LocalLauncher
+
+class PlainLauncher:
+    def __init__(self, config, context):
+        local = LocalLauncher(config, context)
+        self.check, self.launch = local.check, local.launch
+
+make = PlainLauncher
+"""
 
 
 def kernel_of(run: Any) -> psutil.Process:
@@ -40,6 +54,28 @@ def test_a_killed_kernel_is_followed_by_the_next_one(start: Start) -> None:
     assert run.text().count("the kernel was killed by SIGKILL at version ") == 2
     assert run.text().count("workers of the former kernel live on") == 2
     assert "checkpoint" in run.text()
+    run.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_workers_that_the_launcher_cannot_take_over_leave_before_others_start(
+    start: Start, tmp_path: Path
+) -> None:
+    plugin = write_plugin(tmp_path, "launcher", PLAIN, "stretto.LauncherConfig")
+    run = start("--supervise", "steps=14", "checkpoint.every=5", f"plugins=[{plugin}]", "launcher=mine")
+    run.until_step(3)
+    files = [str(run.folder / "bus" / f"{role}-0.json") for role in ROLES]
+    former = {run.process_with(file).pid for file in files}
+    kernel_of(run).kill()
+
+    def has_started_again() -> bool:
+        present = [(each.pid, file) for each in run.look() for file in files if file in arguments_of(each)]
+        assert len({file for _, file in present}) == len(present), "a worker runs twice"
+        return len(present) == len(files) and not former & {pid for pid, _ in present}
+
+    run.until(has_started_again)
+    run.assert_completed(14)
+    assert "all workers start again: the launcher takes over none of a former kernel" in run.text()
     run.assert_nothing_is_left()
 
 

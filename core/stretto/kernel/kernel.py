@@ -181,8 +181,8 @@ class Kernel:
         if self._resumption is not None and self._setup.replays is None:
             await self._fleet.adopt(self._setup.workers, self._tasks)  # before they hear of this kernel
             self._adopts = bool(self._fleet.adoption.absent)
-            if adopts_trainers := self._fleet.adoption.has_trainers:  # new ones may take their place
-                self._admission.on_trainer_lost = lambda worker, how: None
+            adopts_trainers = self._fleet.adoption.has_trainers
+            self._admission.on_trainer_lost = lambda worker, how: None  # new ones take their place
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(watch_bus, self._setup, self._bus, self._ending)
@@ -193,6 +193,8 @@ class Kernel:
         if self._setup.replays is None:
             self._tasks.start_soon(self._samples.run)
         try:
+            if self._resumption is not None and self._setup.replays is None:
+                await self._fleet.adoption.until_others_left(self._ending.over, self._fleet.reconnect_s)
             await self._fleet.launch(self._setup.workers, self._tasks)
             self._facts.note = ""
             self._tasks.start_soon(self._begin, stored, adopts_trainers)

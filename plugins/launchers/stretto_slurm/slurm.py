@@ -13,13 +13,10 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import msgspec
-import psutil
 
 from stretto import Context, Problem
-from stretto.base.former_process import FormerProcess
 from stretto.errors import LaunchError, one_job
-from stretto.launcher import UNKNOWN_STATUS, Job, Submission
+from stretto.launcher import Job, Submission
 from stretto.nodes import Node, Spot, place
 from stretto_slurm import SlurmConfig
 from stretto_slurm.allocation import Allocation, ask_slurm, slurm_environment
@@ -51,33 +48,17 @@ exit $status"""
 _STARTED = re.compile(r"^stretto: (\S+) on (\S+), step (\d+), pid (\d+)$", re.MULTILINE)
 
 
-class _StepRecord(msgspec.Struct, frozen=True):
-    """A step, for the launcher of the run's next kernel."""
-
-    pid: int
-    """The process id of its srun, on the kernel's node."""
-    created: str
-    """When this srun started (`FormerProcess.created`)."""
-    spot: Spot
-    step: str
-    worker_pid: str
-    log_begin: int
-
-
 class SlurmHandle:
     """One step, and the `srun` that waits for it."""
 
     def __init__(
         self,
         job: Job,
-        process: anyio.abc.Process | FormerProcess,
+        process: anyio.abc.Process,
         allocation: Allocation,
         part: int,
         spot: Spot,
         log_begin: int,
-        *,
-        step: str = "",
-        pid: str = "",
     ) -> None:
         self._job = job
         self._allocation = allocation
@@ -86,15 +67,7 @@ class SlurmHandle:
         self._spot = spot
         self._log_begin = log_begin
         """Size of the log before the step."""
-        self._step, self._pid = step, pid
-
-    def record(self) -> str:
-        """Return how a later launcher finds the step, in JSON; empty if it has ended."""
-        with suppress(psutil.NoSuchProcess):
-            srun = FormerProcess(self._process.pid)
-            record = _StepRecord(srun.pid, srun.created, self._spot, self._step, self._pid, self._log_begin)
-            return msgspec.json.encode(record).decode()
-        return ""
+        self._step = self._pid = ""
 
     @property
     def place(self) -> str:
@@ -104,8 +77,7 @@ class SlurmHandle:
     @property
     def runs(self) -> bool:
         """Whether it has not ended yet."""
-        process = self._process
-        return (process.poll() if isinstance(process, FormerProcess) else process.returncode) is None
+        return self._process.returncode is None
 
     async def until_started(self, within_s: float) -> None:
         """Wait until the step has started its program."""
@@ -126,8 +98,6 @@ class SlurmHandle:
     async def wait(self) -> int:
         """Wait for the step's end and return the exit status of its process."""
         status = await self._process.wait()
-        if status == UNKNOWN_STATUS:
-            return status
         if status > _SIGNAL_BASE:
             return _SIGNAL_BASE - status
         return status or (_LOST if _LOST_NODE in self._output() else 0)
@@ -234,27 +204,6 @@ class SlurmLauncher:
         for job, handle in zip(jobs, handles, strict=True):
             self._handles[job.worker] = job, spots[job.worker], handle
         return handles
-
-    def record(self, worker: str) -> str:
-        """Return the step of a worker, in JSON. It is empty if the step has ended."""
-        return self._handles[worker][2].record()
-
-    async def adopt(self, job: Job, record: str) -> SlurmHandle | None:
-        """Take over a step that a former kernel has started in the same Slurm job, if it runs."""
-        if not record or self._allocation is None:
-            return None
-        known = msgspec.json.decode(record, type=_StepRecord)
-        srun = FormerProcess.find(known.pid, known.created)
-        if srun is None:
-            return None
-        part = part_of(self._config, job)
-        handle = SlurmHandle(
-            *(job, srun, self._allocation, part, known.spot, known.log_begin),
-            step=known.step,
-            pid=known.worker_pid,
-        )
-        self._handles[job.worker] = job, known.spot, handle
-        return handle
 
     def _place(self, jobs: Sequence[Job], allocation: Allocation) -> dict[str, Spot]:
         spots: dict[str, Spot] = {}

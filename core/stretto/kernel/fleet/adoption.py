@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import anyio
 import msgspec
 import structlog
 
+from stretto.base import clock
 from stretto.base.private_file import write_private
 from stretto.bus.guard import folder_id
 from stretto.bus.messages.membership import Join
@@ -16,6 +18,10 @@ from stretto.launcher import AdoptingLauncher, Handle, Job, Launcher
 log = structlog.get_logger(__name__)
 
 _FILE = "processes.json"
+_QUIET_S = 3.0
+"""A worker that leaves out three heartbeats has left, or is cut off: what it sends has a former lease."""
+_LEAVE_S = 30.0
+"""Wait this long for former workers to leave. They need 10 s, unless their event loops stand still."""
 
 
 class _Processes(msgspec.Struct, frozen=True):
@@ -43,6 +49,8 @@ class Adoption:
         self._values = values
         self.absent: set[str] = set()
         """Adopted workers that have not joined again."""
+        self.stranger_heard = 0.0
+        """When a process that is no member of the fleet has last sent a heartbeat."""
 
     @property
     def has_trainers(self) -> bool:
@@ -76,6 +84,24 @@ class Adoption:
             found = [(job, handle) for job, handle in found if job.role != "trainer"]
         self.absent = {job.worker for job, _ in found}
         return found
+
+    async def until_others_left(self, over: anyio.Event, reconnect_s: float) -> None:
+        """If the launcher cannot take over workers, wait until those of a former kernel have left, or until
+        the run is over. They hear this kernel's beacons, may not join again, and end. Without the wait, each
+        would have its GPU together with the process that takes its place.
+
+        Args:
+            reconnect_s: seconds in which a worker may look for another server of a cluster.
+        """
+        if self._launcher is not None:
+            return
+        log.info("all workers start again: the launcher takes over none of a former kernel")
+        self.stranger_heard = clock.now()
+        with anyio.move_on_after(_LEAVE_S + reconnect_s) as waiting:
+            while clock.now() - self.stranger_heard < _QUIET_S + reconnect_s and not over.is_set():
+                await anyio.sleep(0.2)
+        if waiting.cancelled_caught:
+            log.warning("workers of the former kernel do not leave; this kernel takes nothing from them")
 
     def _former(self) -> _Processes | None:
         """Return what the former kernel has recorded; None if it has recorded nothing about this folder."""

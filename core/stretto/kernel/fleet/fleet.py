@@ -413,6 +413,7 @@ class Fleet:
         """Take in a heartbeat, and return whether its process is a member of the fleet."""
         member = self.members.get(message.worker)
         if member is None or member.nonce != message.nonce:
+            self.adoption.stranger_heard = clock.now()
             return False
         if member.again and not member.has_beaten:  # what it did for the former kernel does not count
             self._ended_busy[member.kind] = self._ended_busy.get(member.kind, 0.0) - message.busy_s
