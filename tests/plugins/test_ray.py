@@ -1,114 +1,59 @@
-"""The launcher `ray` without a Ray: its section, the resources of workers, their placement groups, and
-workers that outlive their kernel."""
+"""The launcher `ray` without a Ray: its section, the resources of workers, their placement groups, and the
+actor of one worker."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
+import psutil
 import pytest
 
-from stretto import Context
-from stretto.base.former_process import FormerProcess
+from patience import patience
+from processes import arguments_of
 from stretto.launcher import Job
-from stretto_ray import RayConfig, warden
-from stretto_ray.launcher import RayLauncher
-from stretto_ray.messages import ClusterNode, Start
-from stretto_ray.placement import group_of, groups_of, resources_of, shortage
-from stretto_ray.sockets import connect
+from stretto_ray import RayConfig
+from stretto_ray.actor import WorkerActor
+from stretto_ray.placement import ClusterNode, groups_of, resources_of, shortage
 from waiting import until
 from worker_jobs import job
 
 Refusals = Callable[..., list[str]]
 
-RAY = """\
-# A cluster of one node, whose actors live in the client's process.
-import asyncio
-from types import SimpleNamespace
+ENDING = """\
+import asyncio, os, sys, types
 
-from ray import util
-
-class RayError(Exception):
-    pass
-
-class Method:
-    def __init__(self, method):
-        self._method = method
-
-    def remote(self, *arguments):
-        return asyncio.ensure_future(self._method(*arguments))
-
-class Actor:
-    def __init__(self, actor_class):
-        self._actor = actor_class()
-
-    def __getattr__(self, name):
-        return Method(getattr(self._actor, name))
-
-def remote(**limits):
-    return lambda of: SimpleNamespace(options=lambda **where: SimpleNamespace(remote=lambda: Actor(of)))
-
-exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayError, ActorUnavailableError=RayError)
-init = lambda **options: None
-kill = lambda actor: None
-nodes = lambda: [
-    {"NodeID": "1", "NodeName": "here", "NodeManagerAddress": "::1", "Alive": True, "Resources": {}}
-]
-get_runtime_context = lambda: SimpleNamespace(
-    get_accelerator_ids=lambda: {"GPU": []}, get_node_id=lambda: "1"
-)
-"""
-PLACEMENT = """\
-from types import SimpleNamespace
-
-placement_group = lambda bundles, strategy: SimpleNamespace(wait=lambda seconds: True)
-remove_placement_group = lambda group: None
-PlacementGroupSchedulingStrategy = lambda group, bundle: None
-"""
-KERNEL = """\
-import anyio, os, signal, sys
-from pathlib import Path
-from stretto import Context
-from stretto_ray import RayConfig
-from stretto_ray.launcher import RayLauncher
-from worker_jobs import job
+context = types.SimpleNamespace(get_accelerator_ids=lambda: {"GPU": []}, get_node_id=lambda: "1")
+sys.modules["ray"] = types.SimpleNamespace(get_runtime_context=lambda: context)
+from stretto_ray.actor import WorkerActor
 
 async def main():
-    launcher = RayLauncher(RayConfig(), Context(run="r", name="n", seed=0, folder=sys.argv[1]))
-    [handle] = await launcher.launch([job("rollout-0", code=sys.argv[2], folder=Path(sys.argv[1]))])
-    print(handle.place, launcher.record("rollout-0"), sep="\\n", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    _, pid = await WorkerActor().start([sys.executable, "-c", "import time; time.sleep(600)"], {}, b"", "")
+    print(pid, flush=True)
+    sys.stdin.read()
+    os._exit(1)
 
-anyio.run(main)
+asyncio.run(main())
 """
 WORKER = """\
-import pathlib, signal, sys, time
+import os, signal, sys, time
+print(sys.stdin.read(), os.environ["MINE"], "RAY_MINE" in os.environ, flush=True)
+signal.signal(signal.SIGUSR1, lambda *_: print("stacks", flush=True))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-print("ready", flush=True)
-while not pathlib.Path({file!r}).exists():
-    time.sleep(0.05)
-print("done", flush=True)
+if not (child := os.fork()):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    print(f"child {child} is there", flush=True)
+while True:
+    time.sleep(0.1)
 """
-
-
-def start_of(job: Job, config: RayConfig) -> Start:
-    return Start(
-        run=0,
-        worker=job.worker,
-        command=(),
-        env={},
-        text=b"",
-        group=group_of(job),
-        unit=job.unit,
-        resources=resources_of(config, job),
-        log=job.log,
-    )
 
 
 def test_resources_follow_from_the_sections() -> None:
@@ -134,7 +79,7 @@ def test_each_role_has_a_placement_group() -> None:
     jobs = [job(f"trainer-{rank}", unit=f"training {rank // 2}", gpus=1) for rank in range(4)]
     jobs += [job("trainer-critic-0"), job("trainer-critic-1"), job("inference-0"), job("inference-1")]
     jobs += [job("rollout-0"), job("verifier-0")]
-    groups = groups_of(start_of(each, RayConfig()) for each in jobs)
+    groups = groups_of(RayConfig(), jobs)
     assert [(group.name, group.strategy) for group in groups] == [
         ("trainer", "PACK"),
         ("trainer-critic", "PACK"),
@@ -150,14 +95,11 @@ def test_each_role_has_a_placement_group() -> None:
 
 
 def test_a_shortage_names_what_is_missing() -> None:
-    nodes = [
-        ClusterNode(name=name, address="", own=False, resources={"CPU": 4, "GPU": 1, "memory": 8 * 2**30})
-        for name in ("a", "b")
-    ]
+    nodes = [ClusterNode(name, {"CPU": 4, "GPU": 1, "memory": 8 * 2**30}) for name in ("a", "b")]
 
     def lack(*jobs: Job, **resources: Any) -> str:
         config = RayConfig(address="auto", resources=resources)
-        return shortage(groups_of(start_of(each, config) for each in jobs), nodes)
+        return shortage(groups_of(config, jobs), nodes)
 
     assert lack(job("trainer-0", gpus=1, threads=4, memory_gb=8), job("rollout-0")) == ""
     assert lack(job("trainer-0", gpus=1, unit="t"), job("trainer-1", gpus=1, unit="t")) == (
@@ -195,157 +137,61 @@ def test_the_run_file_is_checked_against_what_ray_can_give(refusals: Refusals) -
     assert "training.share: is 0.5, with 2 GPUs: Ray gives a process whole GPUs, or a part of one" in found
 
 
-def started_by_warden(code: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", warden.__file__, sys.executable, "-c", code]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+@pytest.fixture
+async def actor(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerActor]:
+    """The actor of a worker, without Ray around it."""
+    gpus: dict[str, list[str]] = {"GPU": []}
+    context = SimpleNamespace(get_accelerator_ids=lambda: gpus, get_node_id=lambda: "1")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    monkeypatch.setenv("RAY_MINE", "a login")
+    actor = WorkerActor()
+    yield actor
+    with suppress(AttributeError):  # it has started nothing
+        await actor.signal(signal.SIGKILL)
+
+
+async def read_until(actor: WorkerActor, words: bytes) -> bytes:
+    said = b""
+    with anyio.fail_after(patience()):
+        while words not in said:
+            new = await actor.read()
+            assert not isinstance(new, int), said
+            said += new or b""
+    return said
+
+
+async def test_an_actor_passes_on_output_signals_and_status(actor: WorkerActor) -> None:
+    await actor.start([sys.executable, "-c", WORKER], {"MINE": "mine"}, b"secret", "")
+    secret, child = (await read_until(actor, b"is there")).splitlines()
+    assert secret == b"secret mine False"
+    child = psutil.Process(int(child.split()[1]))
+    await actor.signal(signal.SIGUSR1)
+    await read_until(actor, b"stacks")
+    await actor.signal(signal.SIGTERM)
+    with anyio.fail_after(patience()):
+        assert await actor.read() == 5
+    until(lambda: not arguments_of(child))
+
+
+async def test_an_actor_kills_all_processes_of_a_worker(actor: WorkerActor) -> None:
+    await actor.start([sys.executable, "-c", WORKER], {"MINE": ""}, b"", "")
+    await read_until(actor, b"is there")
+    await actor.signal(signal.SIGKILL)
+    with anyio.fail_after(patience()):
+        while (said := await actor.read()) != -signal.SIGKILL:
+            assert not isinstance(said, int)
+
+
+async def test_a_program_that_does_not_exist_is_told(actor: WorkerActor) -> None:
+    with pytest.raises(FileNotFoundError, match="no program /no/such"):
+        await actor.start(["/no/such"], {}, b"", "")
 
 
 def test_a_worker_ends_with_its_actor() -> None:
-    """The process that starts a worker for an actor kills the worker's session when the actor is gone."""
-    code = (
-        "import os, sys, time\nprint(sys.stdin.read(), flush=True)\n"
-        "if os.fork(): print(os.getpid(), flush=True)\ntime.sleep(600)"
-    )
-    with started_by_warden(code) as process:
-        assert process.stdin
-        assert process.stdout
-        assert process.stderr
-        process.stdin.write(len(b"secret").to_bytes(8, "big") + b"secret")
-        pid = json.loads(process.stdout.readline())["pid"]
-        assert process.stderr.readline() == b"secret\n"
-        assert process.stderr.readline() == f"{pid}\n".encode()
-        process.stdin.close()
-        assert json.loads(process.stdout.readline()) == {"status": -signal.SIGKILL}
-        assert process.stderr.read() == b""  # the child is gone too: it held the pipe
-        assert process.wait() == 0
-
-
-def test_a_worker_gets_the_signals_of_its_actor() -> None:
-    code = (
-        "import signal, time\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: print('stacks', flush=True))\n"
-        "signal.signal(signal.SIGTERM, lambda *_: exit(5))\n"
-        "print('ready', flush=True)\n"
-        "while True: time.sleep(0.1)"
-    )
-    with started_by_warden(code) as process:
-        assert process.stdin
-        assert process.stdout
-        assert process.stderr
-        process.stdin.write(bytes(8))
-        assert "pid" in json.loads(process.stdout.readline())
-        assert process.stderr.readline() == b"ready\n"
-        process.stdin.write(bytes([signal.SIGUSR1]))
-        assert process.stderr.readline() == b"stacks\n"
-        process.stdin.write(bytes([signal.SIGTERM]))
-        assert json.loads(process.stdout.readline()) == {"status": 5}
-
-
-def test_a_program_that_does_not_exist_is_told() -> None:
-    done = subprocess.run(
-        [sys.executable, "-I", warden.__file__, "/no/such"], input=bytes(8), capture_output=True, check=True
-    )
-    assert "No such file" in json.loads(done.stdout)["error"]
-
-
-# ------------------------------------------------------------------------- workers that outlive their kernel
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run's folder, whose name is too long for the address of a socket. Its clients find `RAY`."""
-    folder, ray = tmp_path / ("long" * 30), tmp_path / "modules" / "ray"
-    (folder / "bus").mkdir(parents=True)
-    (ray / "util").mkdir(parents=True)
-    (ray / "__init__.py").write_text(RAY)
-    (ray / "util" / "__init__.py").write_text(PLACEMENT)
-    (ray / "util" / "scheduling_strategies.py").write_text(PLACEMENT)
-    helpers = Path(__file__).parent.parent / "helpers"
-    monkeypatch.setenv("PYTHONPATH", f"{ray.parent}{os.pathsep}{helpers}")
-    return folder
-
-
-def kill_a_kernel(folder: Path) -> tuple[Job, str, str, FormerProcess]:
-    """Return a worker whose kernel has killed itself, with its place, its record, and its client. The worker
-    ends when there is a file `end` in the folder."""
-    code = WORKER.format(file=str(folder / "end"))
-    command = [sys.executable, "-c", KERNEL, str(folder), code]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL
-    place, record = done.stdout.splitlines()
-    [path] = (folder / "bus").glob("*.sock")
-    connected, pid = connect(path)
-    connected.close()
-    return job("rollout-0", code=code, folder=folder), place, record, FormerProcess(pid)
-
-
-def launcher_in(folder: Path, **section: Any) -> RayLauncher:
-    return RayLauncher(RayConfig(**section), Context(run="r", name="n", seed=0, folder=str(folder)))
-
-
-async def test_the_next_kernel_takes_over_the_workers_of_a_killed_one(folder: Path) -> None:
-    worker, place, record, client = kill_a_kernel(folder)
-    launcher = launcher_in(folder)
-    handle = await launcher.adopt(worker, record)
-    assert handle is not None
-    assert handle.place == place
-    assert launcher.record("rollout-0") == record
-    assert await launcher.adopt(job("rollout-1"), str(int(record) + 1)) is None
-    assert await launcher.adopt(job("rollout-1"), "") is None
-    other = job("rollout-1", code="print('beside it')", folder=folder)
-    [beside] = await launcher.launch([other])  # by the same client
-    assert await beside.wait() == 0
-    assert other.tail(1) == "beside it"
-    until(lambda: "ready" in worker.tail(1))
-    await handle.stop(60)
-    assert await handle.wait() == 5
-    assert client.poll() is None
-    launcher.close()
-    assert client.poll() is not None
-    assert list((folder / "bus").iterdir()) == []
-
-
-async def test_a_client_obeys_one_kernel_at_a_time(folder: Path) -> None:
-    worker, _, record, client = kill_a_kernel(folder)
-    first, second = launcher_in(folder), launcher_in(folder)
-    handle = await first.adopt(worker, record)
-    assert handle is not None
-    assert await second.adopt(worker, record) is None
-    second.close()  # which has a client of its own
-    assert client.poll() is None
-    await handle.stop(0)
-    assert await handle.wait() == -signal.SIGKILL
-    first.close()
-
-
-def test_a_client_without_a_kernel_leaves_with_its_last_worker(folder: Path) -> None:
-    worker, _, _, client = kill_a_kernel(folder)
-    until(lambda: "ready" in worker.tail(1))
-    assert client.poll() is None
-    (folder / "end").touch()
-    until(client.poll)
-    assert worker.tail(1) == "done"  # also what it wrote while no kernel was there
-    assert list((folder / "bus").iterdir()) == []
-
-
-async def test_the_client_of_another_cluster_is_left_alone(folder: Path) -> None:
-    worker, _, record, former = kill_a_kernel(folder)
-    launcher = launcher_in(folder, runtime_env={"env_vars": {"NCCL_DEBUG": "INFO"}})
-    assert await launcher.adopt(worker, record) is None
-    assert former.poll() is None
-    (folder / "end").touch()
-    until(former.poll)
-    launcher.close()
-    assert list((folder / "bus").iterdir()) == []
-
-
-async def test_workers_end_with_a_client_that_is_killed(folder: Path) -> None:
-    worker, place, record, client = kill_a_kernel(folder)
-    process = FormerProcess(int(place.split()[-1]))
-    client.kill()
-    until(process.poll)
-    launcher = launcher_in(folder)
-    assert await launcher.adopt(worker, record) is None
-    launcher.close()
-    assert list((folder / "bus").iterdir()) == []  # nor the socket of the killed one
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        worker = psutil.Process(int(process.stdout.readline()))
+        assert "time.sleep(600)" in " ".join(arguments_of(worker))
+    until(lambda: not arguments_of(worker))

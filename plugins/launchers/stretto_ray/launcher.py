@@ -1,65 +1,97 @@
-"""Starts workers on the nodes of a Ray cluster, by way of a client process (see `stretto_ray.client`)."""
+"""Starts workers on the nodes of a Ray cluster: for each one an actor, which runs the worker's program.
+
+When the kernel's process ends, however that happens, Ray ends its actors, and these their workers. So no
+worker outlives its kernel.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import weakref
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any, TypeVar
 
 import anyio
+import anyio.to_thread
 
 from stretto import Context, Problem
-from stretto.errors import LaunchError
+from stretto.errors import LaunchError, one_job
 from stretto.launcher import Job, thread_variables, visible_gpus
 from stretto.nodes import Node, place
 from stretto_ray import RayConfig
-from stretto_ray.connection import Connection
-from stretto_ray.messages import (
-    Adopt,
-    Cancel,
-    ClientAnswer,
-    ClusterNode,
-    Describe,
-    Ended,
-    Greeting,
-    KillActor,
-    Launch,
-    Signal,
-    Start,
-    WorkerStarted,
-)
-from stretto_ray.placement import group_of, groups_of, resources_of, shortage
+from stretto_ray.connection import call, connect, keep_sigterm
+from stretto_ray.placement import ClusterNode, groups_of, resources_of, shortage
+from stretto_ray.reservations import Place
 
-_CONNECT_S = 120.0
-_CANCEL_S = 30.0
-_KILLED_S = 30.0
-"""A worker that was killed has this many seconds to end, and its actor as many."""
+_KILLED_S = 20.0
+"""A worker that was killed has this many seconds to end. Then its actor is killed."""
+_ANSWER_S = 10.0
+"""The head of the cluster answers a question within this many seconds. What it says is only shown."""
+_RETRY_S = 0.5
 _LOST = 1
+_SHOWN = ("CPU", "GPU")
+
+T = TypeVar("T")
 
 
 class RayHandle:
-    """One worker, which an actor watches."""
+    """One worker, and the actor that runs it."""
 
-    def __init__(self, job: Job, connection: Connection, run: int) -> None:
+    def __init__(self, job: Job, actor: Any, bundle: Place) -> None:
+        self._ray: Any = import_module("ray")
         self._job = job
-        self._connection = connection
-        self._run = run
-        self._place = ""
-        self._status: Future[int] = Future()
-        connection.listen(run, self._take)
+        self._actor = actor
+        self._bundle = bundle
+        self._node = self._name = ""
+        self._pid = 0
+        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def place(self) -> str:
         """Its node and process id."""
-        return self._place
+        return f"{self._name} pid {self._pid}"
+
+    @property
+    def worker(self) -> str:
+        """The id of the worker."""
+        return self._job.worker
+
+    @property
+    def has_started(self) -> bool:
+        """Whether its program has begun."""
+        return self._following is not None
+
+    async def start(self, folder: str) -> None:
+        """Start the worker's program.
+
+        Raises:
+            LaunchError: if that fails.
+        """
+        job = self._job
+        command, text = job.command, b""
+        if command[1:3] == ("-m", "stretto.workers"):
+            text = Path(command[-1]).read_bytes()
+            command = ("", *command[1:-1], "-")  # the Python of the node, or of the runtime environment
+        env = {**thread_variables(job.resources), **job.env}
+        try:
+            self._node, self._pid = await self._actor.start.remote(command, env, text, folder)
+        except self._ray.exceptions.RayError as error:
+            cause = error.cause if isinstance(error, self._ray.exceptions.RayTaskError) else error
+            raise LaunchError(f"{job.worker} cannot be started: {cause}", worker=job.worker) from error
+        with anyio.CancelScope(shield=True):  # it runs, and is to be stopped
+            nodes = {node["NodeID"]: node["NodeName"] for node in await _ask(self._ray.nodes, [])}
+            self._name = nodes.get(self._node, self._node)
+            self._write(f"stretto: {job.worker} on {self._name}, pid {self._pid}\n".encode())
+            self._following = asyncio.create_task(self._follow())
 
     async def wait(self) -> int:
         """Wait for the exit status of the worker; 1 if its node or its actor is lost."""
-        return await asyncio.shield(asyncio.wrap_future(self._status))
+        return await asyncio.shield(self._status)
 
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM to the worker, and SIGKILL to all processes of its session after `grace_s` seconds."""
@@ -68,15 +100,19 @@ class RayHandle:
         if await self._ends_within(grace_s):
             return
         self._signal(signal.SIGKILL)
-        if await self._ends_within(_KILLED_S):
-            return
-        self._connection.tell(KillActor(run=self._run))  # its node does not answer
-        if not await self._ends_within(_KILLED_S):
-            self._end(_LOST)
+        if self._following is not None and not await self._ends_within(_KILLED_S):
+            self._following.cancel()  # its node does not answer
 
     async def dump_stacks(self) -> None:
         """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
         self._signal(signal.SIGUSR1)
+
+    async def undo(self) -> None:
+        """End the worker, also one that has not started."""
+        if self.has_started:
+            await self.stop(0)
+        else:
+            self._end(_LOST)
 
     async def _ends_within(self, seconds: float) -> bool:
         with anyio.move_on_after(seconds):
@@ -85,22 +121,45 @@ class RayHandle:
 
     def _signal(self, number: signal.Signals) -> None:
         if not self._status.done():
-            self._connection.tell(Signal(run=self._run, number=number))
+            self._actor.signal.remote(number)  # a lost actor is seen by `_follow`
 
-    def _take(self, event: WorkerStarted | Ended) -> None:
-        """Take in an event. Called in the connection's thread."""
-        match event:
-            case WorkerStarted():
-                self._place = f"{event.node} pid {event.pid}"
-            case Ended():
-                if event.remark:
-                    with Path(self._job.log).open("a") as log:
-                        log.write(f"stretto: {event.remark}\n")
-                self._end(event.status)
+    async def _follow(self) -> None:
+        """Write the output of the worker into its log until it has ended."""
+        status = _LOST
+        try:
+            while True:
+                try:
+                    said = await self._actor.read.remote()
+                except self._ray.exceptions.ActorUnavailableError:
+                    await asyncio.sleep(_RETRY_S)  # its node may come back; if not, Ray says that it is lost
+                    continue
+                except self._ray.exceptions.RayError as error:
+                    self._write(f"stretto: {await self._loss(error)}\n".encode())
+                    return
+                if isinstance(said, bytes):
+                    self._write(said)
+                elif said is not None:
+                    status = said
+                    return
+        finally:
+            self._end(status)
 
     def _end(self, status: int) -> None:
         if not self._status.done():
+            self._ray.kill(self._actor)
+            self._bundle.leave()
             self._status.set_result(status)
+
+    async def _loss(self, error: Exception) -> str:
+        """Return how the worker was lost."""
+        living = [node["NodeID"] for node in await _ask(self._ray.nodes, []) if node["Alive"]]
+        if self._node not in living:
+            return f"{self.worker} is lost with its node {self._name}"
+        return f"{self.worker} is lost with its Ray actor: {' '.join(str(error).split())}"
+
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError), Path(self._job.log).open("ab") as log:  # a full disk ends the run elsewhere
+            log.write(data)
 
 
 class RayLauncher:
@@ -108,10 +167,8 @@ class RayLauncher:
 
     def __init__(self, config: RayConfig, context: Context) -> None:
         self._config = config
-        self._folder = context.folder
-        self._connected: Connection | None = None
-        self._runs: dict[str, int] = {}
-        """Worker -> number of its newest start."""
+        logs = Path(context.folder, "logs")
+        self._log = logs / "ray.out" if context.folder and logs.is_dir() else None
 
     @property
     def address(self) -> str:
@@ -122,10 +179,12 @@ class RayLauncher:
         """
         if self._config.address is None:
             return "127.0.0.1"
-        own = [node.address for node in self._nodes() if node.own]
-        if not own:
-            raise LaunchError("this machine is no node of the Ray cluster; start one with `ray start`")
-        return own[0]
+        ray, nodes = import_module("ray"), self._nodes()
+        own = ray.get_runtime_context().get_node_id()
+        for node in nodes:
+            if node["NodeID"] == own:
+                return node["NodeManagerAddress"]
+        raise LaunchError("this machine is no node of the Ray cluster; start one with `ray start`")
 
     def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
         """Compare what the jobs need with what the cluster has, whether it is used or not."""
@@ -133,101 +192,78 @@ class RayLauncher:
             if self._config.address is None:
                 place(jobs, [Node("this machine", gpus=tuple(visible_gpus(os.environ)))], {})
                 return
-            starts = [self._start(job, 0, with_text=False) for job in jobs]
-            if lack := shortage(groups_of(starts), self._nodes()):
+            nodes = [ClusterNode(node["NodeName"], node["Resources"]) for node in self._nodes()]
+            if lack := shortage(groups_of(self._config, jobs), nodes):
                 yield Problem("launcher", lack, "environment")
         except LaunchError as error:
             yield Problem("launcher", str(error), "environment")
 
     async def launch(self, jobs: Sequence[Job]) -> list[RayHandle]:
-        """Start an actor for each job, and its process. A worker that ran before gets the resources that were
+        """Start an actor for each job, and its program. A worker that ran before gets the resources that were
         reserved for it, on another node if its previous one is lost.
 
         Raises:
             LaunchError: if the cluster has no room, or a worker does not start.
         """
-        connection = await anyio.to_thread.run_sync(self._connect)
-        starts = [self._start(job, connection.number(), with_text=True) for job in jobs]
-        handles = [RayHandle(job, connection, start.run) for job, start in zip(jobs, starts, strict=True)]
-        id = connection.number()
-        folder = "" if "working_dir" in self._config.runtime_env else str(Path.cwd())
-        launch = Launch(id=id, starts=tuple(starts), folder=folder, within_s=self._config.start_s)
-        answer = asyncio.wrap_future(connection.ask(id, launch))
+        config = self._config
+        connection = await anyio.to_thread.run_sync(connect, config, self._log)
+        keep_sigterm()
+        reservations, actors = connection.reservations, connection.actors
+        handles: list[RayHandle] = []
         try:
-            await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            connection.tell(Cancel(id=id))
+            with anyio.move_on_after(config.start_s) as waiting:
+                places = await asyncio.wrap_future(call(lambda: reservations.reserve(config, jobs)))
+                for job, bundle in zip(jobs, places, strict=True):
+                    actor = _begin(actors, resources_of(config, job), bundle)
+                    handles.append(RayHandle(job, actor, bundle))
+                folder = "" if "working_dir" in config.runtime_env else str(Path.cwd())
+                async with one_job() as tasks:
+                    for handle in handles:
+                        tasks.start_soon(handle.start, folder)
+            if waiting.cancelled_caught:
+                started = {handle.worker for handle in handles if handle.has_started}
+                missing = [job.worker for job in jobs if job.worker not in started]
+                amounts = await _ask(import_module("ray").available_resources, {})
+                unused = ", ".join(f"{name} {amounts.get(name, 0):g}" for name in _SHOWN)
+                raise LaunchError(
+                    f"{', '.join(missing)} did not start within {config.start_s:g} s (launcher.start_s); "
+                    f"unused in the Ray cluster: {unused}",
+                    worker=missing[0],
+                )
+        except BaseException:
             with anyio.CancelScope(shield=True):
-                await asyncio.wait([answer], timeout=_CANCEL_S)
+                async with anyio.create_task_group() as tasks:
+                    for handle in handles:
+                        tasks.start_soon(handle.undo)
+                call(reservations.release_unused)
             raise
-        self._runs |= {start.worker: start.run for start in starts}
         return handles
 
-    def record(self, worker: str) -> str:
-        """Return the number of a worker's start, by which its client knows it."""
-        return str(self._runs[worker])
-
-    async def adopt(self, job: Job, record: str) -> RayHandle | None:
-        """Take over a worker of a former kernel's client, and this client, if both run."""
-        if not record:
-            return None
-        connection = await anyio.to_thread.run_sync(self._connect)
-        run, id = int(record), connection.number()
-        handle = RayHandle(job, connection, run)
-        try:
-            await asyncio.shield(asyncio.wrap_future(connection.ask(id, Adopt(id=id, run=run))))
-        except LaunchError:
-            connection.forget(run)
-            return None
-        self._runs[job.worker] = run
-        return handle
-
-    def close(self) -> None:
-        """End the connection to the cluster, and with it all workers. This also happens at the end of the
-        process, or when nothing refers to the launcher any more."""
-        if self._connected is not None:
-            self._connected.close()
-
-    def _start(self, job: Job, run: int, *, with_text: bool) -> Start:
-        command, text = job.command, b""
-        if command[1:3] == ("-m", "stretto.workers"):
-            text = Path(command[-1]).read_bytes() if with_text else b""
-            command = ("", *command[1:-1], "-")  # the Python of the node, or of the runtime environment
-        return Start(
-            run=run,
-            worker=job.worker,
-            command=command,
-            env={**thread_variables(job.resources), **job.env},
-            text=text,
-            group=group_of(job),
-            unit=job.unit,
-            resources=resources_of(self._config, job),
-            log=job.log,
-        )
-
-    def _nodes(self) -> tuple[ClusterNode, ...]:
+    def _nodes(self) -> list[dict[str, Any]]:
         """Return the living nodes of the cluster.
 
         Raises:
             LaunchError: if there is no connection to it.
         """
-        connection = self._connect()
-        id = connection.number()
-        answer: Future[ClientAnswer] = connection.ask(id, Describe(id=id))
-        try:
-            return answer.result(_CONNECT_S).nodes
-        except TimeoutError as error:
-            raise LaunchError(f"the Ray cluster did not answer within {_CONNECT_S:g} s") from error
+        connect(self._config, self._log)
+        keep_sigterm()
+        return [node for node in import_module("ray").nodes() if node["Alive"]]
 
-    def _connect(self) -> Connection:
-        """Return the connection, a new one if the previous one is lost: to the client of a former kernel, or
-        to one that is started."""
-        if self._connected is None or not self._connected.runs:
-            greeting = Greeting(address=self._config.address, runtime_env=self._config.runtime_env)
-            logs, bus = Path(self._folder, "logs"), Path(self._folder, "bus")
-            log = logs / "ray.out" if self._folder and logs.is_dir() else None
-            folder = bus if self._folder and bus.is_dir() else None
-            former = folder and Connection.adopt(greeting, log, folder)
-            self._connected = former or Connection.start(greeting, log, folder)
-            weakref.finalize(self, self._connected.close)
-        return self._connected
+
+def _begin(actors: Any, resources: dict[str, float], bundle: Place) -> Any:
+    """Begin an actor. Ray makes it when its placement group is there."""
+    strategies: Any = import_module("ray.util.scheduling_strategies")
+    where = bundle.reservation.handle, bundle.number
+    return actors.options(
+        num_cpus=resources.pop("CPU"),
+        num_gpus=resources.pop("GPU", 0),
+        memory=resources.pop("memory", None),
+        resources=resources,
+        scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(*where),
+    ).remote()
+
+
+async def _ask(question: Callable[[], T], otherwise: T) -> T:
+    with anyio.move_on_after(_ANSWER_S), suppress(Exception):  # Ray raises many kinds
+        return await asyncio.wrap_future(call(question))
+    return otherwise

@@ -8,12 +8,20 @@ from dataclasses import dataclass
 
 from stretto.launcher import Job
 from stretto_ray import RayConfig
-from stretto_ray.messages import ClusterNode, Start
 
 _NAMES = {"CPU": "CPUs (`threads`)", "GPU": "GPUs (`gpus`)", "memory": "GiB of memory (`memory_gb`)"}
 _UNITS = {"memory": 2.0**30}
 _CLOSE = 1e-6
 """Ray counts in steps of 0.0001."""
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """A node of the cluster."""
+
+    name: str
+    resources: Mapping[str, float]
+    """Everything that the node has, used or not."""
 
 
 @dataclass(frozen=True)
@@ -55,27 +63,28 @@ def resources_of(config: RayConfig, job: Job) -> dict[str, float]:
     return found | dict(config.resources.get(job.group, config.resources.get(job.role, {})))
 
 
-def groups_of(starts: Iterable[Start]) -> list[RayGroup]:
-    """Return the placement groups for workers: one for each worker group and role, in the order of the
-    workers. Ranks get few nodes, and workers of another role many. A bundle never spans nodes, so the ranks
-    of a unit share one."""
-    groups: dict[str, dict[str, list[Start]]] = {}
-    for start in starts:
-        groups.setdefault(start.group, {}).setdefault(start.unit or f"alone {start.worker}", []).append(start)
+def groups_of(config: RayConfig, jobs: Iterable[Job]) -> list[RayGroup]:
+    """Return the placement groups for jobs: one for each worker group and role, in the order of the jobs.
+    Ranks get few nodes, and workers of another role many. A bundle never spans nodes, so the ranks of a unit
+    share one."""
+    groups: dict[str, dict[str, list[Job]]] = {}
+    for job in jobs:
+        units = groups.setdefault(group_of(job), {})
+        units.setdefault(job.unit or f"alone {job.worker}", []).append(job)
     return [
         RayGroup(
             name,
             "PACK" if name.startswith("trainer") else "SPREAD",
-            tuple(_bundle(members) for members in units.values()),
+            tuple(_bundle(config, members) for members in units.values()),
         )
         for name, units in groups.items()
     ]
 
 
-def _bundle(members: Sequence[Start]) -> RayBundle:
-    return RayBundle(
-        tuple(each.worker for each in members), _sum(each.resources for each in members), members[0].resources
-    )
+def _bundle(config: RayConfig, members: Sequence[Job]) -> RayBundle:
+    each = resources_of(config, members[0])
+    total = _sum(resources_of(config, job) for job in members)
+    return RayBundle(tuple(job.worker for job in members), total, each)
 
 
 def _sum(resources: Iterable[Mapping[str, float]]) -> dict[str, float]:
