@@ -1,7 +1,9 @@
-"""The hook of mkdocs that writes the pages made from the source: keys, events, and the API reference.
+"""The hook of mkdocs that writes the pages made from the source: keys, figures, events, and the API
+reference.
 
 - Keys: a page for the sections of the core and one for each kind of component, from the config structs;
   `stretto plugins KIND NAME` shows the same.
+- Figures: the keys of `metrics.jsonl` that every run may have, from the table that all views use.
 - Events: the events of the journal, from their docstrings.
 - API reference: a page for each public part of the package `stretto`. pyproject.toml says which modules
   plugins may not import; all others are public. mkdocstrings fills each page from the docstrings, and imports
@@ -25,6 +27,7 @@ from stretto.bus.messages import events
 from stretto.cli.make.schema import Field, fields_of
 from stretto.component import Kind
 from stretto.config import RunConfig, VariantConfig
+from stretto.records.figures import FIGURES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "core" / "stretto"
@@ -34,15 +37,15 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the pages to the end of the navigation."""
     keys = [{"Sections of the core": "keys/core.md"}, *({kind: f"keys/{kind}.md"} for kind in KINDS)]
     api = [{"Contracts": "api/contracts.md"}, *({f"stretto.{part}": f"api/{part}.md"} for part in toolkits())]
-    added = [{"Keys of the run file": keys}, {"Events of the journal": "journal-events.md"}, {"API": api}]
-    config.nav = [*(config.nav or []), *added]
+    tables = [{"Figures": "figures.md"}, {"Events of the journal": "journal-events.md"}]
+    config.nav = [*(config.nav or []), {"Keys of the run file": keys}, {"Tables": tables}, {"API": api}]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the text of the pages, which is in no file."""
     plugins = Plugins()
-    texts = {"keys/core.md": core_keys(), "journal-events.md": event_list()}
+    texts = {"keys/core.md": core_keys(), "figures.md": figure_list(), "journal-events.md": event_list()}
     texts |= {f"keys/{kind}.md": component_keys(plugins, kind) for kind in KINDS}
     modules = sorted(path for path in PACKAGE.glob("*.py") if not path.stem.startswith("_"))
     intro = "Modules directly in `stretto`. `from stretto import …` has the names that most plugins need."
@@ -55,7 +58,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-# --------------------------------------------------------------------------------- keys and events
+# ------------------------------------------------------------------------- keys, figures and events
 
 
 def core_keys() -> str:
@@ -79,6 +82,12 @@ def keys(fields: Iterable[Field]) -> str:
     """Fields as a table."""
     rows = [(f"`{each.name}`", each.type, f"`{each.default}`", each.meaning) for each in fields]
     return table(("key", "type", "default", "meaning"), rows)
+
+
+def figure_list() -> str:
+    """The figures of `metrics.jsonl`."""
+    rows = [(f"`{key}`", each.label, each.unit, each.meaning) for key, each in FIGURES.items()]
+    return "# Figures\n\n" + table(("metric", "name", "unit", "meaning"), rows)
 
 
 def event_list() -> str:

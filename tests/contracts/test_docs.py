@@ -10,6 +10,7 @@ import yaml
 
 from stretto.assembly.plugins import Plugins
 from stretto.cli.make.schema import fields_of
+from stretto.records.figures import FIGURES
 from stretto.user_code.importable import load_module
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,7 @@ def test_the_architecture_names_every_folder_of_the_core() -> None:
         assert f"| `{package.parent.name}/` |" in page
 
 
-def test_the_site_lists_every_key_and_every_event() -> None:
+def test_the_site_lists_every_key_figure_and_event() -> None:
     pages = load_module(str(ROOT / "docs" / "generated_pages.py"))
     plugins = Plugins()
     for line in plugins.listing():
@@ -62,4 +63,5 @@ def test_the_site_lists_every_key_and_every_event() -> None:
             assert f"| `{field.name}` |" in page
     assert "| `queue.max_staleness` | int >= 0 | `2` | Maximum staleness" in pages.core_keys()
     assert "| `variants.NAME." in pages.core_keys()
+    assert all(f"| `{key}` |" in pages.figure_list() for key in FIGURES)
     assert "| `StepTrained` | `version`, " in pages.event_list()

@@ -73,11 +73,11 @@ def test_the_dashboard_has_the_names_and_units_of_the_table() -> None:
     assert len(found) > 10
 
 
-def test_the_documentation_has_the_table() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text().partition("## Prometheus")[0]
-    documented = re.findall(r"^(\| `[^`]+` \| [^|]* \|[^|]*\| [^|]* \|)", page, re.MULTILINE)
-    table = {
-        f"| `{key}` | {each.label} |{f' {each.unit} ' if each.unit else ' '}| {each.meaning} |"
-        for key, each in FIGURES.items()
-    }
-    assert set(documented) == table
+def test_the_documentation_has_the_meanings_of_the_table() -> None:
+    figures, _, waits = (ROOT / "docs" / "metrics.md").read_text().partition("### Waits")
+    documented = dict(re.findall(r"^\| `([^`]+)` \| ([^|]*) \| [^|]* \| [^|]* \|$", figures, re.MULTILINE))
+    assert len(documented) > 60
+    assert documented == {key: FIGURES[key].meaning for key in documented}
+    for key, each in FIGURES.items():
+        if key.startswith("wait/"):
+            assert f"| `{key}` | {each.label} | {each.meaning} |" in waits
