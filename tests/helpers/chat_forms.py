@@ -1,4 +1,4 @@
-"""Twenty-three chat templates of our own, each with a tokenizer, that have the traits of real ones."""
+"""Chat templates of our own, each with a tokenizer, that have the traits of real ones."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class Form:
     """What the policy samples before the content."""
     tail: str = ""
     """And after it, before the end."""
+    final: str = ""
+    """What stands behind the last turn only, if no answer is opened."""
     merges: tuple[tuple[str, str], ...] = (("Ċ", "Ċ"), ("s", "Ċ"), ("t", "Ċ"), ("o", "k"))
     """Some cross a boundary that the template makes."""
     bos: bool = False
@@ -359,6 +361,12 @@ FORMS: dict[str, Form] = {
         ),
         lead="<c>",
         tail="<k>",
+    ),
+    "end of the chat": Form(
+        _LINES.removesuffix("{% endif %}") + "{% else %}<x>{% endif %}",
+        eos="<x>",
+        ends=("<x>",),
+        final="<x>",
     ),
     "no header for answers": Form(
         {

@@ -1,4 +1,4 @@
-"""Real models' chat templates: what a turn is, whichever of twenty-three forms it has."""
+"""Real models' chat templates: what a turn is, whichever form it has."""
 
 from __future__ import annotations
 
@@ -54,8 +54,12 @@ def test_the_form_is_found(name: str, models: Models) -> None:
     expected, form = FORMS[name], models(name).form
     found = {
         key: getattr(form, key)
-        for key in ("closing", "opened", "lead", "tail", "arguments", "call_content", "shows_tools")
+        for key in (
+            *("closing", "opened", "lead", "tail", "final"),
+            *("arguments", "call_content", "shows_tools"),
+        )
     }
+    assert "probe" not in form.header + form.opening
     assert found == {key: getattr(expected, key) for key in found}
     assert (form.shows_calls, form.system) == (expected.shows_calls, expected.system)
     assert form.call_closing == (expected.call_closing or expected.closing)

@@ -58,6 +58,9 @@ class ChatForm:
     opening: str = ""
     """The end of a prompt that opens an answer: the header, or what the template writes after the user's
     words if it has none, such as `[/INST]`."""
+    final: str = ""
+    """What the template writes behind the last turn, and behind no earlier one, if it opens no answer, such
+    as `<|endoftext|>`. The policy does not sample it: it has ended its turn."""
     lead: str = ""
     """What the template writes between the header and the content of an answer in a history, such as GLM's
     line feed: the policy samples it, and it is no part of the content. Empty if a content may have it."""
@@ -221,7 +224,16 @@ def form_of(
             place = start + len(token)
         return first
 
-    (tail, last_end), (_, inner_end) = (end_in(text.partition(_REPLY)[2]) for text in (last, inner))
+    inner_tail, inner_end = end_in(inner.partition(_REPLY)[2])
+    before, found_end, final = last.partition(f"{_REPLY}{inner_tail}{inner_end}")
+    final = final.lstrip()
+    is_end = added.get(inner_end) in own_ends | model_ends
+    # Behind the user's turn, too: it does not belong to the end of an answer.
+    if inner_end and final and (is_end or (asked.endswith(final) and not prompt.startswith(asked))):
+        last, asked = before + found_end, asked.removesuffix(final)
+    else:
+        final = ""
+    tail, last_end = end_in(last.partition(_REPLY)[2])
     if (
         inner_end
         and not last_end
@@ -241,7 +253,7 @@ def form_of(
     ]
     form, call_content = calls[0] if calls else ("mapping", "")
     calling = _calling(forms[form], call_content)
-    called = (probe([ask, calling]) or "").rstrip()
+    called = (probe([ask, calling]) or "").removesuffix(final).rstrip()
     answered = probe([ask, calling, {"role": "tool", "tool_call_id": "call00001", "content": _MORE}]) or ""
     next_role = token_at(answered[len(called) :]) if called and answered.startswith(called) else ""
     found = {added[token] for token in written if token}
@@ -258,6 +270,8 @@ def form_of(
     ruled = probe([{"role": "system", "content": _RULE}, ask])
     thought = probe([ask, _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_REPLY}"), more])
     tool = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
+    # A template may write the user's words in another way where it opens an answer.
+    header = prompt.removeprefix(asked) if prompt.startswith(asked) else prompt.rpartition(_ASK)[2]
     return ChatForm(
         has_template=True,
         end_ids=end_ids,
@@ -268,8 +282,9 @@ def form_of(
         writes_end=bool(last_end),
         call_closing=ends_call or closing,
         opened=_opened(prompt, [last, inner]),
-        header=prompt.removeprefix(asked),
-        opening=(prompt.removeprefix(asked) or asked.partition(_ASK)[2]).lstrip(),
+        header=header,
+        opening=(header or asked.partition(_ASK)[2]).lstrip(),
+        final=final,
         lead=lead,
         tail=tail,
         plain_lead=special.sub("", lead) if special else lead,

@@ -199,7 +199,8 @@ class _Chat:
         return is_shown(self._messages, number, key, self._text, self._write)
 
     def _render(self, count: int, *, opens_answer: bool) -> str:
-        return self._write(self._messages[:count], opens_answer=opens_answer)
+        text = self._write(self._messages[:count], opens_answer=opens_answer)
+        return text if opens_answer else text.removesuffix(self._tokenizer.form.final)
 
     def _write(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
         return self._tokenizer.render(messages, tools=self._tools, add_generation_prompt=opens_answer)
