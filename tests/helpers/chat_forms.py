@@ -91,6 +91,8 @@ def _raising(test: str, reason: str) -> str:
     return _RAISE.replace("TEST", test).replace("REASON", reason)
 
 
+_ARGUMENTS = "c.function.arguments"
+_WRITTEN = _JOINED.replace(_ARGUMENTS, f"({_ARGUMENTS} if {_ARGUMENTS} is string else {_ARGUMENTS} | tojson)")
 _ROLE = "('user' if m.role == 'tool' else m.role)"
 _LINES = _turns(
     "{% if m.role in ('system', 'user', 'assistant', 'tool') %}"
@@ -368,6 +370,7 @@ FORMS: dict[str, Form] = {
         ends=("<x>",),
         final="<x>",
     ),
+    "calls as they are": Form(_LINES.replace(_QUOTED, _WRITTEN), arguments="mapping or text"),
     "no header for answers": Form(
         {
             "default": _turns("{{ m.content + ('\nAnswer: ' if m.role == 'user' else '<e>\n') }}", "", ""),

@@ -305,6 +305,19 @@ CALLING = {
 }
 
 
+def test_arguments_as_text_are_written_as_they_are_or_read_once(models: Models) -> None:
+    written = '{"b":1.10,  "c":1e3, "b":"\\u00fc"}'
+    [call] = CALLING["tool_calls"]
+    calling = {**CALLING, "tool_calls": [{**call, "function": {"name": "add", "arguments": written}}]}
+    tokenizer = models("calls as they are")
+    for prompt, completion in [([ASK], [calling]), ([ASK, calling, ASK], [{**ASK, "role": "assistant"}])]:
+        assert f"add:{written}<" in tokenizer.render([*prompt, *completion])
+        prompt_and_answer({"prompt": prompt, "completion": completion}, "completion", tokenizer)
+    for name in ("plain lines", "open turn"):
+        with pytest.raises(ConfigError, match=r"message 2 \(role 'assistant'\): .* have a key twice"):
+            models(name).render([ASK, calling, ASK])
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_turns_end_as_the_template_ends_them_before_what_follows(name: str, models: Models) -> None:
     """Behind white space of the turn's own, and before a turn that is not trained."""

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any, Literal, cast
 
@@ -69,8 +69,9 @@ class ChatForm:
     plain_lead: str = ""
     plain_tail: str = ""
     """Both without special tokens."""
-    arguments: Literal["mapping", "text"] = "mapping"
-    """The form in which the template wants the arguments of tool calls."""
+    arguments: Literal["mapping", "text", "mapping or text"] = "mapping"
+    """The form in which the template wants the arguments of tool calls. Where it takes both, JSON text stays
+    as it is."""
     call_content: str | None = ""
     """The content with which the template shows the tool calls of a message without text."""
     content: Literal["text", "parts"] = "text"
@@ -125,7 +126,8 @@ class ChatForm:
             found = _cut(found, special)
         calls = found.pop("tool_calls", None)
         if calls:
-            found["tool_calls"] = [_with_arguments(call, self.arguments) for call in calls]
+            place = f"message {number} (role {found.get('role')!r})"
+            found["tool_calls"] = [_with_arguments(call, self.arguments, place) for call in calls]
         content = found.get("content")
         if isinstance(content, list) and self.content == "text":
             content = _joined(cast("list[Any]", content), number, str(found.get("role")))
@@ -252,6 +254,7 @@ def form_of(
         if _shows(probe([ask, _calling(arguments, content)]))
     ]
     form, call_content = calls[0] if calls else ("mapping", "")
+    takes_both = form == "mapping" and ("text", call_content) in calls
     calling = _calling(forms[form], call_content)
     called = (probe([ask, calling]) or "").removesuffix(final).rstrip()
     answered = probe([ask, calling, {"role": "tool", "tool_call_id": "call00001", "content": _MORE}]) or ""
@@ -289,7 +292,7 @@ def form_of(
         tail=tail,
         plain_lead=special.sub("", lead) if special else lead,
         plain_tail=special.sub("", tail) if special else tail,
-        arguments="text" if form == "text" else "mapping",
+        arguments="mapping or text" if takes_both else "text" if form == "text" else "mapping",
         call_content=call_content,
         content="parts" if in_parts else "text",
         shows_tools=_TOOL in (probe([ask], [{"type": "function", "function": tool}]) or ""),
@@ -339,22 +342,33 @@ def _same(a: str, b: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
-def _with_arguments(call: Any, form: Literal["mapping", "text"]) -> Any:
+def _with_arguments(call: Any, form: Literal["mapping", "text", "mapping or text"], place: str) -> Any:
     """Return a tool call with its arguments in a form. What is no JSON object stays as it is."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
     function = dict(cast("Mapping[str, Any]", function))
     arguments = function["arguments"]
-    if form == "mapping" and isinstance(arguments, str):
+    if isinstance(arguments, str) and (form == "mapping" or (form != "text" and not arguments.strip())):
         try:
-            value = json.loads(arguments or "{}")
+            value = json.loads(arguments or "{}", object_pairs_hook=partial(_once, place))
         except ValueError:
             value = None
         function["arguments"] = value if isinstance(value, dict) else arguments
     elif form == "text" and not isinstance(arguments, str):
         function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
     return {**call, "function": function} if "function" in call else function
+
+
+def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, whose keys are all different."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ConfigError(
+            f"{place}: the arguments of a tool call have a key twice, and the chat template reads them as an "
+            f"object, which has one; found the keys {[key for key, _ in pairs]}"
+        )
+    return found
 
 
 def _joined(parts: Sequence[Any], number: int, role: str) -> str:

@@ -268,6 +268,9 @@ def _is_shown(call: Mapping[str, Any], packed: str) -> bool:
     """Return whether a text without white space has the name and the arguments of a tool call, and these not
     as Python writes them."""
     name, arguments = _arguments_of(call)
+    written = call.get("function", call).get("arguments")
+    if isinstance(written, str) and written and _pack(written) in packed and _pack(name) in packed:
+        return True
     python = _pack(str(arguments))
     shown = (python == _pack(json.dumps(arguments)) or python not in packed) and _has(packed, arguments)
     return shown and _pack(name) in packed
