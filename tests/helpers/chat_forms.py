@@ -52,6 +52,8 @@ class Form:
     """Whether the tokenizer finds whole pieces in a text, also those of special tokens."""
     rstrips: bool = False
     """Whether special tokens take the white space behind them."""
+    content: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """Of the roles whose content is not text alone."""
     arguments: str = "mapping"
     call_content: str | None = ""
     shows_tools: bool = True
@@ -85,6 +87,8 @@ _XML = _CALLS.replace(
 _PLAIN = "{{ '<r>' + m.role + '\n' + m.content }}" + _AS_JSON + "{{ '<e>\n' }}"
 _LAST = "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
 _RAISE = "{% if TEST %}{{ raise_exception('REASON') }}{% endif %}"
+
+_PLAIN_TURNS = _turns("{{ '<r>' + m.role + '\n' }}CONTENT" + _AS_JSON + "{{ '<e>\n' }}", _TOOLS)
 
 
 def _raising(test: str, reason: str) -> str:
@@ -371,6 +375,26 @@ FORMS: dict[str, Form] = {
         final="<x>",
     ),
     "calls as they are": Form(_LINES.replace(_QUOTED, _WRITTEN), arguments="mapping or text"),
+    "parts of the user": Form(
+        _PLAIN_TURNS.replace(
+            "CONTENT",
+            "{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+            "{% else %}{{ m.content }}{% endif %}",
+        ),
+        content={"user": {"parts"}},
+    ),
+    "text or parts": Form(
+        _PLAIN_TURNS.replace(
+            "CONTENT",
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+            "{{ '' if loop.first else '; ' }}{{ '[' + p.thinking + ']' if p.type == 'thinking' else p.text }}"
+            "{% endfor %}{% endif %}",
+        ),
+        content={
+            **{role: {"text", "parts"} for role in ("system", "user", "tool")},
+            "assistant": {"text", "parts", "thinking"},
+        },
+    ),
     "no header for answers": Form(
         {
             "default": _turns("{{ m.content + ('\nAnswer: ' if m.role == 'user' else '<e>\n') }}", "", ""),

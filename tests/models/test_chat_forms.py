@@ -59,6 +59,7 @@ def test_the_form_is_found(name: str, models: Models) -> None:
             *("arguments", "call_content", "shows_tools"),
         )
     }
+    assert {role: each for role, each in form.content.items() if each != {"text"}} == expected.content
     assert "probe" not in form.header + form.opening
     assert found == {key: getattr(expected, key) for key in found}
     assert (form.shows_calls, form.system) == (expected.shows_calls, expected.system)
@@ -316,6 +317,40 @@ def test_arguments_as_text_are_written_as_they_are_or_read_once(models: Models) 
     for name in ("plain lines", "open turn"):
         with pytest.raises(ConfigError, match=r"message 2 \(role 'assistant'\): .* have a key twice"):
             models(name).render([ASK, calling, ASK])
+
+
+def test_a_tool_that_is_not_shown_is_refused_though_a_message_has_its_name(tmp_path: Path) -> None:
+    written = "{% if messages[0].role != 'system' %}{{ tools }}{% endif %}"
+    written += "{% for m in messages %}{{ m.content + '<e>' }}{% endfor %}"
+    tokenizer = load_tokenizer(write_model(Form(written), tmp_path))
+    row = {"prompt": [{"role": "system", "content": "look_up"}, ASK], "tools": [TOOL]}
+    with pytest.raises(ConfigError, match="does not show the tool 'look_up'"):
+        prompt_and_answer({**row, "completion": "ok"}, "completion", tokenizer)
+
+
+def test_parts_are_written_as_the_template_writes_them(models: Models) -> None:
+    parts: list[Any] = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    thinking = [{"type": "thinking", "thinking": "hm"}, *parts]
+    chat = [{"role": role, "content": parts} for role in ("system", "user", "assistant")]
+    for name, joint in (("parts of the user", "onetwo"), ("text or parts", "one; two"), ("pieces", "onetwo")):
+        assert re.findall(r"\n([^<>]+)<e>", models(name).render(chat)) == [joint] * 3 or name == "pieces"
+        assert "type" not in models(name).render(chat)
+    row = {"prompt": [ASK], "completion": [{"role": "assistant", "content": thinking}]}
+    tokenizer = models("text or parts")
+    tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
+    assert tokenizer.decode(tokens[mask], special=True) == "[hm]; one; two<e>"
+    for role, name in (
+        ("user", "text or parts"),
+        ("assistant", "plain lines"),
+        ("user", "parts of the user"),
+    ):
+        with pytest.raises(ConfigError, match="has a part of the type 'thinking', and the model reads only"):
+            models(name).render([{"role": role, "content": thinking}])
+
+
+def test_a_text_that_the_template_changes_is_no_list(tmp_path: Path) -> None:
+    form = Form("{% for m in messages %}{{ m.content | capitalize }}{% endfor %}")
+    assert load_tokenizer(write_model(form, tmp_path)).render([ASK]) == "Ok?"
 
 
 @pytest.mark.parametrize("name", FORMS)

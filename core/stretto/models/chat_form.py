@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any, Literal, cast
@@ -22,14 +22,21 @@ __all__ = ["ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections
 _Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, whether to open the answer -> the text that the template writes."""
 
+_Arguments = Literal["mapping", "text", "mapping or text"]
+
 _CUT = "\ufdd0"
 """Stands after the first and the last character of a special token that is text. No other text has it: it is
 no character of Unicode."""
 _TAG = re.compile(r"<[A-Za-z_][\w-]*>|\[[A-Z_]+\]")
 """A tag that opens a part of an answer, such as `<think>` or `[THINK]`."""
 
+_DATA = re.compile(r"""type(\\?['"]|&[#\w]+;): *\1t(ext|hinking)""", re.IGNORECASE)
+"""In parts that are written as Python or JSON writes them."""
+
 _ASK, _REPLY, _MORE, _RULE = "probeask", "probereply", "probemore", "proberule"
 _THOUGHT, _TOOL, _KEY, _VALUE = "probethought", "probetool", "probekey", "probevalue"
+_RESULT = {"role": "tool", "tool_call_id": "call00001"}
+_TEXT = frozenset({"text"})
 
 
 @dataclass(frozen=True)
@@ -69,13 +76,14 @@ class ChatForm:
     plain_lead: str = ""
     plain_tail: str = ""
     """Both without special tokens."""
-    arguments: Literal["mapping", "text", "mapping or text"] = "mapping"
+    arguments: _Arguments = "mapping"
     """The form in which the template wants the arguments of tool calls. Where it takes both, JSON text stays
     as it is."""
     call_content: str | None = ""
     """The content with which the template shows the tool calls of a message without text."""
-    content: Literal["text", "parts"] = "text"
-    """The form of a message's content."""
+    content: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    """Role -> the forms of a content that the template writes: `text`, `parts` (of text), parts that are
+    `thinking`. `parts` with `images` are those of a model that reads images. The role "" is any other one."""
     shows_tools: bool = False
     shows_calls: bool = False
     system: Literal["shown", "ignored", "refused"] = "ignored"
@@ -115,7 +123,7 @@ class ChatForm:
             special: the texts of special tokens; None to leave them in every message.
 
         Raises:
-            ConfigError: if a content has parts that are no text.
+            ConfigError: if a content has parts that the template does not write.
         """
         return [self._prepared(message, number, special) for number, message in enumerate(messages, 1)]
 
@@ -124,15 +132,15 @@ class ChatForm:
         found: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
         if special is not None and not isinstance(message, OwnTurn):
             found = _cut(found, special)
-        calls = found.pop("tool_calls", None)
+        calls, place = found.pop("tool_calls", None), f"message {number} (role {found.get('role')!r})"
         if calls:
-            place = f"message {number} (role {found.get('role')!r})"
             found["tool_calls"] = [_with_arguments(call, self.arguments, place) for call in calls]
-        content = found.get("content")
-        if isinstance(content, list) and self.content == "text":
-            content = _joined(cast("list[Any]", content), number, str(found.get("role")))
-        elif isinstance(content, str) and self.content == "parts":
-            content = [{"type": "text", "text": content}]
+        content, role = found.get("content"), str(found.get("role"))
+        forms = self.content.get(role) or self.content.get("", _TEXT)
+        if isinstance(content, list) and "images" not in forms:
+            content = _given(cast("list[Any]", content), forms, place)
+        elif isinstance(content, str) and "text" not in forms:
+            content = _in_parts(content)
         found["content"] = content or (self.call_content if calls else "")
         return found
 
@@ -192,17 +200,37 @@ def form_of(
         in_parts: whether contents have to be parts, because others of them are images.
     """
 
+    contents = {"": frozenset({"parts", "images"}) if in_parts else _TEXT}
+
     def probe(messages: Sequence[Message], tools: Sequence[Any] = (), *, opens: bool = False) -> str | None:
-        content = _in_parts if in_parts else dict
         try:
-            return render([content(message) for message in messages], tools, opens)
+            return render([_wrapped(message, contents) for message in messages], tools, opens)
         except ConfigError:
             return None
 
+    def find_forms(message: Message, before: Sequence[Message] = (), after: Sequence[Message] = ()) -> None:
+        """Find in which forms the template writes the content of a message."""
+
+        def writes(content: Any, *words: str) -> bool:
+            text = probe([*before, {**message, "content": content}, *after]) or ""
+            return all(word in text.lower() for word in words) and not _DATA.search(text)
+
+        one, two = _in_parts(_RULE), _in_parts(_RULE, _MORE)
+        found = {"text"} if writes(_RULE, _RULE) else set[str]()
+        if in_parts:
+            found = {"parts", "images"} if writes(one, _RULE) else found
+        elif writes(two, _RULE, _MORE) if found else writes(one, _RULE):  # some write only the first part
+            found.add("parts")
+        thought = {"type": "thinking", "thinking": _RULE}
+        if message["role"] == "assistant" and "parts" in found and writes([thought, *two[1:]], _RULE, _MORE):
+            found.add("thinking")
+        if found:
+            contents[message["role"]] = frozenset(found)
+
     ask, reply, more = _user(_ASK), _assistant(_REPLY), _user(_MORE)
-    if not in_parts and _ASK not in (probe([ask]) or ""):
-        in_parts = True  # some templates write nothing else
-        in_parts = _ASK in (probe([ask]) or "")
+    find_forms(ask)
+    find_forms({"role": "system"}, after=[ask])
+    find_forms(reply, before=[ask])
     asked, prompt = probe([ask]) or "", probe([ask], opens=True) or ""
     last, inner = probe([ask, reply]) or "", probe([ask, reply, more]) or ""
 
@@ -254,10 +282,13 @@ def form_of(
         if _shows(probe([ask, _calling(arguments, content)]))
     ]
     form, call_content = calls[0] if calls else ("mapping", "")
-    takes_both = form == "mapping" and ("text", call_content) in calls
+    takes = "mapping or text" if form == "mapping" and ("text", call_content) in calls else form
     calling = _calling(forms[form], call_content)
     called = (probe([ask, calling]) or "").removesuffix(final).rstrip()
-    answered = probe([ask, calling, {"role": "tool", "tool_call_id": "call00001", "content": _MORE}]) or ""
+    find_forms({**_RESULT, "name": _TOOL}, before=[ask, calling])
+    if not any("text" in each for role, each in contents.items() if role):
+        contents[""] = contents.get("user", contents[""])
+    answered = probe([ask, calling, {**_RESULT, "content": _MORE}]) or ""
     next_role = token_at(answered[len(called) :]) if called and answered.startswith(called) else ""
     found = {added[token] for token in written if token}
     lead = last[len(prompt) :].partition(_REPLY)[0] if prompt and last.startswith(prompt) else ""
@@ -292,9 +323,9 @@ def form_of(
         tail=tail,
         plain_lead=special.sub("", lead) if special else lead,
         plain_tail=special.sub("", tail) if special else tail,
-        arguments="mapping or text" if takes_both else "text" if form == "text" else "mapping",
+        arguments=cast("_Arguments", takes),
         call_content=call_content,
-        content="parts" if in_parts else "text",
+        content=contents,
         shows_tools=_TOOL in (probe([ask], [{"type": "function", "function": tool}]) or ""),
         shows_calls=bool(calls),
         system="refused" if ruled is None else "shown" if _RULE in ruled else "ignored",
@@ -302,9 +333,14 @@ def form_of(
     )
 
 
-def _in_parts(message: Message) -> dict[str, Any]:
-    text = message["content"]
-    return {**message, "content": [{"type": "text", "text": text}] if text else text}
+def _in_parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _wrapped(message: Message, forms: Mapping[str, frozenset[str]]) -> dict[str, Any]:
+    content, given = message["content"], forms.get(message["role"]) or forms[""]
+    wraps = isinstance(content, str) and content and "text" not in given
+    return {**message, "content": _in_parts(content) if wraps else content}
 
 
 def _user(content: str) -> Message:
@@ -342,7 +378,7 @@ def _same(a: str, b: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
-def _with_arguments(call: Any, form: Literal["mapping", "text", "mapping or text"], place: str) -> Any:
+def _with_arguments(call: Any, form: _Arguments, place: str) -> Any:
     """Return a tool call with its arguments in a form. What is no JSON object stays as it is."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
@@ -364,25 +400,27 @@ def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object, whose keys are all different."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ConfigError(
-            f"{place}: the arguments of a tool call have a key twice, and the chat template reads them as an "
-            f"object, which has one; found the keys {[key for key, _ in pairs]}"
-        )
+        keys = [key for key, _ in pairs]
+        raise ConfigError(f"{place}: the arguments of a tool call have a key twice; found the keys {keys}")
     return found
 
 
-def _joined(parts: Sequence[Any], number: int, role: str) -> str:
-    texts: list[str] = []
+def _given(parts: Sequence[Any], forms: frozenset[str], place: str) -> str | list[dict[str, Any]]:
+    """Return a content in parts as the template takes it: joined if it takes no parts."""
+    found: list[dict[str, Any]] = []
     for part in parts:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            kind = cast("Mapping[str, Any]", part).get("type") if isinstance(part, Mapping) else part
-            raise ConfigError(
-                f"message {number} (role {role!r}) has a part of the type {kind!r}, and the model reads only "
-                "text"
-            )
-        texts.append(text)
-    return "".join(texts)
+        each: dict[str, Any] = (
+            dict(cast("Mapping[str, Any]", part)) if isinstance(part, Mapping) else {"text": part}
+        )
+        if isinstance(each.get("text"), str):
+            each["type"] = "text"
+        elif not (
+            "thinking" in forms and each.get("type") == "thinking" and isinstance(each.get("thinking"), str)
+        ):
+            kind = each.get("type") if isinstance(part, Mapping) else part
+            raise ConfigError(f"{place} has a part of the type {kind!r}, and the model reads only text")
+        found.append(each)
+    return found if "parts" in forms else "".join(part["text"] for part in found)
 
 
 def _cut(value: Any, special: re.Pattern[str]) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,7 +26,7 @@ from stretto.models.chat_form import plain_text
 from stretto.models.prompts import name_of_tool
 from stretto.models.tokenizer import Tokenizer
 
-__all__ = ["ChatPiece", "encode_chat", "is_shown"]
+__all__ = ["ChatPiece", "encode_chat", "hidden_tools", "is_data", "is_shown"]
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -169,12 +170,10 @@ class _Chat:
 
     def _check(self, first: int, last: int, text: str) -> None:
         """Check that a part of the conversation's text shows the messages from `first` to `last` - 1."""
-        packed = _pack(text)
+        packed, write = _pack(text), partial(self._tokenizer.render, add_generation_prompt=False)
         if first == 0:
-            for tool in self._tools:
-                name = name_of_tool(tool)
-                if _pack(name) not in packed:
-                    raise ConfigError(f"the chat template does not show the tool {name!r}")
+            for name in hidden_tools(self._tools, text, lambda: write(self._messages)):
+                raise ConfigError(f"the chat template does not show the tool {name!r}")
         for number in range(first, last):
             turn = self._messages[number]
             in_prompt = number < self._start
@@ -182,6 +181,7 @@ class _Chat:
                 key
                 for key in (_TEXTS[:1] if in_prompt else _TEXTS)
                 if not all(_has(packed, each) for each in _texts(turn.get(key), all_of_it=not in_prompt))
+                or is_data(turn.get(key), text)
                 or not self._depends_on(number, key)
             ]
             calls = turn.get("tool_calls") or ()
@@ -209,6 +209,30 @@ class _Chat:
         place = number - self._start
         whose = f"message {place + 1} of the answer" if place >= 0 else f"message {number + 1} of the prompt"
         return f"{whose} (role {self._messages[number]['role']!r})"
+
+
+def hidden_tools(tools: Tools, text: str, without: Callable[[], str]) -> list[str]:
+    """Return the names of the tools that a chat template does not show. They may stand in a message.
+
+    Args:
+        text: what it writes, or the beginning of it.
+        without: returns what it writes without tools.
+    """
+    try:
+        hides_all = bool(tools) and without().startswith(text)
+    except ConfigError:
+        hides_all = False
+    return [name for name in map(name_of_tool, tools) if hides_all or _pack(name) not in _pack(text)]
+
+
+def is_data(content: Any, text: str) -> bool:
+    """Return whether a text has a part of a content as Python or JSON writes it."""
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    given = [{**part, "type": "text"} for part in parts if isinstance(part, Mapping) and "text" in part]
+    forms = [
+        form for part in given for form in (str(part), json.dumps(part, ensure_ascii=False, default=str))
+    ]
+    return any(_pack(form)[1:-1] in _pack(text) for form in forms)
 
 
 def is_shown(
@@ -268,12 +292,11 @@ def _is_shown(call: Mapping[str, Any], packed: str) -> bool:
     """Return whether a text without white space has the name and the arguments of a tool call, and these not
     as Python writes them."""
     name, arguments = _arguments_of(call)
-    written = call.get("function", call).get("arguments")
-    if isinstance(written, str) and written and _pack(written) in packed and _pack(name) in packed:
-        return True
-    python = _pack(str(arguments))
-    shown = (python == _pack(json.dumps(arguments)) or python not in packed) and _has(packed, arguments)
-    return shown and _pack(name) in packed
+    written, python = call.get("function", call).get("arguments"), _pack(str(arguments))
+    if not (isinstance(written, str) and written and _pack(written) in packed):
+        is_json = python == _pack(json.dumps(arguments)) or python not in packed
+        return is_json and _has(packed, arguments) and _pack(name) in packed
+    return _pack(name) in packed
 
 
 def _has(packed: str, value: Any) -> bool:
@@ -297,8 +320,11 @@ def _texts(value: Any, *, all_of_it: bool) -> list[Any]:
         all_of_it: False leaves out the reasoning.
     """
     parts = cast("list[Any]", value) if isinstance(value, list) else [value]
+    keys = ("text", "thinking") if all_of_it else ("text",)
     texts = [
-        cast("Mapping[str, Any]", part).get("text") if isinstance(part, Mapping) else part for part in parts
+        cast("Mapping[str, Any]", part).get(key) if isinstance(part, Mapping) else part
+        for part in parts
+        for key in keys
     ]
     known = [text if all_of_it else text.rpartition("</think>")[2] for text in texts if isinstance(text, str)]
     return [piece for text in known for piece in re.split("</?think>|<image>", text)]
