@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from stretto.rl.supervised import fitted
 ASK = {"role": "user", "content": "ok?"}
 
 
-def checked(tmp_path: Path, *prompts: Any, form: str = "plain lines", **columns: Any) -> str:
+def checked(
+    tmp_path: Path, *prompts: Any, form: str = "plain lines", more: Sequence[str] = (), **columns: Any
+) -> str:
     """What `stretto check` prints for rows with these prompts."""
     if not (tmp_path / "model").exists():
         write_model(FORMS[form], tmp_path / "model")
@@ -29,8 +32,16 @@ def checked(tmp_path: Path, *prompts: Any, form: str = "plain lines", **columns:
         "name: test\nmodel: model\nalgorithm: {use: grpo, group_size: 2}\ntraining: mock\ninference: mock\n"
         "reward: exact\ndataset: {use: jsonl, path: rows.jsonl}\nqueue: {batch_size: 1}\nsteps: 1\nout: out\n"
     )
-    done = called("check", "run.yaml", cwd=tmp_path)
+    done = called("check", "run.yaml", *more, cwd=tmp_path)
     return done.stdout + done.stderr
+
+
+def changed(folder: Path, form: str, *, of_tokens: dict[str, bool], **values: Any) -> None:
+    """Write a form's model with other values in its tokenizer.json, and in each of its added tokens."""
+    write_model(FORMS[form], folder)
+    written = json.loads((file := folder / "tokenizer.json").read_text())
+    written["added_tokens"] = [{**token, **of_tokens} for token in written["added_tokens"]]
+    file.write_text(json.dumps({**written, **values}))
 
 
 def test_the_chat_form_and_the_first_prompt_are_printed(tmp_path: Path) -> None:
@@ -44,13 +55,8 @@ def test_the_chat_form_and_the_first_prompt_are_printed(tmp_path: Path) -> None:
 
 def test_an_end_that_the_tokenizer_reads_as_text_is_named(tmp_path: Path) -> None:
     """As some tokenizers do whose tokens are sought in the normalised text."""
-    write_model(FORMS["plain lines"], folder := tmp_path / "model")
-    file = folder / "tokenizer.json"
-    written = json.loads(file.read_text())
-    for token in written["added_tokens"]:
-        token["normalized"] = True
-    written["normalizer"] = {"type": "Prepend", "prepend": "_"}
-    file.write_text(json.dumps(written))
+    prepends = {"type": "Prepend", "prepend": "_"}
+    changed(tmp_path / "model", "plain lines", of_tokens={"normalized": True}, normalizer=prepends)
     assert "ends a turn with '<e>', but behind a text the tokenizer reads it as text" in checked(
         tmp_path, [ASK]
     )
@@ -75,6 +81,21 @@ def test_a_prompt_that_is_read_otherwise_is_named(prompt: Any, words: str, tmp_p
     assert words in checked(tmp_path, [ASK], prompt)
 
 
+def test_characters_that_the_tokenizer_writes_in_another_way_are_not_lost(tmp_path: Path) -> None:
+    changed(tmp_path / "model", "words for headers", of_tokens={}, normalizer={"type": "NFC"})
+    said = checked(tmp_path, [{"role": "user", "content": "e\u0301 a\u2581b北"}])
+    assert "drops or does not know (row 1: '北')" in said
+
+
+def test_reasoning_whose_marks_are_text_is_named(tmp_path: Path) -> None:
+    changed(tmp_path / "model", "thinker by switch", of_tokens={"special": True})
+    prompt = [ASK, {"role": "assistant", "content": "<think>hm</think>ok"}, ASK]
+    said = checked(tmp_path, prompt, more=("dataset.special_tokens=text",))
+    assert (
+        "have reasoning whose marks are text (dataset.special_tokens): it is not dropped (row 1: mess" in said
+    )
+
+
 def test_prompts_of_which_none_has_a_token_are_refused(tmp_path: Path) -> None:
     assert "error: run.yaml" in checked(tmp_path, "", "")
     assert "error: run.yaml" not in checked(tmp_path, "", [ASK])
@@ -88,6 +109,53 @@ def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> Non
     said = checked(tmp_path, called_before, tools=[{"type": "function", "function": {"name": "look_up"}}])
     assert "have tools that the chat template does not show (row 1: look_up)" in said
     assert "have tool calls that the chat template does not show (row 1: message 2" in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "m.content | capitalize",
+        "m.content | map(attribute='text') | join if loop.first and m.content is not string else m.content",
+    ],
+)
+def test_a_content_that_is_written_otherwise_is_named(content: str, tmp_path: Path) -> None:
+    written = "{% for m in messages %}{{ '<r>' + m.role + '\n' }}{{ CONTENT }}{{ '<e>\n' }}{% endfor %}"
+    write_model(
+        replace(FORMS["plain lines"], template=written.replace("CONTENT", content)), tmp_path / "model"
+    )
+    asked = [{"role": "user", "content": [{"type": "text", "text": "ok"}]}]
+    said = checked(tmp_path, [*asked, {"role": "assistant", "content": "Yes"}, *asked])
+    assert "does not show, or not as it is written (row 1: message" in said
+    assert "content is text" in said
+
+
+SYSTEM = [{"role": "system", "content": "Be kind."}]
+
+
+@pytest.mark.parametrize(
+    ("only", "prompt", "hidden"),
+    [
+        ("messages[0].role != 'system'", [ASK], False),
+        ("messages[0].role != 'system'", [*SYSTEM, {"role": "user", "content": "add 1"}], True),
+        ("messages[0].role == 'system'", [*SYSTEM, ASK], False),
+        ("messages[0].role == 'system'", "add 1", True),
+        ("messages[-1].role == 'user'", [ASK, {"role": "tool", "content": "3"}], True),
+    ],
+)
+@pytest.mark.parametrize("of_run", [False, True])
+def test_tools_are_sought_in_each_prompt(
+    only: str, prompt: Any, hidden: bool, of_run: bool, tmp_path: Path
+) -> None:
+    turns = "{% for m in messages %}{{ m.content }}<e>{% endfor %}"
+    written = "{% if tools and ONLY %}{{ tools | tojson }}{% endif %}".replace("ONLY", only) + turns
+    write_model(replace(FORMS["plain lines"], template=written), tmp_path / "model")
+    (tmp_path / "tools.py").write_text('def add(a: int) -> int:\n    """Add one."""\n    return a + 1\n')
+    workflow = ("workflow={use: tool_use, tools: ['tools.py:add']}", "sandbox=unsafe") if of_run else ()
+    tools = [] if of_run else [{"type": "function", "function": {"name": "add", "description": "Add one."}}]
+    said = checked(tmp_path, prompt, more=workflow, tools=tools)
+    assert ("1 of 1 prompts have tools that the chat template does not show (row 1: add)" in said) == hidden
+    assert ("Add one." in said.partition("prompt     ")[2]) == (not hidden)
+    assert "does not show tools" not in said
 
 
 def test_a_prompt_that_opens_no_answer_is_named(tmp_path: Path) -> None:

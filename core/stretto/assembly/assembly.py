@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -94,6 +95,8 @@ class Assembly:
             worker=worker,
         )
         """What the factories of components get."""
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        """JSON schemas of the run's own tools, once a check has made these."""
 
     @property
     def config(self) -> RunConfig:

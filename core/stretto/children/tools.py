@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,8 +103,8 @@ def max_answer(config: ToolsConfig) -> int:
     return min(_MAX_CHARACTER * config.max_result_chars + MAX_FILE_BYTES + _MAX_REST, MAX_FRAME)
 
 
-def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
-    """Make the tools in a child process, and yield what is wrong with them."""
+def try_to_make(config: ToolsConfig, run: RunConfig) -> tuple[list[dict[str, Any]], list[Problem]]:
+    """Make the tools in a child process. Return their JSON schemas, and what is wrong with them."""
     sandboxed = command(config, run.sandbox, run.out or "")
     setup = setup_frame(config)
     try:
@@ -114,12 +114,16 @@ def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
             f"not verified: making the tools took longer than {_TRY_S:.0f} s; the run does not need "
             "this check"
         )
-        yield Problem("workflow.tools", message, "warning")
-        return
+        return [], [Problem("workflow.tools", message, "warning")]
     if started.error:
-        yield Problem("workflow.tools", started.error)
-        return
-    for schema in msgspec.msgpack.decode(started.data, type=list[dict[str, Any]]):
+        return [], [Problem("workflow.tools", started.error)]
+    schemas = msgspec.msgpack.decode(started.data, type=list[dict[str, Any]])
+    return schemas, [*_lacking(schemas)]
+
+
+def _lacking(schemas: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    """Warn of tools that a model cannot learn to call from their schemas."""
+    for schema in schemas:
         tool = schema["function"]
         untyped = [
             name

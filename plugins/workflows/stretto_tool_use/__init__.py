@@ -136,8 +136,9 @@ def _with_id(call: ToolCall, number: int) -> ToolCall:
 
 
 def check(config: ToolUseConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check that the model's chat template shows the tools. `stretto check` itself tries to create them. The
-    template of a model that reads images belongs to its processor, which is not loaded here."""
+    """Check that the model has a chat template. `stretto check` itself tries to create the tools, and looks
+    for them in prompts. That of a model that reads images belongs to its processor, which is not loaded
+    here."""
     del config
     if is_vision_language(known_config(run.model)):
         return
@@ -156,10 +157,6 @@ def _template_problems(model: str) -> Iterator[Problem]:
                 "model",
                 f"{model!r} has no chat template, which tools need; use another model, or write "
                 "chat_template.jinja into its folder",
-            )
-        elif not form.shows_tools:
-            yield Problem(
-                "model", f"the chat template of {model!r} does not show tools to the model", "warning"
             )
 
 

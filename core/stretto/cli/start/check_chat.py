@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +15,10 @@ from stretto.children.row_check import drawn_rows
 from stretto.component import Problem
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
-from stretto.models.chat_form import plain_text
-from stretto.models.chats import is_shown
+from stretto.models.chat_form import ChatForm, plain_text
+from stretto.models.chats import hidden_tools, is_data, is_shown
 from stretto.models.files import known_config, text_config
-from stretto.models.prompts import as_meant, name_of_tool, prompt_ids, tools_of
+from stretto.models.prompts import as_meant, both_tools, tools_of
 from stretto.models.tokenizer import Tokenizer, fault_of
 from stretto.models.vision import is_vision_language
 
@@ -39,21 +41,29 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
         ends = ", ".join(map(repr, form.ends)) or "no token"
         opened = f"opens {form.opened!r}" if form.opened else "opens nothing"
         lead = f", which begins with {form.lead!r}" if form.lead else ""
-        tools = "shown" if form.shows_tools else "not shown"
+        tools = "shown" if form.shows_tools else "not shown beside a user's message alone"
         calls = f"with arguments as {form.arguments}" if form.shows_calls else "not shown"
         given = ", ".join(f"{key}: {value}" for key, value in config.dataset.template.items()) or "none"
         alone = f"none: of the turns of a supervised row, only the last one has {form.closing!r}"
         written = repr(form.tail + form.closing) if form.writes_end else alone
         yield f"chat form  a turn ends with {ends}; the template writes {written}"
-        yield f"           the prompt {opened} of the answer{lead}; content is {form.content}"
+        yield f"           the prompt {opened} of the answer{lead}; content is {_contents(form)}"
         yield f"           system messages are {form.system}; reasoning of earlier answers is " + (
             "dropped" if form.drops_reasoning else "kept"
         )
         yield f"           tools are {tools}, calls {calls}"
         yield f"           arguments of the template (dataset.template): {given}"
-    ids = prompt_ids(dataset[0], tokenizer)
+    shown, schemas = _shown(dataset[0], tokenizer, assembly.tools)
+    ids = tokenizer.encode_prompt(shown, tools=schemas)
     text = tokenizer.decode(ids, special=True)
     yield f"prompt     {text[:_SHOWN]!r}" + (f" … {len(ids)} tokens" if len(text) > _SHOWN else "")
+
+
+def _contents(form: ChatForm) -> str:
+    """Return which forms of a content the template writes, by roles if they differ."""
+    names = {role: " or ".join(sorted(each, reverse=True)) for role, each in form.content.items() if role}
+    by_role = ", ".join(f"{name} ({role})" for role, name in names.items())
+    return by_role if len({*names.values()}) > 1 else next(iter(names.values()), "text")
 
 
 def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[Problem]:
@@ -73,7 +83,7 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
         read += 1
         if fault_of(row.get("prompt")):
             continue
-        for kind, detail in _oddities(row, tokenizer, size):
+        for kind, detail in _oddities(row, tokenizer, size, assembly.tools):
             counts[kind] += 1
             first.setdefault(kind, f"row {index + 1}{detail and f': {detail}'}")
     for kind, count in counts.items():
@@ -96,19 +106,33 @@ def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
         )
 
 
+_composed = partial(unicodedata.normalize, "NFC")
 _EMPTY = "have no token, and are left out"
 _OUTSIDE = "have tokens outside of the model's vocabulary: its tokenizer is that of another model"
 
 
-def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> Iterator[tuple[str, str]]:
+def _shown(row: dict[str, Any], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
+    """Return a row's prompt and tools as the run shows them: beside tools of its own, a text is a message."""
+    prompt = row["prompt"]
+    if tools and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return as_meant(prompt, tokenizer), both_tools(tools_of(row), tools)
+
+
+def _oddities(
+    row: dict[str, Any], tokenizer: Tokenizer, size: int | None, of_run: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
     """Yield what is odd in a row's prompt: a kind, and the place."""
-    prompt = as_meant(row["prompt"], tokenizer)
 
     def write(messages: Sequence[Message]) -> str:
-        return plain_text(tokenizer.render(messages, tools=tools_of(row)))
+        return plain_text(tokenizer.render(messages, tools=tools))
+
+    def without_tools() -> str:
+        return prompt if isinstance(prompt, str) else plain_text(tokenizer.render(prompt))
 
     try:
-        ids = prompt_ids(row, tokenizer)
+        prompt, tools = _shown(row, tokenizer, of_run)
+        ids = tokenizer.encode_prompt(prompt, tools=tools)
         text = prompt if isinstance(prompt, str) else write(prompt)
     except ConfigError as error:
         yield "are refused", str(error)
@@ -117,9 +141,12 @@ def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> It
         yield _EMPTY, ""
     if size is not None and len(ids) and int(ids.max()) >= size:
         yield _OUTSIDE, f"token {int(ids.max())}, vocabulary {size}"
-    known = set(tokenizer.decode(ids, special=True))
-    if lost := "".join(dict.fromkeys(each for each in text if each not in known and not each.isspace())):
+    known = {"\u2581", *_composed(tokenizer.decode(ids, special=True))}  # a space in many vocabularies
+    unknown = (each for each in _composed(text) if each not in known and not each.isspace())
+    if lost := "".join(dict.fromkeys(unknown)):
         yield "have characters that the tokenizer drops or does not know", repr(lost[:20])
+    if hidden := hidden_tools(tools, text, without_tools):
+        yield "have tools that the chat template does not show", ", ".join(hidden)
     if isinstance(prompt, str):
         if token := tokenizer.special_in(prompt):
             yield (
@@ -127,8 +154,6 @@ def _oddities(row: dict[str, Any], tokenizer: Tokenizer, size: int | None) -> It
                 repr(token),
             )
         return
-    if (tools := tools_of(row)) and not tokenizer.form.shows_tools:
-        yield "have tools that the chat template does not show", ", ".join(map(name_of_tool, tools))
     header = tokenizer.form.header
     if header and not text.endswith(header) and prompt[-1].get("role") != "tool":
         yield "open no answer in the chat template: the model has to write the header", repr(header)
@@ -144,11 +169,20 @@ def _odd_messages(
     for number, message in enumerate(messages, 1):
         content = message.get("content")
         parts = cast("list[Any]", content) if isinstance(content, list) else [{"text": content}]
-        words = "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
-        place = f"message {number}, role {message.get('role')!r}"
-        answer = "".join(words.rpartition("</think>")[2].split())
-        if answer not in packed or not is_shown(messages, number - 1, "content", text, write):
+        texts = [str(part.get("text") or "") for part in parts if isinstance(part, dict)]
+        words, place = "".join(texts), f"message {number}, role {message.get('role')!r}"
+        answers = ["".join(each.rpartition("</think>")[2].split()) for each in texts]
+        shown = all(each in packed for each in answers) and not is_data(content, text)
+        if not shown or not is_shown(messages, number - 1, "content", text, write):
             yield "have a message that the chat template does not show, or not as it is written", place
+        is_text = tokenizer.rows is not None and tokenizer.rows.special_tokens == "text"
+        if (
+            is_text
+            and tokenizer.form.drops_reasoning
+            and "</think>" in words
+            and tokenizer.special_in("</think>")
+        ):
+            yield "have reasoning whose marks are text (dataset.special_tokens): it is not dropped", place
         if message.get("tool_calls") and not tokenizer.form.shows_calls:
             yield "have tool calls that the chat template does not show", place
         unsaid = tokenizer.rows is not None and tokenizer.rows.special_tokens is None

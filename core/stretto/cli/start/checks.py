@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -113,11 +113,12 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
         return
     failed_sections = _failed_sections(section_problems)
     with ThreadPoolExecutor() as trials:  # most trials are a process of their own
-        tools = trials.submit(list, _tool_trial_problems(config, failed_sections))
+        tools = trials.submit(list, _tool_trial_problems(assembly, failed_sections))
         server = trials.submit(list, bus_problems(config.bus))
         made = trials.submit(list, _trial_problems(assembly, starting, failed_sections))
         rows = trials.submit(list, _row_problems(assembly, failed_sections))
         read: dict[str, ReadRows] = {}
+        wait([tools])  # the prompts show them
         for path in ("dataset", "evaluation.dataset"):
             if path in components:
                 find_problems = partial(dataset_problems, assembly, path, read)
@@ -415,12 +416,14 @@ def _tracker_problems(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _tool_trial_problems(config: RunConfig, failed_sections: Set[str]) -> Iterator[Problem]:
+def _tool_trial_problems(assembly: Assembly, failed_sections: Set[str]) -> Iterator[Problem]:
     """Make the tools of a workflow in a child process, as the verifiers will."""
     from stretto.children.tools import try_to_make
 
+    config = assembly.config
     if isinstance(config.workflow, ToolsConfig) and failed_sections.isdisjoint({"workflow", "sandbox"}):
-        yield from try_to_make(config.workflow, config)
+        assembly.tools, problems = try_to_make(config.workflow, config)
+        yield from problems
 
 
 def _row_problems(
@@ -595,7 +598,7 @@ def _problems_of_variant(run: Assembly, own: Set[str], read: Mapping[str, ReadRo
         yield from token_problems(run.config)
     if "workflow" in own:
         yield from _component_trial_problems(run, ["workflow"], failed_sections)
-        yield from _tool_trial_problems(run.config, failed_sections)
+        yield from _tool_trial_problems(run, failed_sections)
     if not own.isdisjoint({"workflow", "reward"}):
         yield from _reward_problems(run, read, failed_sections)
     yield from _row_problems(run, failed_sections, own & {"reward", "workflow"})
