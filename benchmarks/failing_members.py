@@ -81,15 +81,12 @@ def run(folder: Path, rows: int, chance: str, failure_reward: str) -> Path:
 
 def trained(run: Path) -> tuple[NDArray[np.int64], int]:
     """Return the lengths of the trained answers, and the number of rows that were trained just once."""
-    ids: set[str] = set()
-    for file in (run / "samples").glob("trained-*.parquet"):
-        ids.update(pq.read_table(file, columns=["id"])["id"].to_pylist())
     lengths: list[int] = []
     groups: dict[int, set[int]] = {}
-    for file in (run / "samples").glob("samples-*.parquet"):
-        table = pq.read_table(file, columns=["id", "sampled", "row", "ticket"]).to_pylist()
+    for file in (run / "samples").glob("train-*.parquet"):
+        table = pq.read_table(file, columns=["sampled", "row", "ticket", "outcome"]).to_pylist()
         for row in table:
-            if row["id"] in ids:
+            if row["outcome"] == "trained":
                 lengths.append(row["sampled"])
                 groups.setdefault(row["row"], set()).add(row["ticket"])
     return np.sort(np.array(lengths)), sum(len(tickets) == 1 for tickets in groups.values())

@@ -38,9 +38,9 @@ from stretto.bus.messages.tickets import (
     WireTrajectory,
 )
 from stretto.records.kept.kept_sample import digest_of, kept_samples
-from stretto.records.kept.sample_files import SegmentKind, Table
+from stretto.records.kept.sample_files import Table
 from stretto.samples.join import Joiner
-from stretto.samples.segments import SegmentWriter
+from stretto.samples.segments import FLUSHES, SegmentWriter
 
 GROUP, GROUPS_A_BATCH, PROMPT_TOKENS, MEAN_TOKENS = 8, 512, 32, 64
 WORDS = 20_000
@@ -93,13 +93,13 @@ def group(ticket: int, rng: np.random.Generator, vocabulary: list[str]) -> tuple
     return TrajectoryBundle(ticket, 1, ticket, tuple(wires)), record, outcome, step
 
 
-def batch(rng: np.random.Generator, vocabulary: list[str]) -> dict[SegmentKind, Table]:
+def batch(rng: np.random.Generator, vocabulary: list[str]) -> Table:
     """The rows of `GROUPS_A_BATCH` groups."""
-    joiner = Joiner(1)
+    joiner = Joiner(1, staleness=1)
     messages = (each for ticket in range(GROUPS_A_BATCH) for each in group(ticket, rng, vocabulary))
     for sequence, message in enumerate(messages, 1):
         joiner.add(sequence, message)
-    return joiner.take()
+    return joiner.take()["train"]
 
 
 def moved(table: Table, number: int) -> Table:
@@ -107,9 +107,8 @@ def moved(table: Table, number: int) -> Table:
     first = number * GROUPS_A_BATCH
     by_number = dict.fromkeys(("step", "oldest", "newest"), number)
     for name, by in {"ticket": first, "sequence": 4 * first, "row": first, **by_number}.items():
-        if name in table.schema.names:
-            column = pa.array(np.asarray(table[name]) + by, table.schema.field(name).type)
-            table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), column)
+        column = pa.array(np.asarray(table[name]) + by, table.schema.field(name).type)
+        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), column)
     indices = np.arange(len(table)) % GROUP
     ids = [f"{ticket}/1/{index}" for ticket, index in zip(table["ticket"].to_pylist(), indices, strict=True)]
     return table.set_column(0, table.schema.field("id"), pa.array(ids))
@@ -125,22 +124,17 @@ def make(run: Path, samples: int) -> dict[str, float]:
     tokens = 0
     for number in range(batches):
         base = bases[number % len(bases)]
-        for kind in ("samples", "trained"):
-            segments.write(kind, moved(base[kind], number))
-        tokens += int(np.asarray(base["samples"]["length"]).sum())
-        while segments.merge():
-            pass
-    sizes = {
-        kind: sum(path.stat().st_size for path in (run / "samples").glob(f"{kind}-*"))
-        for kind in ("samples", "trained")
-    }
+        segments.write("train", moved(base, number))
+        segments.close("train", FLUSHES)
+        tokens += int(np.asarray(base["length"]).sum())
+    files = list((run / "samples").iterdir())
+    size = sum(path.stat().st_size for path in files)
     return {
         "samples": batches * GROUPS_A_BATCH * GROUP,
         "tokens": tokens,
-        "files": len(list((run / "samples").glob("*.parquet"))),
-        "gb": round(sum(sizes.values()) / 1e9, 3),
-        "of_raw_ids_and_logprobs": round(sizes["samples"] / (8 * tokens), 3),
-        "with_trainers_record": round(sum(sizes.values()) / (8 * tokens), 3),
+        "files": len(files),
+        "gb": round(size / 1e9, 3),
+        "of_raw_ids_and_logprobs": round(size / (8 * tokens), 3),
     }
 
 

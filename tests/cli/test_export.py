@@ -18,7 +18,7 @@ import stretto
 from agent_session import CALL, END, TEMPLATE, tokenizer_with
 from kept_samples import Kept
 from made_run import make_run
-from sample_messages import done
+from sample_messages import done, trained
 from stretto import Context
 from stretto.agents.conversation import Conversation
 from stretto.assembly.plugins import Plugins
@@ -305,7 +305,8 @@ async def test_rows_of_a_tool_run_train_the_tokens_of_the_run(tmp_path: Path) ->
         wires = wire_trajectories(ticket, sampled, ())
         notes = record_of(ticket, "rollout-0", {}, sampled, tokenizer)
         bundle = TrajectoryBundle(number, 1, 0, tuple(wires))
-        kept.add(bundle, notes, done(bundle, notes))
+        figures = trained([wire.id for wire in wires], 0, weights=[1.0])
+        kept.add(bundle, notes, done(bundle, notes), figures)
         for wire, each in zip(wires, sampled, strict=True):
             expected[wire.id] = each.tokens.tolist(), each.loss_mask.tolist()
     kept.flush()
@@ -317,5 +318,5 @@ async def test_rows_of_a_tool_run_train_the_tokens_of_the_run(tmp_path: Path) ->
     component = Plugins().get("algorithm", "sft")
     config = msgspec.convert({"use": "sft"}, component.config)
     sft: Any = component.make(config, Context(run="r", name="n", seed=1))
-    trained = {row["id"]: sft.encode(row, 0, tokenizer) for row in rows}
-    assert {id: (list(each.tokens), list(each.loss_mask)) for id, each in trained.items()} == expected
+    encoded = {row["id"]: sft.encode(row, 0, tokenizer) for row in rows}
+    assert {id: (list(each.tokens), list(each.loss_mask)) for id, each in encoded.items()} == expected

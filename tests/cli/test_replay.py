@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kept_samples import Kept
-from sample_messages import trained
 from stretto.bus.messages.training import RowRef
 from stretto.cli.audit.recording import KeptGroups, WeightSums
 from stretto.cli.audit.replay_report import ComparedStep, Difference, ReplayReport, off_policy, report_lines
@@ -73,8 +72,7 @@ def test_a_comparison_says_what_it_cannot_tell() -> None:
 async def test_added_images_are_those_of_the_samples(tmp_path: Path) -> None:
     small, large = ImageFile(b"1"), ImageFile(bytes(3 * 2**20))
     kept = Kept(tmp_path)
-    kept.group(7, images=(0, small.digest, large.digest))
-    kept.add(trained([f"7/1/{index}" for index in (0, 1)], version=0))
+    kept.trained_group(7, images=(0, small.digest, large.digest))
     kept.flush()
     SampleImages(tmp_path).write(small)
     rows = {(7, 1): [RowRef(f"7/1/{index}", 1, index, 7, 4) for index in (0, 1)]}

@@ -11,12 +11,11 @@ import pytest
 from pyarrow import parquet
 from typer.testing import CliRunner, Result
 
+from kept_samples import Kept
 from sample_messages import done, failed, record, trained, trajectories
 from stretto.bus.messages.tickets import KeptText
 from stretto.cli.main import app
 from stretto.errors import ConfigError
-from stretto.samples.join import Joiner
-from stretto.samples.segments import SegmentWriter
 
 CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "what is 1+1?"},
@@ -40,23 +39,19 @@ CHAT: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three groups: one trained, one with a conversation, one that failed."""
-    folder = tmp_path_factory.mktemp("run")
-    joiner, messages = Joiner(1), list[Any]()
+    """Three groups: two trained, of which one has a conversation, and one that failed."""
+    kept_run = Kept(tmp_path_factory.mktemp("run"))
     for ticket in (0, 1):
         bundle, kept = trajectories(ticket, reward=ticket / 2), record(ticket)
         chat = msgspec.json.encode(CHAT).decode() if ticket else ""
         texts = tuple(KeptText(None, text.text, chat) for text in kept.texts)
         kept = msgspec.structs.replace(kept, texts=texts)
-        messages += [bundle, kept, done(bundle, kept)]
-    messages += [trained(["0/1/0", "0/1/1"], 3), record(2), failed(2, "RewardError: \x1b[31mno")]
-    for sequence, message in enumerate(messages, 1):
-        joiner.add(sequence, message)
-    segments = SegmentWriter(folder / "samples")
-    for kind, table in joiner.take().items():
-        if len(table):
-            segments.write(kind, table)
-    return folder
+        kept_run.add(
+            bundle, kept, done(bundle, kept), trained([f"{ticket}/1/0", f"{ticket}/1/1"], 3 + ticket)
+        )
+    kept_run.add(record(2), failed(2, "RewardError: \x1b[31mno"))
+    kept_run.flush()
+    return kept_run.folder
 
 
 def ask(*arguments: str) -> Result:
@@ -125,7 +120,7 @@ def test_what_cannot_be_asked(run: Path, arguments: list[str], message: str) -> 
 
 def test_no_sample_fits_a_step_that_has_none(run: Path) -> None:
     assert ask(str(run), "--step", "99").stderr == (
-        "no sample fits; samples of training are kept from step 4 to 4\n"
+        "no sample fits; samples of training are kept from step 4 to 5\n"
     )
     assert ask(str(run), "--step", "99", "--purpose", "eval").stderr == "no sample fits\n"
     assert ask(str(run), "--text", "nowhere").stderr == "no sample fits\n"

@@ -19,7 +19,7 @@ class Kept:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.segments = SegmentWriter(folder / "samples")
-        self.joiner = Joiner(1)
+        self.joiner = Joiner(1, staleness=1)
         self.sequence = 0
 
     def add(self, *messages: Any) -> None:
@@ -47,6 +47,5 @@ class Kept:
         self.add(trained([f"{step}/1/0", f"{step}/1/1"], version=step - 1))
 
     def flush(self) -> None:
-        for kind, table in self.joiner.take().items():
-            if len(table):
-                self.segments.write(kind, table)
+        for purpose, table in self.joiner.take().items():
+            self.segments.write(purpose, table)

@@ -19,7 +19,7 @@ from pyarrow import parquet as pq
 from kernel_events import done, issued, served, step_measured, write_events
 from stretto.bus.messages.events import CallEnded, Cause, KernelBegan, RunEnded
 from stretto.records.event_reader import TimedEvent
-from stretto.records.kept.sample_files import SegmentName, schema_of
+from stretto.records.kept.sample_files import SegmentName, schema
 
 _BEGUN = 1_790_000_000.0
 _SEGMENT_ROWS = 65_536
@@ -174,22 +174,19 @@ def _write_samples(
     total = steps * groups * samples
     for flush, first in enumerate(range(0, total, _SEGMENT_ROWS), start=1):
         numbers = np.arange(first, min(total, first + _SEGMENT_ROWS))
-        kept, trained = _tables(numbers, groups, samples, texts, draw)
-        for name, table in (
-            (SegmentName("samples", flush, flush), kept),
-            (SegmentName("trained", flush, flush), trained),
-        ):
-            file = folder / "samples" / name.file
-            pq.write_table(table, file, compression="zstd", row_group_size=_GROUP_ROWS)
+        table = _table(numbers, groups, samples, texts, draw)
+        file = folder / "samples" / SegmentName("train", flush, flush).file
+        pq.write_table(table, file, compression="zstd", row_group_size=_GROUP_ROWS)
 
 
-def _tables(
+def _table(
     numbers: np.ndarray[Any, Any],
     groups: int,
     samples: int,
     texts: dict[str, str],
     draw: np.random.Generator,
-) -> tuple[Any, Any]:
+) -> Any:
+    """Return rows; columns that are not made are null."""
     count = len(numbers)
     ticket, place = numbers // samples, numbers % samples
     step = ticket // groups + 1
@@ -209,8 +206,8 @@ def _tables(
         "sample": place,
         "row": ticket % 1000,
         "sequence": ticket + 1,
-        "outcome": ["done"] * count,
-        "reason": [None] * count,
+        "outcome": ["trained"] * count,
+        "step": step,
         "reward": rewards,
         "metrics": ["{}"] * count,
         "finish": ["stop"] * count,
@@ -218,6 +215,7 @@ def _tables(
         "sampled": np.full(count, len(ids)),
         "oldest": oldest,
         "newest": np.maximum(oldest, step - 1),
+        "staleness": step - 1 - oldest,
         "worker": ["rollout-0"] * count,
         "engine": ["inference-0"] * count,
         "seconds": draw.random(count) + 0.2,
@@ -230,29 +228,16 @@ def _tables(
         "loss_mask": _lists(np.tile(mask, count), len(tokens), pa.bool_()),
         "logprobs": _lists(logprobs.ravel(), len(tokens), pa.float32()),
         "versions": _lists(np.repeat(oldest, len(tokens)), len(tokens), pa.int32()),
-    }
-    trained: dict[str, Any] = {
-        "id": names,
-        "ticket": ticket,
-        "sequence": ticket + 1,
-        "step": step,
-        "incarnation": np.zeros(count),
         "advantages": _lists(rewards - 0.5, 1, pa.float32()),
         "importance_weights": _lists(np.exp(draw.normal(0, 0.1, count * len(ids))), len(ids), pa.float32()),
     }
-    return _table("samples", values), _table("trained", trained)
-
-
-def _table(kind: Any, values: dict[str, Any]) -> Any:
-    """Give the columns the types of the schema; columns that are not made are null."""
-    schema, count = schema_of(kind), len(values["id"])
     columns = [
         values[field.name]
         if isinstance(values.get(field.name), pa.Array)
         else pa.array(values.get(field.name, [None] * count)).cast(field.type)
-        for field in schema
+        for field in schema()
     ]
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays(columns, schema=schema())
 
 
 def _lists(flat: np.ndarray[Any, Any], length: int, kind: Any) -> Any:

@@ -298,7 +298,7 @@ def ends_of(tokenizer: Tokenizer, tokens: Any, mask: Any) -> bool:
     return all(ends) if tokenizer.form.writes_end else ends[-1] and not any(ends[:-1])
 
 
-CALLING = {
+CALLING: dict[str, Any] = {
     "role": "assistant",
     "tool_calls": [
         {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -22,7 +22,7 @@ def test_every_trajectory_is_kept_once_although_writer_and_kernel_are_killed(
     values = ("steps=14", "checkpoint.every=4", "checkpoint.keep=1", evaluation, "evaluation.rows=3")
     run = start(*values, "samples.keep=all")
     run.until_step(2)
-    run.until(lambda: list((run.folder / "samples").glob("samples-*")))
+    run.until(lambda: list((run.folder / "samples").glob("train-*")))
     run.process_with("stretto.samples").send_signal(signal.SIGKILL)
     run.until_step(6)
     run.process.send_signal(signal.SIGKILL)

@@ -195,7 +195,7 @@ def test_a_sample_that_differs_from_its_digest_is_not_trained(finished: Any, tmp
     rows = rows_of(read_recording(folder).batches.values())
     intact = {(group.ticket, group.attempt) for group in groups_in_samples(folder, rows)}
     assert intact == rows.keys()
-    [*_, segment] = sorted((folder / "samples").glob("samples-*.parquet"))
+    [*_, segment] = sorted((folder / "samples").glob("train-*.parquet"))
     table = pq.read_table(segment)
     changed = table.set_column(table.schema.get_field_index("reward"), "reward", [[0.25] * len(table)])
     pq.write_table(changed, segment)

@@ -1,4 +1,4 @@
-"""The kept samples: written to segments, merged, joined, found."""
+"""The kept samples: written to segments and found."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pyarrow import parquet
 
 from kept_samples import Kept
 from sample_messages import failed, record, retired, trained, trajectories
+from stretto.cli.audit.audit_records import read_samples
 from stretto.errors import ConfigError
 from stretto.records.kept.answers import read_answers
 from stretto.records.kept.kept_sample import digest_of, kept_samples
@@ -32,8 +33,7 @@ def ids(rows: list[dict[str, Any]]) -> list[str]:
 
 def test_a_row_has_all_that_was_kept_of_a_trajectory(kept: Kept) -> None:
     kept.group(7, version=3, reward=0.5)
-    kept.flush()
-    kept.add(trained(["7/1/0"], version=4, advantages=[0.25], weights=[1.0, 0.5]))
+    kept.add(trained(["7/1/0", "7/1/1"], version=4, advantages=[0.25], weights=[1.0, 0.5]))
     kept.flush()
     first, second = SampleStore(kept.folder).find(tokens=True)
     assert first["id"] == "7/1/0"
@@ -48,14 +48,14 @@ def test_a_row_has_all_that_was_kept_of_a_trajectory(kept: Kept) -> None:
     assert first["logprobs"] == [0.0, 0.0, -0.5, -0.25]
     assert first["advantages"] == [None, None, 0.25, 0.25]
     assert first["importance_weights"] == [None, None, 1.0, 0.5]
-    assert (second["id"], second["outcome"], second["advantages"]) == ("7/1/1", "expired", None)
+    assert (second["id"], second["text"]) == ("7/1/1", "answer 1 of 7")
 
 
 def test_reading_does_not_import_pandas_which_takes_half_a_second(kept: Kept) -> None:
-    kept.group(7, version=3, reward=0.5)
+    kept.trained_group(7, reward=0.5)
     kept.flush()
     conditions = (
-        "ticket=7, purpose='train', finish='stop', outcome='pending', worker='rollout-0', text='answer'"
+        "ticket=7, purpose='train', finish='stop', outcome='trained', worker='rollout-0', text='answer'"
     )
     script = (
         "import importlib.util, sys; from pathlib import Path\n"
@@ -70,10 +70,12 @@ def test_reading_does_not_import_pandas_which_takes_half_a_second(kept: Kept) ->
 def test_filters(kept: Kept) -> None:
     for ticket in range(6):
         kept.group(ticket, version=ticket, reward=ticket / 10)
-        if ticket % 2:
-            kept.flush()
-    kept.add(*[trained([f"{ticket}/1/0", f"{ticket}/1/1"], version=ticket + 2) for ticket in range(4)])
     kept.add(retired(4, "filtered", "by the algorithm"))
+    kept.flush()
+    for ticket in (1, 0, 2, 3):
+        kept.add(trained([f"{ticket}/1/0", f"{ticket}/1/1"], version=ticket + 2))
+        kept.flush()
+    kept.add(retired(5, "expired", "late"))
     failure = failed(6, "RewardError: no")
     kept.add(record(6), failure)
     kept.flush()
@@ -90,7 +92,7 @@ def test_filters(kept: Kept) -> None:
     assert found(staleness=(2, 2)) == ["0/1/0", "1/1/0", "2/1/0", "3/1/0"]
     assert store.staleness() == {2: 8}
     assert found(outcome="filtered") == ["4/1/0"]
-    assert found(outcome="pending") == ["5/1/0"]
+    assert found(outcome="expired") == ["5/1/0"]
     assert found(outcome="failed") == ["6/1"]
     assert found(text="ANSWER 0 OF 2") == ["2/1/0"]
     assert found(text="1+1") == [f"{ticket}/1/0" for ticket in range(6)] + ["6/1"]
@@ -106,47 +108,44 @@ def test_filters(kept: Kept) -> None:
         store.find(order="colour")
 
 
-def test_a_reader_sees_what_is_added_and_merged_meanwhile(kept: Kept) -> None:
+def test_a_reader_sees_what_is_added_meanwhile(kept: Kept) -> None:
     store = SampleStore(kept.folder)
     assert store.find() == []
     assert store.ticket(0) == []
     for ticket in range(20):
-        kept.group(ticket)
+        kept.trained_group(ticket)
         kept.flush()
         assert store.count() == 2 * (ticket + 1)
         assert store.find(SampleFilter(ticket=ticket), tokens=True)[1]["id"] == f"{ticket}/1/1"
-        while kept.segments.merge():
-            assert store.count() == 2 * (ticket + 1)
-    assert len(segments_in(kept.folder / "samples", "samples")) < 10
-    kept.segments.tidy()
+        kept.segments.close("train", flushes=8)
+        assert store.count() == 2 * (ticket + 1)
+    spans = [(name.first, name.last) for name in segments_in(kept.folder / "samples")]
+    assert spans == [(1, 8), (9, 16), (17, 17), (18, 18), (19, 19), (20, 20)]
     assert ids(store.find(limit=None)) == [f"{ticket}/1/{index}" for ticket in range(20) for index in (0, 1)]
-    [only] = segments_in(kept.folder / "samples", "samples")
-    assert (only.first, only.last) == (1, 20)
 
 
-def test_a_merge_that_was_interrupted_doubles_no_row(kept: Kept) -> None:
+def test_a_segment_that_was_just_made_doubles_no_row(kept: Kept) -> None:
     for ticket in range(8):
-        kept.group(ticket)
+        kept.trained_group(ticket)
         kept.flush()
     folder = kept.folder / "samples"
     parts = {path: path.read_bytes() for path in folder.iterdir()}
-    assert kept.segments.merge()
+    kept.segments.close("train", flushes=8)
     for path, content in parts.items():  # as if it had been killed before it removed them
         path.write_bytes(content)
-    (folder / ".samples-00000009-00000009.parquet.parquet").write_bytes(b"half")
+    (folder / ".train-00000009-00000009.parquet.parquet").write_bytes(b"half")
     assert SampleStore(kept.folder).count() == 16
     SegmentWriter(folder)
-    assert [path.name for path in folder.iterdir()] == ["samples-00000001-00000008.parquet"]
+    assert [path.name for path in folder.iterdir()] == ["train-00000001-00000008.parquet"]
 
 
-def test_pruning_can_leave_the_answers_of_evaluations(kept: Kept) -> None:
+def test_pruning_leaves_the_answers_of_evaluations(kept: Kept) -> None:
     for step in range(1, 12):
         kept.trained_group(step)
         kept.group(step, purpose="eval", version=step - 1, row=step)
         kept.flush()
-    assert kept.segments.prune(9, "samples", "newest", but_answers=True)
-    assert not kept.segments.prune(9, "samples", "newest", but_answers=True)
-    assert kept.segments.merge(last=4), "old answers keep no segments apart"
+    assert kept.segments.prune("train", below=9)
+    assert not kept.segments.prune("train", below=9)
     store = SampleStore(kept.folder)
     assert ids(store.find(SampleFilter(purpose="train"))) == ["10/1/0", "10/1/1", "11/1/0", "11/1/1"]
     assert store.count(SampleFilter(purpose="eval")) == 22
@@ -165,22 +164,22 @@ def test_of_several_attempts_at_a_held_out_row_the_last_one_counts(kept: Kept) -
     assert (answers[1].columns, answers[1].completion) == ({"answer": "2"}, "answer 1 of 2")
 
 
-def test_segments_of_an_older_version_lack_a_column(kept: Kept) -> None:
-    """They are read, merged and checked as if no workflow had added an image."""
+def test_samples_of_an_earlier_form_are_refused(kept: Kept) -> None:
+    old = kept.folder / "samples" / "samples-00000001-00000002.parquet"
+    old.write_bytes(b"")
+    for read in (SampleStore(kept.folder).count, lambda: SegmentWriter(old.parent)):
+        with pytest.raises(ConfigError, match="an earlier stretto wrote these samples") as raised:
+            read()
+        assert str(old) in str(raised.value)
+
+
+def test_the_names_of_added_images_are_those_of_all_rows(kept: Kept) -> None:
     image = "0a" * 32
-    for ticket in range(8):
-        kept.group(ticket, images=(0, image) if ticket else None)
+    for ticket in range(3):
+        kept.trained_group(ticket, images=(0, image) if ticket else None)
         kept.flush()
-    [old, *_] = sorted((kept.folder / "samples").iterdir())
-    parquet.write_table(parquet.read_table(old).drop_columns(["images"]), old)
-    expected = [None, None, *[[0, image]] * 14]
-    assert [row["images"] for row in SampleStore(kept.folder).find(tokens=True)] == expected
+    assert [row["images"] for row in SampleStore(kept.folder).find()] == [None, None, *[[0, image]] * 4]
     assert kept.segments.images() == {image}
-    assert kept.segments.merge()
-    store = SampleStore(kept.folder)
-    assert [row["images"] for row in store.find()] == expected
-    digests = [next(iter(store.digests(ticket).values())) for ticket in range(8)]
-    assert all(stored == found for stored, found in digests)
 
 
 def test_digests_of_groups_without_added_images_are_those_of_older_versions() -> None:
@@ -191,13 +190,11 @@ def test_digests_of_groups_without_added_images_are_those_of_older_versions() ->
 
 
 def test_the_digest_is_that_of_the_rows(kept: Kept) -> None:
-    kept.group(0, reward=1 / 3)
+    kept.trained_group(0, reward=1 / 3)
     kept.flush()
-    [(stored, found)] = SampleStore(kept.folder).digests(0).values()
-    assert stored == found
+    assert read_samples(kept.folder).faults == []
     [path] = (kept.folder / "samples").iterdir()
     table = parquet.read_table(path)
     place = table.schema.get_field_index("text")
     parquet.write_table(table.set_column(place, "text", pa.array(["answer 0 of 7", "answer 1 of 0"])), path)
-    [(stored, found)] = SampleStore(kept.folder).digests(0).values()
-    assert stored != found
+    assert read_samples(kept.folder).faults == ["group 0/1: its samples differ from their digest"]

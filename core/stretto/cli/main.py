@@ -2,10 +2,9 @@
 
 - Start: `quickstart`, `run`, `resume`, `sweep`, `evaluate`.
 - Change a living run: `scale`, `stop`; `worker` joins it, `invite` writes the credentials for that.
-- See one run: `status`, `watch`, `logs`, `ui`, `plot`, `report`, `samples`, `trace`.
+- See one run: `status`, `watch`, `logs`, `events`, `ui`, `plot`, `report`, `samples`, `trace`.
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
 - Verify: `check` a run file, `audit` a run that has ended, `replay` its training.
-- `track` sends to trackers what they have not received.
 - For other programs: `export` writes a run's model, or its samples.
 - Describe the installation: `plugins`, `schema`; `doctor` says what is wrong with it.
 - Extend it: `new` writes a plugin package.

@@ -1,9 +1,10 @@
 """The process that writes a run's samples. The kernel starts it on its own machine, and starts it again.
 
-It follows the log from its cursor, joins messages to rows, and writes the rows as segments every few seconds.
-The images that workflows added to a row are on disk before the row is. When the rows are on disk, it moves
-the cursor and reports it to the kernel, which keeps the log up to there. After a crash it reads again from
-the cursor on, and leaves out the rows that it had written.
+It follows the log, joins messages to rows, and writes a row when it is known what became of it: every few
+seconds, all rows of a group in one file. The images that workflows added to a row are on disk before the row
+is. Then it moves its cursor to the first message of the oldest group that is not on disk, and reports it to
+the kernel, which keeps the log from there on. After a crash it reads again from the cursor on, and leaves out
+the groups that have rows on disk.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 import anyio.to_thread
@@ -35,6 +36,7 @@ from stretto.bus.messages.tickets import (
     GroupDone,
     GroupFailed,
     Kept,
+    Purpose,
     RetiredTickets,
     StoredImage,
     TicketRecord,
@@ -44,10 +46,10 @@ from stretto.bus.messages.tickets import (
 from stretto.bus.server import Bootstrap
 from stretto.errors import Malformed, MessageGone, NoAnswer, RunError, leaves
 from stretto.models.images import MAX_FILE_BYTES, ImageFile
-from stretto.records.kept.sample_files import FOLDER, SegmentKind, Table
+from stretto.records.kept.sample_files import FOLDER, Table
 from stretto.records.kept.sample_images import SampleImages
 from stretto.samples.join import Joiner
-from stretto.samples.segments import SegmentWriter
+from stretto.samples.segments import FLUSHES, SegmentWriter
 
 log = structlog.get_logger()
 
@@ -65,6 +67,8 @@ _ANSWER_S = 60.0
 _DRAIN_S = 15.0
 """At the end of the run, the writer has this many seconds to read the rest of the log."""
 _NICE = 5
+_PARTS = 4
+"""If only the last steps are kept, a segment has at most the flushes of one of this many parts of them."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,14 @@ class Keeping:
     """The run's `queue.max_staleness`."""
     answers: bool
     """Those of all evaluations stay."""
+
+    def goes(self, purpose: Purpose) -> bool:
+        """Whether old samples of a purpose are removed."""
+        return bool(self.last) and not (purpose == "eval" and self.answers)
+
+    def flushes(self, purpose: Purpose) -> int:
+        """Return the number of flushes in a segment, so that the old ones can be removed."""
+        return min(FLUSHES, max(1, self.last // _PARTS)) if self.goes(purpose) else FLUSHES
 
 
 def main(folder: Path, keeping: Keeping) -> int:
@@ -130,8 +142,8 @@ class _SampleWriter:
         self._images_move = anyio.Lock()
         """Held from the moment when the images of a row are kept until the joiner has the row, and while
         images that no row has are removed."""
-        self._joiner = Joiner(1)
-        self._unwritten: dict[SegmentKind, Table] = {}
+        self._joiner = Joiner(1, staleness=keeping.staleness)
+        self._unwritten: dict[Purpose, Table] = {}
         """Rows that were taken from the joiner and are not on disk yet."""
         self._position = 0
         """The cursor, once they are."""
@@ -155,21 +167,16 @@ class _SampleWriter:
             tasks.start_soon(self._follow, following)
             tasks.start_soon(self._flush_often)
             await self._over.wait()
-            if self._lock.is_held():
-                await self._read_the_rest()
+            if self._lock.is_held() and await self._read_the_rest():
+                self._joiner.finish()
             tasks.cancel_scope.cancel()
         await self._flush()  # what an interrupted flush has left
         await self._flush()
-        await anyio.to_thread.run_sync(self._segments.tidy)
+        await self._change_files(lambda purpose: self._segments.close(purpose, 2))
 
     def _joiner_from(self, start: int) -> Joiner:
-        samples = self._segments.rows_since(start, "samples", ("purpose", "ticket", "attempt"))
-        trained = self._segments.rows_since(start, "trained", ("step",))
-        return Joiner(
-            start,
-            {(row["purpose"], row["ticket"], row["attempt"]) for row in samples},
-            {(row["sequence"], row["step"] - 1) for row in trained},
-        )
+        written = {*self._segments.attempts_since(start)}
+        return Joiner(start, staleness=self._keeping.staleness, written=written)
 
     # ------------------------------------------------------------------------------------ the log
 
@@ -242,12 +249,14 @@ class _SampleWriter:
         subject = self._names.kernel("samples", "follow")
         return await self._bus.request(subject, Follow(start), Following, who="kernel", deadline_s=_ANSWER_S)
 
-    async def _read_the_rest(self) -> None:
-        """Wait until the log is read to its current end."""
+    async def _read_the_rest(self) -> bool:
+        """Wait until the log is read to its current end. Return whether it is."""
         with anyio.move_on_after(_DRAIN_S):
             last = (await self._ask(self._joiner.following)).last
             while self._joiner.following <= last:
                 await anyio.sleep(0.02)
+            return True
+        return False
 
     # ------------------------------------------------------------------------------------- the disk
 
@@ -262,8 +271,7 @@ class _SampleWriter:
         """Write the complete rows, and confirm them. While the disk is full, try again and again: the log
         keeps what is not written."""
         if not self._unwritten:
-            self._position, tables = self._joiner.position, self._joiner.take()
-            self._unwritten = {kind: table for kind, table in tables.items() if len(table)}
+            self._position, self._unwritten = self._joiner.position, self._joiner.take()
             self._taken.set()
             self._taken = anyio.Event()
         complained = False
@@ -282,17 +290,19 @@ class _SampleWriter:
         if self._keeping.last:
             async with self._images_move:
                 await self._change_files(self._prune)
-        await self._change_files(lambda: self._segments.merge(self._keeping.last))
+        await self._change_files(
+            lambda purpose: self._segments.close(purpose, self._keeping.flushes(purpose))
+        )
 
     async def _write_one(self) -> None:
-        """Write the rows of one kind.
+        """Write the rows of one purpose.
 
         Raises:
             OSError: if the disk is full or cannot be written.
         """
-        kind, table = next(iter(self._unwritten.items()))
-        await anyio.to_thread.run_sync(self._segments.write, kind, table)
-        del self._unwritten[kind]
+        purpose, table = next(iter(self._unwritten.items()))
+        await anyio.to_thread.run_sync(self._segments.write, purpose, table)
+        del self._unwritten[purpose]
 
     async def _confirm(self, position: int) -> None:
         """Move the cursor and report it to the kernel. If that cannot be written, the next flush does it."""
@@ -316,19 +326,18 @@ class _SampleWriter:
         if self._bus.connected:
             await self._bus.publish(self._names.kernel("samples", "kept"), Kept(self._confirmed))
 
-    async def _change_files(self, work: Callable[[], object]) -> None:
+    async def _change_files(self, work: Callable[[Purpose], None]) -> None:
         try:
-            await anyio.to_thread.run_sync(work)
+            for purpose in get_args(Purpose):
+                await anyio.to_thread.run_sync(work, purpose)
         except OSError as error:
-            log.warning("samples cannot be merged", error=str(error))
+            log.warning("segments of samples cannot be changed", error=str(error))
 
-    def _prune(self) -> None:
-        keeping, segments = self._keeping, self._segments
-        oldest = self._joiner.newest_step - keeping.last
+    def _prune(self, purpose: Purpose) -> None:
         # A trajectory whose newest token has version v is trained at step v + staleness + 1 or before.
-        if segments.prune(oldest - keeping.staleness, "samples", "newest", but_answers=keeping.answers):
-            self._images.keep_only(segments.images() | self._joiner.images)
-        segments.prune(oldest + 1, "trained", "step")
+        below = self._joiner.newest_step - self._keeping.last - self._keeping.staleness
+        if self._keeping.goes(purpose) and self._segments.prune(purpose, below):
+            self._images.keep_only(self._segments.images() | self._joiner.images)
 
     # ------------------------------------------------------------------------------------- the end
 

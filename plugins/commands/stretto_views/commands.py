@@ -58,7 +58,7 @@ def samples(
     finish: Annotated[str | None, typer.Option(help="Why sampling ended: stop or length.")] = None,
     text: Annotated[str | None, typer.Option(help="A text in the prompt or in the answer.")] = None,
     outcome: Annotated[
-        str | None, typer.Option(help="trained, filtered, expired, failed, evaluated or pending.")
+        str | None, typer.Option(help="trained, filtered, expired, failed or evaluated.")
     ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="The same as --outcome failed.")] = False,
     purpose: Annotated[str | None, typer.Option(help="Only those of `train`, or of `eval`.")] = None,
@@ -80,7 +80,7 @@ def samples(
     """Show the samples that a run has kept, also while it runs: prompts, answers, rewards, outcomes."""
     from rich.console import Console
 
-    from stretto.run_folder import RunFolder, open_samples
+    from stretto.run_folder import RunFolder, is_run, open_samples
     from stretto_views.samples import (
         bounds_of,
         print_groups,
@@ -121,7 +121,7 @@ def samples(
                 print(json.dumps(row), file=file)
             return
         console = Console(file=file, markup=False, emoji=False, highlight=False, soft_wrap=not group)
-        if ticket is not None:
+        if ticket is not None and is_run(folder):  # a copy of the samples alone has no history
             history = RunFolder(folder).history
             for line in ticket_story(history, ticket, wanted.purpose or "train"):
                 console.print(printable(line))

@@ -142,8 +142,6 @@ def _fate_of(row: Row) -> str:
             return f"trained in step {row['step']} at staleness {row['staleness']}"
         case "evaluated":
             return f"evaluation of version {row['step']}"
-        case "pending":
-            return "not trained yet"
         case outcome:
             return f"{outcome}: {printable(row['reason'])}" if row["reason"] else str(outcome)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
-from stretto.records.kept.sample_files import FOLDER, SegmentKind, segments_in, with_columns
+from stretto.records.kept.sample_files import FOLDER, segments_in
 
 _ROWS_AT_ONCE = 512
 
@@ -19,21 +19,16 @@ def kept_rows(folder: Path, purpose: Purpose, columns: Sequence[str]) -> Iterato
     Raises:
         ConfigError: if a segment is damaged.
     """
-    for row in rows_of_segments(folder, "samples", [*dict.fromkeys([*columns, "purpose"])]):
-        if row["purpose"] == purpose:
-            yield row
-
-
-def rows_of_segments(folder: Path, kind: SegmentKind, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all segments of a kind. Lists are arrays."""
     import pyarrow as pa
     from pyarrow import parquet as pq
 
-    for name in segments_in(folder / FOLDER, kind):
+    for name in segments_in(folder / FOLDER):
+        if name.purpose != purpose:
+            continue
         try:
             with pq.ParquetFile(folder / FOLDER / name.file) as file:
                 for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(columns)):
-                    yield from _rows(with_columns(kind, pa.Table.from_batches([batch]), columns))
+                    yield from _rows(pa.Table.from_batches([batch]))
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"{folder / FOLDER / name.file} cannot be read: {error}") from error
 

@@ -23,14 +23,14 @@ from stretto.bus.messages.tickets import (
 )
 from stretto.bus.messages.training import RowRef
 from stretto.cli.audit.audit_records import read_journal
-from stretto.cli.audit.kept_rows import kept_rows, rows_of_segments
+from stretto.cli.audit.kept_rows import kept_rows
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest
 from stretto.errors import ConfigError, RunError
 from stretto.process.replay import Attempt, RecordedGroup
 from stretto.records.history import RecordedBatch
 from stretto.records.kept.kept_sample import KeptSample, digest_of
-from stretto.records.kept.sample_files import schema_of
+from stretto.records.kept.sample_files import schema
 from stretto.records.kept.sample_images import SampleImages
 
 _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
@@ -151,7 +151,7 @@ class KeptGroups:
 def groups_in_samples(folder: Path, rows: Mapping[Attempt, Sequence[RowRef]]) -> Iterator[RecordedGroup]:
     """Yield those groups that are complete in the kept samples and have their digest."""
     found: dict[Attempt, list[dict[str, Any]]] = {}
-    for row in kept_rows(folder, "train", schema_of("samples").names):
+    for row in kept_rows(folder, "train", schema().names):
         attempt = row["ticket"], row["attempt"]
         if attempt not in rows:
             continue
@@ -237,8 +237,9 @@ def read_weights(folder: Path, batches: Iterable[RecordedBatch]) -> dict[int, We
     kept."""
     steps: dict[int, WeightSums] = {}
     left = {(batch.version + 1, row.id) for batch in batches for row in batch.rows}
-    for row in rows_of_segments(folder, "trained", ("id", "step", "importance_weights")):
-        if (key := (row["step"], row["id"])) in left and len(row["importance_weights"]):
+    for row in kept_rows(folder, "train", ("id", "step", "importance_weights")):
+        weights = row["importance_weights"]
+        if weights is not None and (key := (row["step"], row["id"])) in left and len(weights):
             left.remove(key)
-            steps.setdefault(row["step"], WeightSums()).add(row["importance_weights"])
+            steps.setdefault(row["step"], WeightSums()).add(weights)
     return steps

@@ -41,8 +41,8 @@ from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
-FORMAT = 5
-"""Number of the format of snapshots and events. Runs of another format cannot be resumed."""
+FORMAT = 6
+"""Number of the format of snapshots, events and samples. Runs of another format cannot be resumed."""
 _PREFIX = "step-"
 _MANIFEST = "manifest.json"
 _STORE = "store.json"

@@ -6,7 +6,7 @@ import { scatter } from "./scatter.js";
 
 const PAGE = { groups: 50, list: 50 };
 const RANGES = [["step", "trained at step"], ["reward", "reward"], ["length", "tokens with the prompt"], ["staleness", "staleness"]];
-const OUTCOMES = ["trained", "filtered", "expired", "failed", "evaluated", "pending"];
+const OUTCOMES = ["trained", "filtered", "expired", "failed", "evaluated"];
 const ORDERS = [["-sequence", "newest first"], ["sequence", "oldest first"], ["-reward", "highest reward"], ["reward", "lowest reward"], ["-length", "longest"], ["length", "shortest"], ["-staleness", "most stale"], ["-seconds", "slowest"]];
 const MOST_TOKENS = 6000;
 
@@ -40,7 +40,7 @@ const groupLink = (id, row) => link(id, { ticket: row.ticket, purpose: row.purpo
 // ------------------------------------------------------------------------------------------------- list
 
 async function listView(id, facts, query) {
-  // The newest samples of a run are those of its last evaluation, or wait to be trained; a run that trains opens with its newest step.
+  // The newest samples of a run are those of its last evaluation; a run that trains opens with its newest step.
   const newest = facts().step, trains = newest > 0 && facts().keys.includes("reward");
   const pages = Object.keys(saved ?? {}).filter((path) => path.startsWith(`runs/${id}/groups`)).map((path) => new URLSearchParams(path.split("?")[1]));
   if (!query.size && pages.length) [query] = pages;
