@@ -612,7 +612,7 @@ def test_every_view_fits_and_can_be_read_by_everybody(page: Page, width: int, he
     run = f"run/{page.run('one')}"
     views = {
         "": "#runs tbody tr",
-        f"{run}/overview": "#time svg",
+        f"{run}/overview": "#time .column",
         f"{run}/curves": ".chart canvas",
         f"{run}/timeline": "#share .legend",
         f"{run}/samples": "#samples tbody tr",
