@@ -68,7 +68,7 @@ async function listView(id, facts, query) {
   const picture = h("div", { id: "scatter" }), chart = h("details", { class: "fold", open: localStorage.getItem("scatter") === "open", ontoggle: () => localStorage.setItem("scatter", chart.open ? "open" : "") }, h("summary", { onclick: () => { if (!chart.open) drawScatter(); } }, "Reward against length"), picture);
   const element = h("div", {},
     h("div", { class: "tools" }, h("span", { class: "asks" }, choice("Samples", [["groups", "groups"], ["list", "single samples"]], view, (value) => { view = value; apply(); })), trains && h("label", { class: "asks" }, "step", at, step),
-      pages.map((each) => h("a", { class: "button", href: link(id, each), "aria-current": each.get("purpose") === query.get("purpose") ? "page" : null }, `${each.get("purpose") === "eval" ? "evaluation of version" : "step"} ${each.get("step_from") ?? "–"}`)), right),
+      pages.length > 0 && choice("Samples of", pages.map((each, at) => [at, `${each.get("purpose") === "eval" ? "evaluation of version" : "step"} ${each.get("step_from") ?? "–"}`]), pages.findIndex((each) => each.get("purpose") === query.get("purpose")), (at) => { location.hash = link(id, pages[at]); }), right),
     h("details", { class: "fold asks", open: others.length > 0 }, h("summary", {}, "Filters and order"), form), chart, note,
     h("div", { class: "panel scroll" }, h("table", { id: "samples" }, head, body)),
     h("div", { class: "tools", style: { "margin-top": "12px" } }, before, after, count));
