@@ -28,7 +28,7 @@ from kernel_setup import write_run
 from patience import SOON_S, patience
 from plugin_files import write_plugin
 from stretto.assembly.compose import compose
-from stretto.children.trackers import Report, command
+from stretto.children.trackers import TrackerReport, command
 from stretto.errors import printable
 from stretto.kernel.durable.changes import write_values
 from stretto.records.metrics_file import MetricsFile
@@ -442,8 +442,8 @@ def test_errors_show_no_secrets(
     kernel = kernel_of("mine", plugins=(leaky,))
     kernel.start()
     until(lambda: kernel.reports.read_bytes().endswith(b"\n"))
-    report = msgspec.json.decode(kernel.reports.read_bytes(), type=Report)
-    assert report == Report("mine", "OSError: http://…@host refuses $ACME_API_KEY", again=True)
+    report = msgspec.json.decode(kernel.reports.read_bytes(), type=TrackerReport)
+    assert report == TrackerReport("mine", "OSError: http://…@host refuses $ACME_API_KEY", again=True)
     kernel.kill()
     assert kernel.output().splitlines()[-1] == report.fault
     assert "very-secret-7" not in kernel.output()

@@ -66,7 +66,7 @@ def command(run: Path) -> list[str]:
     return [sys.executable, "-m", __name__, str(run)]
 
 
-class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+class TrackerReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the kernel learns of one tracker, a line of JSON on standard output."""
 
     tracker: str
@@ -80,7 +80,7 @@ class _Sender(threading.Thread):
     """The thread of one tracker. It sends the lines that the cursor has not passed, and samples."""
 
     def __init__(
-        self, assembly: Assembly, index: int, gone: threading.Event, reports: SimpleQueue[Report]
+        self, assembly: Assembly, index: int, gone: threading.Event, reports: SimpleQueue[TrackerReport]
     ) -> None:
         self._section = section = assembly.config.trackers[index]
         super().__init__(name=section.folder_name, daemon=True)
@@ -120,13 +120,13 @@ class _Sender(threading.Thread):
             if not fault or is_last or pause_s is None:
                 self._give_up(fault)
                 return
-            self._reports.put(Report(self.name, fault, again=True))
+            self._reports.put(TrackerReport(self.name, fault, again=True))
             end = time.monotonic() + pause_s
             while time.monotonic() < end and not self._is_over():
                 self._gone.wait(_POLL_S)
 
     def _give_up(self, fault: str) -> None:
-        self._reports.put(Report(self.name, fault))
+        self._reports.put(TrackerReport(self.name, fault))
 
     def _is_over(self) -> bool:
         return self._gone.is_set() or (self._run.folder / "summary.json").exists()
@@ -275,7 +275,7 @@ def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -
 def _send(folder: Path, watch: _ParentWatch, answers: FileIO) -> None:
     """Send to all trackers of the run, until none is left."""
     assembly = Assembly(compose(folder / "config.yaml"), folder=folder, run=run_id(folder / "bus"))
-    sections, reports = assembly.config.trackers, SimpleQueue[Report]()
+    sections, reports = assembly.config.trackers, SimpleQueue[TrackerReport]()
     watch.finish_s = max(section.finish_s for section in sections)
     running: dict[str, _Sender] = {}
     waiting = [_Sender(assembly, index, watch.gone, reports) for index in range(len(sections))]

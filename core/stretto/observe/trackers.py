@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from stretto.base import clock
-from stretto.children.trackers import Report, command
+from stretto.children.trackers import TrackerReport, command
 from stretto.kernel.supervised import ended
 from stretto.tracker import TrackerConfig
 
@@ -93,14 +93,14 @@ class Trackers:
                 has_ended = process.poll() is not None  # before the last reports are read
                 *lines, rest = (rest + (reports.read() or b"")).split(b"\n")
                 for line in lines:
-                    self._take(msgspec.json.decode(line, type=Report))
+                    self._take(msgspec.json.decode(line, type=TrackerReport))
         _kill_session(process)
         self._give_up(
             f"the process of all trackers ended with status {process.returncode}{self._last_line()}",
             *sorted(self._left),
         )
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: TrackerReport) -> None:
         name, fault = report.tracker, report.fault
         if report.again:
             log.warning("tracker failed; it is started again", tracker=name, fault=fault)

@@ -51,7 +51,7 @@ _MOST_ENDED = 10_000
 
 
 @dataclass
-class _Unfinished:
+class _UnfinishedAttempt:
     """An attempt without its outcome."""
 
     first: int
@@ -67,7 +67,7 @@ class _Unfinished:
 
 
 @dataclass
-class _Group:
+class _FinishedGroup:
     """A finished attempt."""
 
     first: int
@@ -101,8 +101,8 @@ class Joiner:
         """Bytes, about, of the complete rows."""
         self._staleness = staleness
         self._written = frozenset(written)
-        self._unfinished: dict[Attempt, _Unfinished] = {}
-        self._groups: dict[Attempt, _Group] = {}
+        self._unfinished: dict[Attempt, _UnfinishedAttempt] = {}
+        self._groups: dict[Attempt, _FinishedGroup] = {}
         """Groups of training that wait for their fate."""
         self._ended: dict[int, tuple[str, str | None]] = {}
         """Training ticket -> outcome and reason of those of its attempts that are not trained."""
@@ -165,10 +165,10 @@ class Joiner:
 
     # ------------------------------------------------------------------------------------ private
 
-    def _attempt(self, attempt: Attempt, sequence: int) -> _Unfinished:
-        return self._unfinished.setdefault(attempt, _Unfinished(sequence))
+    def _attempt(self, attempt: Attempt, sequence: int) -> _UnfinishedAttempt:
+        return self._unfinished.setdefault(attempt, _UnfinishedAttempt(sequence))
 
-    def _to_keep(self, outcome: Outcome) -> _Unfinished | None:
+    def _to_keep(self, outcome: Outcome) -> _UnfinishedAttempt | None:
         """Return the attempt that an outcome finishes; None if it was written before a restart, or if it is
         not to be kept."""
         attempt = _attempt_with(outcome)
@@ -189,7 +189,7 @@ class Joiner:
             log.warning("the samples of a group differ from its digest", attempt=attempt)
         rows = [_row(each, waiting.record, outcome, sequence) for each in kept]
         oldest = min((row["oldest"] for row in rows if row["oldest"] is not None), default=0)
-        group = _Group(waiting.first, waiting.images, oldest, rows)
+        group = _FinishedGroup(waiting.first, waiting.images, oldest, rows)
         if isinstance(outcome, GroupFailed):
             self._complete(attempt[0], group, "filtered" if outcome.filtered else "failed", outcome.reason)
         elif outcome.purpose == "eval":
@@ -235,7 +235,9 @@ class Joiner:
                 continue
             self._complete("train", self._groups.pop(attempt), *fate)
 
-    def _complete(self, purpose: Purpose, group: _Group, outcome: str, reason: str | None = None) -> None:
+    def _complete(
+        self, purpose: Purpose, group: _FinishedGroup, outcome: str, reason: str | None = None
+    ) -> None:
         for row in group.rows:
             row |= {"outcome": outcome, "reason": reason} | group.figures.get(row["id"], {})
             row["step"] = row["newest"] if outcome == "evaluated" else group.step

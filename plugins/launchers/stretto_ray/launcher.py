@@ -25,7 +25,7 @@ from stretto.nodes import Node, place
 from stretto_ray import RayConfig
 from stretto_ray.connection import call, connect, keep_sigterm
 from stretto_ray.placement import ClusterNode, groups_of, resources_of, shortage
-from stretto_ray.reservations import Place
+from stretto_ray.reservations import BundlePlace
 
 _KILLED_S = 20.0
 """A worker that was killed has this many seconds to end. Then its actor is killed."""
@@ -41,7 +41,7 @@ T = TypeVar("T")
 class RayHandle:
     """One worker, and the actor that runs it."""
 
-    def __init__(self, job: Job, actor: Any, bundle: Place) -> None:
+    def __init__(self, job: Job, actor: Any, bundle: BundlePlace) -> None:
         self._ray: Any = import_module("ray")
         self._job = job
         self._actor = actor
@@ -250,7 +250,7 @@ class RayLauncher:
         return [node for node in import_module("ray").nodes() if node["Alive"]]
 
 
-def _begin(actors: Any, resources: dict[str, float], bundle: Place) -> Any:
+def _begin(actors: Any, resources: dict[str, float], bundle: BundlePlace) -> Any:
     """Begin an actor. Ray makes it when its placement group is there."""
     strategies: Any = import_module("ray.util.scheduling_strategies")
     where = bundle.reservation.handle, bundle.number

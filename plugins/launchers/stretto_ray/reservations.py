@@ -18,7 +18,7 @@ class Reservation:
 
     group: RayGroup
     handle: Any
-    places: set[Place] = field(default_factory=set["Place"])
+    places: set[BundlePlace] = field(default_factory=set["BundlePlace"])
     """Those of workers that start or run."""
 
     def own_bundle(self, config: RayConfig, job: Job) -> int | None:
@@ -42,7 +42,7 @@ class Reservation:
 
 
 @dataclass(eq=False)
-class Place:
+class BundlePlace:
     """The bundle of one worker, from before its start until after its end."""
 
     reservation: Reservation
@@ -61,10 +61,10 @@ class Reservations:
         self._util: Any = import_module("ray.util")
         self._all: list[Reservation] = []
 
-    def reserve(self, config: RayConfig, jobs: Sequence[Job]) -> list[Place]:
+    def reserve(self, config: RayConfig, jobs: Sequence[Job]) -> list[BundlePlace]:
         """Return a bundle for each job: that in which its worker ran before, an unused one, or a new one,
         which Ray gives when there is room."""
-        places: dict[str, Place] = {}
+        places: dict[str, BundlePlace] = {}
         for find in (Reservation.own_bundle, Reservation.unused_bundle):
             for job in jobs:
                 if job.worker not in places and (place := self._find(find, config, job)):
@@ -89,7 +89,7 @@ class Reservations:
 
     def _find(
         self, find: Callable[[Reservation, RayConfig, Job], int | None], config: RayConfig, job: Job
-    ) -> Place | None:
+    ) -> BundlePlace | None:
         for reservation in self._all:
             is_same = reservation.group.name == group_of(job)
             if is_same and (bundle := find(reservation, config, job)) is not None:
@@ -97,7 +97,7 @@ class Reservations:
         return None
 
 
-def _take(reservation: Reservation, bundle: int) -> Place:
-    place = Place(reservation, bundle)
+def _take(reservation: Reservation, bundle: int) -> BundlePlace:
+    place = BundlePlace(reservation, bundle)
     reservation.places.add(place)
     return place
