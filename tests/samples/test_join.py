@@ -68,9 +68,6 @@ def test_of_several_attempts_one_is_trained_and_the_others_expire(log: Log) -> N
     log.group(1, attempt=2)
     both = log.add(trained(["1/2/0", "1/2/1"], 0))
     assert sorted(both) == [*rows("1/1", "expired"), *rows("1/2", "trained", 1)]
-    assert log.group(1, attempt=3) == rows("1/3", "expired"), "it was withdrawn, and finished"
-    log.add(retired(4, "expired", "due at version 2"))
-    assert log.group(4) == rows("4/1", "expired", None, "due at version 2")
 
 
 def test_figures_that_do_not_come_hold_nothing_for_ever(log: Log) -> None:

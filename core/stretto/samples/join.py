@@ -5,13 +5,14 @@ evaluation and what is left of an attempt that failed are complete. A finished g
 fate: the trainers' figures for all its trajectories, or the kernel's word that its ticket was retired.
 
 So the joiner holds the finished groups that the queue holds, at most (η + 1)·B, and those of the last step.
-Attempts without an outcome, of workers that died, are forgotten after a while.
+A group whose fate does not come, because a message was lost or because its ticket had ended before, expires
+when no later step may train it. Attempts without an outcome, of workers that died, are forgotten.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,8 +47,6 @@ may not answer for a while (`bus.outage_s`)."""
 _LATE_STEPS = 8
 """Steps after which figures count as lost: each trainer sends its own, beside the steps, and drops what the
 store does not take in time."""
-_MOST_ENDED = 10_000
-"""Newest tickets whose end is remembered. An attempt that was withdrawn may finish some seconds later."""
 
 
 @dataclass
@@ -104,8 +103,6 @@ class Joiner:
         self._unfinished: dict[Attempt, _UnfinishedAttempt] = {}
         self._groups: dict[Attempt, _FinishedGroup] = {}
         """Groups of training that wait for their fate."""
-        self._ended: dict[int, tuple[str, str | None]] = {}
-        """Training ticket -> outcome and reason of those of its attempts that are not trained."""
         self._rows: dict[Purpose, list[dict[str, Any]]] = {}
         self._images: set[str] = set()
 
@@ -139,9 +136,7 @@ class Joiner:
             case TrainedRows():
                 self._train(message)
             case RetiredTickets(tickets):
-                for ticket, account, reason in tickets:
-                    self._end(ticket, account, reason)
-                self._settle()
+                self._settle({ticket: (account, reason) for ticket, account, reason in tickets})
             case _:
                 pass
 
@@ -194,42 +189,37 @@ class Joiner:
             self._complete(attempt[0], group, "filtered" if outcome.filtered else "failed", outcome.reason)
         elif outcome.purpose == "eval":
             self._complete("eval", group, "evaluated")
-        elif attempt[1] in self._ended:
-            self._complete("train", group, *self._ended[attempt[1]])
         else:
             self._groups[attempt] = group
 
     def _train(self, message: TrainedRows) -> None:
         step = message.version + 1
         self.newest_step = max(self.newest_step, step)
+        ended: dict[int, tuple[str, None]] = {}
         for row in message.rows:
             if (attempt := _attempt_of(row.id)) is None:
                 continue
-            self._end(attempt[1], "expired", None)
+            ended[attempt[1]] = "expired", None
             if (group := self._groups.get(attempt)) is not None:
                 group.step, group.figures[row.id] = step, _figures(row)
-        self._settle(step)
+        self._settle(ended, step)
 
-    def _end(self, ticket: int, outcome: str, reason: str | None) -> None:
-        self._ended.setdefault(ticket, (outcome, reason))
-        if len(self._ended) > _MOST_ENDED:
-            del self._ended[next(iter(self._ended))]
-
-    def _settle(self, step: int = 0) -> None:
+    def _settle(self, ended: Mapping[int, tuple[str, str | None]], step: int = 0) -> None:
         """Complete the groups whose fate is known.
 
         Args:
-            step: the step that a trainer has reported just now. Where steps are lost, it goes back.
+            ended: tickets that have ended now -> outcome and reason of their attempts that were not trained.
+            step: the step that a trainer has reported now. Where a run loses steps, it goes back.
         """
         for attempt, group in list(self._groups.items()):
             if group.step is not None:
                 if len(group.figures) < len(group.rows) and step <= group.step + _LATE_STEPS:
                     continue
                 fate = "trained", None
-            elif attempt[1] in self._ended:
-                fate = self._ended[attempt[1]]
-            elif step > group.oldest + self._staleness + 1 + _LATE_STEPS:  # it is too old for all later steps
-                log.warning("the log does not say what became of a group", attempt=attempt)
+            elif attempt[1] in ended:
+                fate = ended[attempt[1]]
+            elif step > group.oldest + self._staleness + 1 + _LATE_STEPS:
+                log.info("the log does not say what became of a group", attempt=attempt)
                 fate = "expired", f"not trained up to step {step}, as far as the log says"
             else:
                 continue

@@ -82,13 +82,13 @@ class Keeping:
     answers: bool
     """Those of all evaluations stay."""
 
-    def goes(self, purpose: Purpose) -> bool:
+    def prunes(self, purpose: Purpose) -> bool:
         """Whether old samples of a purpose are removed."""
         return bool(self.last) and not (purpose == "eval" and self.answers)
 
     def flushes(self, purpose: Purpose) -> int:
         """Return the number of flushes in a segment, so that the old ones can be removed."""
-        return min(FLUSHES, max(1, self.last // _PARTS)) if self.goes(purpose) else FLUSHES
+        return min(FLUSHES, max(1, self.last // _PARTS)) if self.prunes(purpose) else FLUSHES
 
 
 def main(folder: Path, keeping: Keeping) -> int:
@@ -336,7 +336,7 @@ class _SampleWriter:
     def _prune(self, purpose: Purpose) -> None:
         # A trajectory whose newest token has version v is trained at step v + staleness + 1 or before.
         below = self._joiner.newest_step - self._keeping.last - self._keeping.staleness
-        if self._keeping.goes(purpose) and self._segments.prune(purpose, below):
+        if self._keeping.prunes(purpose) and self._segments.prune(purpose, below):
             self._images.keep_only(self._segments.images() | self._joiner.images)
 
     # ------------------------------------------------------------------------------------- the end

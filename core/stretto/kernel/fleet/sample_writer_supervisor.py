@@ -1,7 +1,7 @@
 """The kernel's side of the sample writer: starts it, gives it the log to read, and keeps the log for it.
 
-The kernel itself never reads or writes a sample. It writes to the log which tickets it retired, so that a
-reader of the samples knows what became of them.
+The kernel itself never reads or writes a sample. It writes to the log which tickets it retired, so that the
+writer knows what became of them.
 """
 
 from __future__ import annotations
