@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -245,23 +246,6 @@ def _step(line: Mapping[str, Any]) -> int:
 # ----------------------------------------------------------------------------------------- process
 
 
-class _ParentWatch:
-    """Notices that the kernel is gone: the system then ends this process's standard input."""
-
-    def __init__(self) -> None:
-        self.gone = threading.Event()
-        self.finish_s = 30.0
-        """Seconds that the process has for what is left, before it kills itself and what it started."""
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        while os.read(sys.stdin.fileno(), 1):  # a buffered read would block the end of the process
-            pass
-        self.gone.set()
-        time.sleep(self.finish_s)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
 def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -> str:
     """Return the text of an error without the secrets of the environment and the logins in addresses."""
     lines = [str(error)] if isinstance(error, StrettoError) else traceback.format_exception(error)
@@ -272,13 +256,13 @@ def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -
     return _URL_LOGIN.sub("…@", text)
 
 
-def _send(folder: Path, watch: _ParentWatch, answers: FileIO) -> None:
-    """Send to all trackers of the run, until none is left."""
+def _send(folder: Path, answers: FileIO) -> None:
+    """Send to all trackers of the run, until none is left. The system ends this process's standard input when
+    the kernel is gone: the trackers then have their time for what is left."""
     assembly = Assembly(compose(folder / "config.yaml"), folder=folder, run=run_id(folder / "bus"))
-    sections, reports = assembly.config.trackers, SimpleQueue[TrackerReport]()
-    watch.finish_s = max(section.finish_s for section in sections)
+    sections, gone, reports = assembly.config.trackers, threading.Event(), SimpleQueue[TrackerReport]()
     running: dict[str, _Sender] = {}
-    waiting = [_Sender(assembly, index, watch.gone, reports) for index in range(len(sections))]
+    waiting = [_Sender(assembly, index, gone, reports) for index in range(len(sections))]
     while waiting or running:
         if waiting and all(sender.is_made for sender in running.values()):
             sender = waiting.pop(0)
@@ -286,6 +270,12 @@ def _send(folder: Path, watch: _ParentWatch, answers: FileIO) -> None:
             sender.start()
         for sender in running.values():
             sender.drop_if_late()
+        if not gone.is_set() and select.select([0], [], [], 0)[0]:
+            gone.set()
+            finish_s = max(section.finish_s for section in sections)
+            end = threading.Timer(finish_s, os.killpg, (os.getpgrp(), signal.SIGKILL))
+            end.daemon = True
+            end.start()
         with suppress(Empty):
             report = reports.get(timeout=_WATCH_S)
             with suppress(BrokenPipeError):  # the kernel is gone
@@ -294,23 +284,20 @@ def _send(folder: Path, watch: _ParentWatch, answers: FileIO) -> None:
                 running.pop(report.tracker, None)
 
 
-def main(folder: Path) -> int:
-    """Body of the process. Returns its exit status."""
+def main(folder: Path) -> None:
+    """Body of the process. It exits with the status 1, and a reason that the kernel reports, if it fails."""
     os.nice(_NICENESS)
     answers = FileIO(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print there
-    watch = _ParentWatch()
     log_to(None, console=True)
     # Be the only process that sends: wait until that of the previous kernel has ended.
     with (folder / "trackers" / "process.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            _send(folder, watch, answers)
-        except Exception as error:  # noqa: BLE001 - the kernel reports the last line
-            print(_without_secrets(error), file=sys.stderr, flush=True)
-            return 1
-    return 0
+            _send(folder, answers)
+        except Exception as error:  # noqa: BLE001 - its text may have secrets
+            sys.exit(_without_secrets(error))
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    main(Path(sys.argv[1]))

@@ -30,6 +30,8 @@ from stretto.bus.messages.tickets import (
     GroupDone,
     Member,
     StoredImage,
+    TrainedRow,
+    TrainedRows,
     TrajectoryBundle,
     WireTrajectory,
     bundles_of,
@@ -109,8 +111,9 @@ def train_again(
     segments: Sequence[ReplaySegment],
     start: tuple[Path, KernelState] | None,
     source: GroupSource,
-) -> dict[str, Any]:
-    """Train the batches of the segments in a new folder, and return the summary of the last kernel.
+) -> tuple[dict[str, Any], list[tuple[int, TrainedRow]]]:
+    """Train the batches of the segments in a new folder. Return the summary of the last kernel, and what the
+    trainers have computed for each trajectory at which version; nothing if a kernel did not complete.
 
     Args:
         folder: the replay's folder, which is made.
@@ -123,6 +126,7 @@ def train_again(
             write_private(folder / f"config-{number}.yaml", text.encode())
         write_values(folder, segments[-1].assembly.composed)
         summary: dict[str, Any] = {}
+        setup: RunSetup | None = None
         with Interruptions() as interruptions:
             for number, segment in enumerate(segments, 1):
                 checkpoint: tuple[Path | None, KernelState] = (None, KernelState.initial())
@@ -140,10 +144,11 @@ def train_again(
                     _fill_store(setup, segment, source, replay)
                     summary = live(setup, interruptions, accept_dataset=setup.graph.samples)
                 if summary["status"] != "completed":
-                    return summary
+                    return summary, []
                 start = newest_intact(folder / "checkpoints")
                 assert start is not None, "a completed kernel has written a checkpoint"
-        return summary
+        assert setup is not None, "a replay has a segment"
+        return summary, anyio.run(_trained_rows, setup)
 
 
 async def _begin_at(source: Path, state: KernelState, root: Path, values: int) -> tuple[Path, KernelState]:
@@ -195,6 +200,19 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource, re
         (batch.tickets, [groups[ticket] for ticket in batch.tickets]) for batch in segment.batches
     ]
     log.info("store filled", groups=len(rows), batches=len(segment.batches))
+
+
+async def _trained_rows(setup: RunSetup) -> list[tuple[int, TrainedRow]]:
+    """Read from the log of a replay what its trainers have sent to it."""
+    names, found = setup.names, list[tuple[int, TrainedRow]]()
+    async with served(setup), connect(Bootstrap.read(setup.folder / "bus" / "kernel.json")) as bus:
+        if last := await bus.store.last_sequence(names.log_stream, names.trained):
+            messages = bus.store.follow(names.log_stream, names.trained, TrainedRows, start=1)
+            async for sequence, message in messages:
+                found += [(message.version, row) for row in message.rows]
+                if sequence >= last:
+                    break
+    return found
 
 
 async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> GroupDone:

@@ -25,7 +25,6 @@ from stretto.records.event_files import stored_events
 from stretto.records.files import read_record
 from stretto.records.history import RunHistory
 from stretto.records.kept.kept_sample import KeptSample, digest_of
-from stretto.records.kept.sample_files import schema
 
 _PIECE = 2**20
 """Bytes that are read at once."""
@@ -183,8 +182,7 @@ def read_samples(folder: Path) -> SampleRecord:
 def _kept(folder: Path, purpose: Purpose, faults: list[str]) -> Iterator[TrajectoryFacts]:
     """Yield the facts of the kept samples, group by group. A group that is not what its rollout worker
     finished is among the faults."""
-    every = kept_rows(folder, purpose, schema().names)
-    for (ticket, attempt), rows in groupby(every, key=itemgetter("ticket", "attempt")):
+    for (ticket, attempt), rows in groupby(kept_rows(folder, purpose), key=itemgetter("ticket", "attempt")):
         group = list(rows)
         if (said := group[0]["digest"]) and said != digest_of(map(KeptSample.of_row, group)):
             faults.append(f"group {ticket}/{attempt}: its samples differ from their digest")

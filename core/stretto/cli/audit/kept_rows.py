@@ -13,21 +13,29 @@ from stretto.records.kept.sample_files import FOLDER, segments_in
 _ROWS_AT_ONCE = 512
 
 
-def kept_rows(folder: Path, purpose: Purpose, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def kept_rows(
+    folder: Path, purpose: Purpose, columns: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the kept samples of training or of evaluations, in the order of their segments. Lists are arrays.
+
+    Args:
+        columns: None for all.
 
     Raises:
         ConfigError: if a segment is damaged.
     """
+    names = [name for name in segments_in(folder / FOLDER) if name.purpose == purpose]
+    if not names:
+        return  # a simulated run keeps none, and pyarrow cannot be imported in a simulated world
     import pyarrow as pa
     from pyarrow import parquet as pq
 
-    for name in segments_in(folder / FOLDER):
-        if name.purpose != purpose:
-            continue
+    for name in names:
         try:
             with pq.ParquetFile(folder / FOLDER / name.file) as file:
-                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(columns)):
+                for batch in file.iter_batches(
+                    _ROWS_AT_ONCE, columns=None if columns is None else [*columns]
+                ):
                     yield from _rows(pa.Table.from_batches([batch]))
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"{folder / FOLDER / name.file} cannot be read: {error}") from error

@@ -18,9 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.array import Array
-from stretto.bus.messages.tickets import (
-    WireTrajectory,
-)
+from stretto.bus.messages.tickets import TrainedRow, WireTrajectory
 from stretto.bus.messages.training import RowRef
 from stretto.cli.audit.audit_records import read_journal
 from stretto.cli.audit.kept_rows import kept_rows
@@ -30,7 +28,6 @@ from stretto.errors import ConfigError, RunError
 from stretto.process.replay import Attempt, RecordedGroup
 from stretto.records.history import RecordedBatch
 from stretto.records.kept.kept_sample import KeptSample, digest_of
-from stretto.records.kept.sample_files import schema
 from stretto.records.kept.sample_images import SampleImages
 
 _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
@@ -151,7 +148,7 @@ class KeptGroups:
 def groups_in_samples(folder: Path, rows: Mapping[Attempt, Sequence[RowRef]]) -> Iterator[RecordedGroup]:
     """Yield those groups that are complete in the kept samples and have their digest."""
     found: dict[Attempt, list[dict[str, Any]]] = {}
-    for row in kept_rows(folder, "train", schema().names):
+    for row in kept_rows(folder, "train"):
         attempt = row["ticket"], row["attempt"]
         if attempt not in rows:
             continue
@@ -242,4 +239,14 @@ def read_weights(folder: Path, batches: Iterable[RecordedBatch]) -> dict[int, We
         if weights is not None and (key := (row["step"], row["id"])) in left and len(weights):
             left.remove(key)
             steps.setdefault(row["step"], WeightSums()).add(weights)
+    return steps
+
+
+def weights_of(rows: Iterable[tuple[int, TrainedRow]]) -> dict[int, WeightSums]:
+    """Return the importance weights of trained rows, each with the version at which its step began, by the
+    number of the step."""
+    steps: dict[int, WeightSums] = {}
+    for version, row in rows:
+        if len(weights := row.importance_weights.numpy().ravel()):
+            steps.setdefault(version + 1, WeightSums()).add(weights)
     return steps

@@ -75,10 +75,10 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     report.write(out)
     if (fingerprints := folder / "fingerprints.json").exists():
         shutil.copy(fingerprints, out)
-    summary = train_again(out, segments, start, kept)
+    summary, trained = train_again(out, segments, start, kept)
     if summary["status"] != "completed":
         return Replayed(out, summary, None)
-    report = report_of(report, recording, batches, RunFolder(folder), RunFolder(out))
+    report = report_of(report, recording, batches, RunFolder(folder), RunFolder(out), trained)
     report.write(out)
     return Replayed(out, summary, report)
 

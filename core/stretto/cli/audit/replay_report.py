@@ -8,7 +8,7 @@ that sampled, and the importance weights (replayed / behaviour) say how far.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from stretto.cli.audit.recording import Recording, WeightSums, read_replayed, read_weights
+from stretto.bus.messages.tickets import TrainedRow
+from stretto.cli.audit.recording import Recording, WeightSums, read_replayed, read_weights, weights_of
 from stretto.cli.output import add_row, figure_table
 from stretto.records.files import REPLAY
 from stretto.records.history import RecordedBatch
@@ -109,8 +110,13 @@ def report_of(
     batches: Sequence[RecordedBatch],
     run: RunFolder,
     replay: RunFolder,
+    trained: Iterable[tuple[int, TrainedRow]],
 ) -> ReplayReport:
-    """Compare a complete replay with its run."""
+    """Compare a complete replay with its run.
+
+    Args:
+        trained: what the trainers of the replay have computed for each trajectory, with the version.
+    """
     replayed = read_replayed(replay.folder)
     compared = identical = 0
     difference: Difference | None = None
@@ -137,16 +143,15 @@ def report_of(
         identical=identical,
         difference=difference,
         digest=replayed.digests[begun.last],
-        steps=list(_steps(begun, batches, run, replay)),
+        steps=list(_steps(begun, run, replay, [read_weights(run.folder, batches), weights_of(trained)])),
         limits=list(_LIMITS) if begun.overrides else [],
     )
 
 
 def _steps(
-    begun: ReplayReport, batches: Sequence[RecordedBatch], run: RunFolder, replay: RunFolder
+    begun: ReplayReport, run: RunFolder, replay: RunFolder, weights: Sequence[Mapping[int, WeightSums]]
 ) -> Iterator[ComparedStep]:
     lines = [{line["step"]: line for line in each.steps} for each in (run, replay)]
-    weights = [read_weights(each.folder, batches) for each in (run, replay)]
     for step in range(begun.first, begun.last + 1):
         recorded, replayed = (
             {
