@@ -222,7 +222,8 @@ def hidden_tools(tools: Tools, text: str, without: Callable[[], str]) -> list[st
         hides_all = bool(tools) and without().startswith(text)
     except ConfigError:
         hides_all = False
-    return [name for name in map(name_of_tool, tools) if hides_all or _pack(name) not in _pack(text)]
+    packed = _pack(text)
+    return [name for name in map(name_of_tool, tools) if hides_all or _pack(name) not in packed]
 
 
 def is_data(content: Any, text: str) -> bool:
@@ -232,7 +233,8 @@ def is_data(content: Any, text: str) -> bool:
     forms = [
         form for part in given for form in (str(part), json.dumps(part, ensure_ascii=False, default=str))
     ]
-    return any(_pack(form)[1:-1] in _pack(text) for form in forms)
+    packed = _pack(text) if forms else ""
+    return any(_pack(form)[1:-1] in packed for form in forms)
 
 
 def is_shown(

@@ -19,8 +19,10 @@ from typing import Any, Protocol
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
 import structlog
 import yaml
+from numpy.typing import NDArray
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.logs import log_to
@@ -30,7 +32,6 @@ from stretto.bus.messages.tickets import (
     GroupDone,
     Member,
     StoredImage,
-    TrainedRow,
     TrainedRows,
     TrajectoryBundle,
     WireTrajectory,
@@ -53,6 +54,8 @@ log = structlog.get_logger()
 
 Attempt = tuple[int, int]
 """(ticket, attempt) of a training ticket."""
+StepWeights = tuple[int, str, NDArray[np.float32]]
+"""Number of a step, id of a trajectory, and the importance weights of its sampled tokens in the step."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,9 @@ def train_again(
     segments: Sequence[ReplaySegment],
     start: tuple[Path, KernelState] | None,
     source: GroupSource,
-) -> tuple[dict[str, Any], list[tuple[int, TrainedRow]]]:
-    """Train the batches of the segments in a new folder. Return the summary of the last kernel, and what the
-    trainers have computed for each trajectory at which version; nothing if a kernel did not complete.
+) -> tuple[dict[str, Any], list[StepWeights]]:
+    """Train the batches of the segments in a new folder. Return the summary of the last kernel, and the
+    importance weights of all trajectories; none if a kernel did not complete.
 
     Args:
         folder: the replay's folder, which is made.
@@ -148,7 +151,7 @@ def train_again(
                 start = newest_intact(folder / "checkpoints")
                 assert start is not None, "a completed kernel has written a checkpoint"
         assert setup is not None, "a replay has a segment"
-        return summary, anyio.run(_trained_rows, setup)
+        return summary, anyio.run(_weights, setup)
 
 
 async def _begin_at(source: Path, state: KernelState, root: Path, values: int) -> tuple[Path, KernelState]:
@@ -202,14 +205,15 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource, re
     log.info("store filled", groups=len(rows), batches=len(segment.batches))
 
 
-async def _trained_rows(setup: RunSetup) -> list[tuple[int, TrainedRow]]:
-    """Read from the log of a replay what its trainers have sent to it."""
-    names, found = setup.names, list[tuple[int, TrainedRow]]()
+async def _weights(setup: RunSetup) -> list[StepWeights]:
+    """Read from the log of a replay what its trainers have sent to it: a replay keeps no samples."""
+    names, found = setup.names, list[StepWeights]()
     async with served(setup), connect(Bootstrap.read(setup.folder / "bus" / "kernel.json")) as bus:
         if last := await bus.store.last_sequence(names.log_stream, names.trained):
             messages = bus.store.follow(names.log_stream, names.trained, TrainedRows, start=1)
             async for sequence, message in messages:
-                found += [(message.version, row) for row in message.rows]
+                for row in message.rows:
+                    found.append((message.version + 1, row.id, row.importance_weights.numpy().ravel()))
                 if sequence >= last:
                     break
     return found

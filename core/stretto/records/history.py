@@ -308,6 +308,12 @@ class RunHistory:
         """Return the batches of an incarnation and of those before it, as far as they are in force for it."""
         return self.batches if incarnation == self.incarnation else self._former.get(incarnation, ({}, []))[0]
 
+    @property
+    def reached(self) -> dict[int, str]:
+        """Version -> its digest, of each complete step whose batch is in force."""
+        keys = ((batch.incarnation, version + 1) for version, batch in self.batches.items())
+        return {key[1]: self.digests[key][0] for key in keys if key in self.digests}
+
     def values_at(self, version: int) -> int:
         """Return the number of the values with which the batch of a version was made."""
         return next(number for start, number in reversed(self.values) if start <= version)

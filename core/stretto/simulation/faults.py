@@ -199,8 +199,6 @@ def happen(universe: Universe, fault: Fault) -> None:
     """
     if fault.kind not in KINDS:
         raise ValueError(f"no such kind of fault: {fault.kind}")
-    if universe.over:
-        return
     hit = _HITS.get(fault.kind)
     living = universe.machine.alive("kernel" if fault.kind == "takeover" else fault.who) if hit else []
     victim = living[min(int(fault.pick * len(living)), len(living) - 1)] if living else None

@@ -108,8 +108,6 @@ class Universe:
         self._has_lease: SimulatedProcess | None = None
         self._owner: SimulatedProcess | None = None
         """The newest kernel; None from the moment on in which another one is about to replace it."""
-        self.over = False
-        """Whether the run has ended: no fault happens any more."""
         self.at_next_lease: list[Callable[[], None]] = []
         """What happens as soon as a kernel owns the run."""
         self.summary: dict[str, Any] | None = None

@@ -148,8 +148,7 @@ class _Checker:
     @property
     def _present_version(self) -> int:
         """The newest version whose step is complete."""
-        complete = [version + 1 for version in self._batches if self._digests_of_step(version + 1)]
-        return max(complete, default=0)
+        return max(self._history.reached, default=0)
 
     def checks(self) -> Iterator[Check]:
         """Yield the results of all checks."""
@@ -505,11 +504,6 @@ class _Checker:
             violations=violations,
             empty=not records,
         )
-
-    def _digests_of_step(self, version: int) -> list[str]:
-        """Return the digests that the journal recorded for the step to a version, in the incarnation of its
-        batch."""
-        return self._history.digests.get((self._batches[version - 1].incarnation, version), [])
 
     def _repetitions(self) -> tuple[int, int]:
         """Return how many steps the kernels repeated to the same digest and to another one, by their log."""

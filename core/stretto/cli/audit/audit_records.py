@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, groupby, pairwise, repeat
-from operator import itemgetter
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,12 +18,11 @@ from stretto.bus.guard import is_locked
 from stretto.bus.messages.events import BatchStarted, Event, EventBatch, RowsDrawn, VersionPublished
 from stretto.bus.messages.tickets import Purpose
 from stretto.bus.payloads import decoder
-from stretto.cli.audit.kept_rows import kept_rows
+from stretto.cli.audit.kept_rows import has_its_digest, kept_groups
 from stretto.errors import RunError
 from stretto.records.event_files import stored_events
 from stretto.records.files import read_record
 from stretto.records.history import RunHistory
-from stretto.records.kept.kept_sample import KeptSample, digest_of
 
 _PIECE = 2**20
 """Bytes that are read at once."""
@@ -182,10 +180,10 @@ def read_samples(folder: Path) -> SampleRecord:
 def _kept(folder: Path, purpose: Purpose, faults: list[str]) -> Iterator[TrajectoryFacts]:
     """Yield the facts of the kept samples, group by group. A group that is not what its rollout worker
     finished is among the faults."""
-    for (ticket, attempt), rows in groupby(kept_rows(folder, purpose), key=itemgetter("ticket", "attempt")):
-        group = list(rows)
-        if (said := group[0]["digest"]) and said != digest_of(map(KeptSample.of_row, group)):
-            faults.append(f"group {ticket}/{attempt}: its samples differ from their digest")
+    for group in kept_groups(folder, purpose):
+        if group[0]["digest"] and not has_its_digest(group):
+            name = f"{group[0]['ticket']}/{group[0]['attempt']}"
+            faults.append(f"group {name}: its samples differ from their digest")
         yield from (facts for row in group if (facts := _facts(row, faults)) is not None)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
+from stretto.records.kept.kept_sample import KeptSample, digest_of
 from stretto.records.kept.sample_files import FOLDER, segments_in
 
 _ROWS_AT_ONCE = 512
@@ -39,6 +42,17 @@ def kept_rows(
                     yield from _rows(pa.Table.from_batches([batch]))
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"{folder / FOLDER / name.file} cannot be read: {error}") from error
+
+
+def kept_groups(folder: Path, purpose: Purpose) -> Iterator[list[dict[str, Any]]]:
+    """Yield the kept samples attempt by attempt: those of an attempt stand together."""
+    for _, rows in groupby(kept_rows(folder, purpose), key=itemgetter("ticket", "attempt")):
+        yield list(rows)
+
+
+def has_its_digest(group: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the samples of an attempt are those whose digest its rollout worker has computed."""
+    return digest_of(map(KeptSample.of_row, group)) == group[0]["digest"]
 
 
 def _rows(table: Any) -> Iterator[dict[str, Any]]:

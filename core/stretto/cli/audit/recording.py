@@ -18,16 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.array import Array
-from stretto.bus.messages.tickets import TrainedRow, WireTrajectory
+from stretto.bus.messages.tickets import WireTrajectory
 from stretto.bus.messages.training import RowRef
 from stretto.cli.audit.audit_records import read_journal
-from stretto.cli.audit.kept_rows import kept_rows
+from stretto.cli.audit.kept_rows import has_its_digest, kept_groups, kept_rows
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest
 from stretto.errors import ConfigError, RunError
-from stretto.process.replay import Attempt, RecordedGroup
-from stretto.records.history import RecordedBatch
-from stretto.records.kept.kept_sample import KeptSample, digest_of
+from stretto.process.replay import Attempt, RecordedGroup, StepWeights
+from stretto.records.history import RecordedBatch, RunHistory
 from stretto.records.kept.sample_images import SampleImages
 
 _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
@@ -37,69 +36,26 @@ _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
 # ------------------------------------------------------------------------------ batches and digests
 
 
-@dataclass(frozen=True)
-class Recording:
-    """The batches of a run that are in force, and what their steps led to."""
+def read_recording(folder: Path) -> RunHistory:
+    """Return the history of a run that has ended, or whose kernel is dead. It has the batches of all versions
+    from 0 on.
 
-    batches: Mapping[int, RecordedBatch]
-    """Version -> batch, in order and without a gap."""
-    digests: Mapping[int, str]
-    """Version -> digest of its weights, of complete steps."""
-    values: Sequence[tuple[int, int]]
-    """(version from which they are in force, number of the values), in order."""
-    draws: Mapping[int, int]
-    """Ticket -> row of the dataset, of the tickets that a curriculum drew."""
-    breaks: Sequence[int] = ()
-    """Versions at which a new incarnation began, but not with other values."""
-
-    def values_at(self, version: int) -> int:
-        """Return the number of the values with which the batch of a version was made."""
-        return next(number for start, number in reversed(self.values) if start <= version)
-
-
-def read_recording(folder: Path) -> Recording:
-    """Read the journal of a run that has ended, or whose kernel is dead."""
+    Raises:
+        ConfigError: if the run has trained no step.
+        RunError: if its journal lacks something.
+    """
     journal = read_journal(folder)
     if journal.unreadable:
         raise RunError(f"{folder}: message {journal.unreadable[0]} of the journal is unreadable")
-    history = journal.history
-    if not history.batches:
+    versions = sorted(journal.history.batches)
+    if not versions:
         raise ConfigError(f"the run in {folder} has trained no step: there is nothing to replay")
-    versions = sorted(history.batches)
     if versions != list(range(versions[-1] + 1)):
         raise RunError(
             f"{folder}: the journal does not have all batches from version 0 to {versions[-1]}; a part of "
             "the run's store is lost (see summary.json)"
         )
-    batches = {version: history.batches[version] for version in versions}
-    digests = {
-        version + 1: found[0]
-        for version, batch in batches.items()
-        if (found := history.digests.get((batch.incarnation, version + 1)))
-    }
-    incarnations = [batch.incarnation for batch in batches.values()]
-    begun = [version for version in versions[1:] if incarnations[version] != incarnations[version - 1]]
-    breaks = [version for version in begun if version not in dict(history.values)]
-    return Recording(batches, digests, history.values, history.draws, breaks)
-
-
-@dataclass(frozen=True)
-class ReplayJournal:
-    """The journal of a replay."""
-
-    digests: Mapping[int, str]
-    """Version -> digest of its weights."""
-    layouts: Mapping[int, str]
-    """Version -> layout in which its batch was trained."""
-
-
-def read_replayed(folder: Path) -> ReplayJournal:
-    """Read the journal of a replay."""
-    history = read_journal(folder).history
-    return ReplayJournal(
-        {version: digests[0] for (_, version), digests in history.digests.items()},
-        {version: batch.layout for version, batch in history.batches.items()},
-    )
+    return journal.history
 
 
 # ------------------------------------------------------------------------------ the data of groups
@@ -147,17 +103,10 @@ class KeptGroups:
 
 def groups_in_samples(folder: Path, rows: Mapping[Attempt, Sequence[RowRef]]) -> Iterator[RecordedGroup]:
     """Yield those groups that are complete in the kept samples and have their digest."""
-    found: dict[Attempt, list[dict[str, Any]]] = {}
-    for row in kept_rows(folder, "train"):
-        attempt = row["ticket"], row["attempt"]
-        if attempt not in rows:
-            continue
-        group = found.setdefault(attempt, [])
-        group.append(row)
-        if len(group) == len(rows[attempt]):
-            del found[attempt]
-            if digest_of(map(KeptSample.of_row, group)) == row["digest"]:
-                yield _group_of(attempt, group)
+    for group in kept_groups(folder, "train"):
+        attempt = group[0]["ticket"], group[0]["attempt"]
+        if len(group) == len(rows.get(attempt, ())) and has_its_digest(group):
+            yield _group_of(attempt, group)
 
 
 def _group_of(attempt: Attempt, rows: Sequence[Mapping[str, Any]]) -> RecordedGroup:
@@ -229,24 +178,20 @@ class WeightSums:
         self.sequences.append(float(logs.sum()))
 
 
-def read_weights(folder: Path, batches: Iterable[RecordedBatch]) -> dict[int, WeightSums]:
-    """Return the importance weights of the batches of a run, by the number of the step, as far as they are
-    kept."""
+def kept_weights(folder: Path) -> Iterator[StepWeights]:
+    """Yield the importance weights that a run has kept."""
+    for row in kept_rows(folder, "train", ("id", "step", "importance_weights")):
+        if row["importance_weights"] is not None:
+            yield row["step"], row["id"], row["importance_weights"]
+
+
+def sums_of(weights: Iterable[StepWeights], batches: Iterable[RecordedBatch]) -> dict[int, WeightSums]:
+    """Return the sums over the importance weights of batches, by the number of the step. A trajectory counts
+    once."""
     steps: dict[int, WeightSums] = {}
     left = {(batch.version + 1, row.id) for batch in batches for row in batch.rows}
-    for row in kept_rows(folder, "train", ("id", "step", "importance_weights")):
-        weights = row["importance_weights"]
-        if weights is not None and (key := (row["step"], row["id"])) in left and len(weights):
-            left.remove(key)
-            steps.setdefault(row["step"], WeightSums()).add(weights)
-    return steps
-
-
-def weights_of(rows: Iterable[tuple[int, TrainedRow]]) -> dict[int, WeightSums]:
-    """Return the importance weights of trained rows, each with the version at which its step began, by the
-    number of the step."""
-    steps: dict[int, WeightSums] = {}
-    for version, row in rows:
-        if len(weights := row.importance_weights.numpy().ravel()):
-            steps.setdefault(version + 1, WeightSums()).add(weights)
+    for step, id, values in weights:
+        if (step, id) in left and len(values):
+            left.remove((step, id))
+            steps.setdefault(step, WeightSums()).add(values)
     return steps

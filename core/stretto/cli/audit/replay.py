@@ -17,7 +17,7 @@ import msgspec
 
 from stretto.assembly.assembly import Assembly, new_run_id
 from stretto.assembly.compose import Composed, compose
-from stretto.cli.audit.recording import KeptGroups, Recording, read_recording
+from stretto.cli.audit.recording import KeptGroups, kept_weights, read_recording
 from stretto.cli.audit.replay_report import ReplayReport, report_of
 from stretto.cli.start.acceptance import accepted, print_notice
 from stretto.cli.start.folders import is_free
@@ -27,7 +27,7 @@ from stretto.kernel.durable.checkpoint import KernelState, find_checkpoint, stat
 from stretto.process.replay import ReplaySegment, train_again
 from stretto.records.document import read_document
 from stretto.records.files import REPLAY
-from stretto.records.history import RecordedBatch
+from stretto.records.history import RecordedBatch, RunHistory
 from stretto.run_folder import RunFolder
 
 _UNUSED = ("dataset", "evaluation", "inference", "queue", "reward", "rollout", "verifier", "workflow")
@@ -78,7 +78,8 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     summary, trained = train_again(out, segments, start, kept)
     if summary["status"] != "completed":
         return Replayed(out, summary, None)
-    report = report_of(report, recording, batches, RunFolder(folder), RunFolder(out), trained)
+    weights = kept_weights(folder), trained
+    report = report_of(report, recording, batches, RunFolder(folder), RunFolder(out), weights)
     report.write(out)
     return Replayed(out, summary, report)
 
@@ -94,7 +95,7 @@ def _start(folder: Path, version: str | None) -> tuple[Path, KernelState] | None
     return checkpoint, state_of(checkpoint)
 
 
-def _chosen(recording: Recording, first: int, stop: int | None) -> list[RecordedBatch]:
+def _chosen(recording: RunHistory, first: int, stop: int | None) -> list[RecordedBatch]:
     end = len(recording.batches)
     if stop is not None and not first < stop <= end:
         raise ConfigError(f"--to {stop}: expected a step from {first + 1} to {end}, the last one of the run")
@@ -115,7 +116,7 @@ def _free_folder(run: Path, out: Path | None) -> Path:
     return folder
 
 
-def _kept_too_little(folder: Path, recording: Recording, missing: Sequence[int]) -> ConfigError:
+def _kept_too_little(folder: Path, recording: RunHistory, missing: Sequence[int]) -> ConfigError:
     """Return the error for steps whose trajectories are gone, with the steps that can be replayed."""
     last = len(recording.batches)
     keep = read_document(folder / "config.yaml")["samples"]["keep"]
@@ -139,7 +140,7 @@ def _kept_too_little(folder: Path, recording: Recording, missing: Sequence[int])
 
 def _segments(
     folder: Path,
-    recording: Recording,
+    recording: RunHistory,
     batches: Sequence[RecordedBatch],
     overrides: Sequence[str],
     out: Path,

@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from stretto.bus.messages.tickets import TrainedRow
-from stretto.cli.audit.recording import Recording, WeightSums, read_replayed, read_weights, weights_of
+from stretto.cli.audit.audit_records import read_journal
+from stretto.cli.audit.recording import WeightSums, sums_of
 from stretto.cli.output import add_row, figure_table
+from stretto.process.replay import StepWeights
 from stretto.records.files import REPLAY
-from stretto.records.history import RecordedBatch
+from stretto.records.history import RecordedBatch, RunHistory
 from stretto.run_folder import RunFolder
 
 _OF_METRICS = ("loss", "grad_norm", "entropy", "clipped")
@@ -106,35 +107,36 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def report_of(
     begun: ReplayReport,
-    recording: Recording,
+    recording: RunHistory,
     batches: Sequence[RecordedBatch],
     run: RunFolder,
     replay: RunFolder,
-    trained: Iterable[tuple[int, TrainedRow]],
+    weights: Sequence[Iterable[StepWeights]],
 ) -> ReplayReport:
     """Compare a complete replay with its run.
 
     Args:
-        trained: what the trainers of the replay have computed for each trajectory, with the version.
+        weights: importance weights of both.
     """
-    replayed = read_replayed(replay.folder)
+    replayed = read_journal(replay.folder).history
+    recorded_digests, digests = recording.reached, replayed.reached
     compared = identical = 0
     difference: Difference | None = None
     for batch in batches:
         version = batch.version + 1
-        if version not in recording.digests:
+        if version not in recorded_digests:
             continue  # the run ended in this step
         compared += 1
-        if recording.digests[version] == replayed.digests[version]:
+        if recorded_digests[version] == digests[version]:
             identical += difference is None
         elif difference is None:
             difference = Difference(
                 step=version,
-                recorded=recording.digests[version],
-                replayed=replayed.digests[version],
+                recorded=recorded_digests[version],
+                replayed=digests[version],
                 recorded_layout=batch.layout,
-                replayed_layout=replayed.layouts[batch.version],
-                incarnation_from=max((each for each in recording.breaks if each <= version), default=None),
+                replayed_layout=replayed.batches[batch.version].layout,
+                incarnation_from=_break_before(recording, version),
             )
     return msgspec.structs.replace(
         begun,
@@ -142,10 +144,20 @@ def report_of(
         compared=compared,
         identical=identical,
         difference=difference,
-        digest=replayed.digests[begun.last],
-        steps=list(_steps(begun, run, replay, [read_weights(run.folder, batches), weights_of(trained)])),
+        digest=digests[begun.last],
+        steps=list(_steps(begun, run, replay, [sums_of(each, batches) for each in weights])),
         limits=list(_LIMITS) if begun.overrides else [],
     )
+
+
+def _break_before(recording: RunHistory, version: int) -> int | None:
+    """Return the last version up to this one at which a new incarnation began, but not with other values;
+    None without one."""
+    batches, changes = recording.batches, dict(recording.values)
+    for each in range(min(version, len(batches) - 1), 0, -1):
+        if each not in changes and batches[each].incarnation != batches[each - 1].incarnation:
+            return each
+    return None
 
 
 def _steps(
