@@ -1,10 +1,7 @@
 """`python -m stretto.workers BOOTSTRAP [--bus URL]`: run one worker process. Launchers start this command.
 
-With `-`, the text of the bootstrap file comes on standard input: a launcher that starts processes on other
-machines sends it this way, so that the secrets are in no file and no environment there.
-
 It is not a command of `stretto`, whose command line takes a tenth of a second to import. `stretto worker`
-starts it for a worker that a user adds by hand, with options of its own.
+starts it for a worker that a user adds by hand.
 """
 
 from __future__ import annotations
@@ -37,12 +34,8 @@ _NICE = 10
 
 
 def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
-    """Run a worker process, and return its exit status.
-
-    Args:
-        by_hand: a user has started it, perhaps on another machine: show its log on the terminal too, and
-            expect neither the run's folder nor the kernel's lock before the worker has joined.
-    """
+    """Run a worker process, and return its exit status. One that a user has started `by_hand`, perhaps on
+    another machine, shows its log on the terminal too, and joins without the kernel's lock."""
     # Writes the stacks of all threads to stderr, even while the event loop hangs.
     faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
@@ -63,25 +56,22 @@ def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
     except BaseExceptionGroup as group:
         for error in leaves(group):
             log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
-            print(f"{worker}: {type(error).__name__}: {_text_of(error)}", flush=True)
+            text = "; ".join(filter(None, (str(error), *getattr(error, "__notes__", ()))))
+            print(f"{worker}: {type(error).__name__}: {text}", flush=True)
         return 1
     return 0
 
 
 def _raise_file_limit() -> None:
-    """Allow as many open files as the system does. A worker has several pipes and sockets for each process
-    that it starts, and may start hundreds; the usual limit is 1024."""
+    """A worker has several pipes and sockets for each of hundreds of processes; the usual limit is 1024."""
     if sys.platform == "linux":  # other systems refuse their own hard limit
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _text_of(error: BaseException) -> str:
-    return "; ".join(filter(None, (str(error), *getattr(error, "__notes__", ()))))
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m stretto.workers", description="Run one worker process.")
+    # A launcher that starts processes on other machines sends the text: then no file there has the secrets.
     parser.add_argument(
         "bootstrap", help="file with the bus address, credentials and id; - to read its text from stdin"
     )

@@ -100,9 +100,8 @@ class WorkerContext:
         self._routes_listeners.append(listener)
 
     def check_lease(self, lease_epoch: int) -> None:
-        """Accept a command only from the kernel that owns the run: a kernel announces its lease epoch with
-        its welcome and its beacons, and a command cannot announce another one.
-        """
+        """Accept a command only from the kernel that owns the run. A kernel announces its lease epoch with
+        its welcome and its beacons; a command cannot announce another one."""
         if lease_epoch != self.lease_epoch:
             raise Refused(
                 self.worker, f"a kernel of lease epoch {self.lease_epoch} owns the run, not {lease_epoch}"

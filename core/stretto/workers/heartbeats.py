@@ -1,7 +1,5 @@
-"""A worker's heartbeats. A thread with a connection of its own sends them.
-
-So they come even while the worker's event loop stands still, for example because a library is imported or a
-model is loaded on it. Each heartbeat says for how long the loop has stood still.
+"""A worker's heartbeats. A thread with a connection of its own sends them, so they come even while the event
+loop stands still, for example because it imports a library. Each says for how long the loop has stood still.
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ stderr, once."""
 
 @contextmanager
 def heartbeats(bootstrap: Bootstrap, role: Role, first: Heartbeat) -> Generator[Heartbeats]:
-    """Send a heartbeat every second for the duration of the block, from a thread.
-
-    Args:
-        first: the heartbeat to send until the first `update`.
-    """
+    """Send a heartbeat every second for the duration of the block: `first`, until the first `update`."""
     beats = Heartbeats(bootstrap, role, first)
     with start_blocking_portal(name="heartbeats") as portal:
         sending = portal.start_task_soon(beats.send)
@@ -79,7 +73,6 @@ class Heartbeats:
                 log.warning("no connection for heartbeats", error=str(error))
 
     def _stamped(self) -> Heartbeat:
-        """Return the newest heartbeat with the time for which the event loop has stood still."""
         blocked_s = clock.now() - self._updated_at
         if blocked_s > _STACKS_S and not self._wrote_stacks:
             self._wrote_stacks = True

@@ -30,8 +30,7 @@ T = TypeVar("T")
 
 _ENVELOPE = 64
 """Maximum number of bytes of an `ImagePart` besides its data."""
-_PART_S = 60.0
-"""Time limit of a rollout worker for one part."""
+_PART_S = 60.0  # a rollout worker that is gone never sends one
 _KEPT_BYTES = 2**27
 _TICKET_BYTES = 2**28
 """Most bytes of the images that the workflow of one ticket adds."""
@@ -125,11 +124,7 @@ class TicketImages:
         return name in self._files
 
     def files(self, names: Sequence[str]) -> list[bytes]:
-        """Return the files of images.
-
-        Raises:
-            RequestError: if the ticket has no such image.
-        """
+        """Return the files of images that the ticket has."""
         if unknown := [name for name in names if name not in self._files]:
             raise RequestError(f"this ticket has no image {unknown[0]!r}")
         return [self._files[name] for name in names]
@@ -139,7 +134,7 @@ class TicketImages:
         return self._images.vision.count(ids)
 
     async def check(self, trajectory: Trajectory) -> None:
-        """Check that a trajectory has the tokens of its images: if not, no model could read it."""
+        """Check that a trajectory has the tokens of its images: no model could read it otherwise."""
         vision = self._images.vision
         expected, whose = self._of_row_tokens, "the row's images"
         if trajectory.images is not None and list(trajectory.images) != list(self.of_row):
@@ -184,11 +179,7 @@ class ImageFetcher:
         """Of each image that is being fetched, so that two requests for it fetch it once."""
 
     async def get(self, sender: WorkerProcess, digests: Sequence[str]) -> list[bytes]:
-        """Return the files with these digests.
-
-        Raises:
-            BusError: if the rollout worker does not send one of them, or sends something else.
-        """
+        """Return the files with these digests. Raise BusError if the rollout worker does not send one."""
         return [await self._file(sender, digest) for digest in digests]
 
     async def _file(self, sender: WorkerProcess, digest: str) -> bytes:

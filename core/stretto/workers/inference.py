@@ -1,24 +1,17 @@
 """The inference worker: one engine, behind the one protocol that all engines share.
 
-The worker sends chunks to the rollout worker that requested them. It keeps them until that worker confirms
-the request, so that it can send them again, from any position, after a gap, a reconnect or a repeated
-request.
-
-A version is unverified from before its load until the worker has found that the engine serves what the
-trainer published. Meanwhile the worker holds back every chunk with tokens of that version, and every
-later chunk of the same sample.
-
-A worker that is lent to an evaluation answers only that evaluation, from before the load of its version until
-after the load of the next one. So these weights sample no token of training, and no other weights sample a
-token of the evaluation. Requests that are dropped at either change continue on another worker, or later: the
-rollout workers learn of the change from the kernel's routes.
+The worker keeps the chunks of a request until the rollout worker confirms the request, so that it can send
+them again after a gap or a reconnect. It holds back every chunk with tokens of a version that is not verified
+yet, and every later chunk of the same sample. A worker that is lent to an evaluation answers only that
+evaluation, from before the load of its version until after the load of the next one: requests that are
+dropped at either change continue elsewhere, or later.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -45,13 +38,7 @@ from stretto.bus.messages.inference import (
     SwapDone,
 )
 from stretto.bus.messages.membership import Heartbeat, WorkerProcess
-from stretto.engine import (
-    Chunk,
-    GenerateRequest,
-    InferenceEngine,
-    SwapReport,
-    VisionEngine,
-)
+from stretto.engine import Chunk, GenerateRequest, InferenceEngine, SwapReport, VisionEngine
 from stretto.errors import BusError, EngineError, WeightsError
 from stretto.models.digest import differing_names, digest_of
 from stretto.models.files import folder_of_model
@@ -69,7 +56,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_FORGET_S = 600.0
+_FORGET_S = 600.0  # a rollout worker that is gone never confirms what is finished
 _DRAIN_POLL_S = 0.05
 _BASE_PAUSE_S, _SAMPLE_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.0004, 0.2
 """Seconds between messages to the rollout workers: a base, an addition for each sample in the last messages,
@@ -82,15 +69,14 @@ _ROWS_S = 30.0
 
 @dataclass
 class _Request:
-    """A request that is not confirmed yet, with all its chunks so far."""
+    """A request that is not confirmed yet, with the chunks so far of each of its samples."""
 
     inbox: str
     """Inbox of the rollout worker that gets the chunks."""
     unfinished: int
     """Samples that are not finished."""
-    chunks: list[list[Chunk]] = field(default_factory=list[list[Chunk]])
-    """Chunks of each sample."""
-    active_at: float = 0.0
+    chunks: list[list[Chunk]]
+    active_at: float
     """When the request was last sent or got a chunk, in seconds of the monotonic clock."""
 
 
@@ -104,8 +90,9 @@ class InferenceWorker:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._bus = context.bus
-        self._engine: InferenceEngine | None = None
-        self._subscriber: Subscriber | None = None
+        self._engine: InferenceEngine
+        self._has_engine = False
+        self._subscriber: Subscriber
         self._tasks: TaskGroup
         self._images = ImageFetcher(context)
         self._requests: dict[str, _Request] = {}
@@ -131,6 +118,7 @@ class InferenceWorker:
         """Start the engine, then serve until cancelled."""
         context = self._context
         engine = self._engine = await anyio.to_thread.run_sync(context.make, "inference")
+        self._has_engine = True
         subscriber = self._subscriber = context.make("weights").subscriber(BusWire(context))
         expect_contract(subscriber, Subscriber, context.composed.origin("weights").label)
         self._merged_root = RunFolders(context.component_context, None).own("whole")
@@ -143,7 +131,9 @@ class InferenceWorker:
                 tasks.start_soon(self._forget)
                 await self._bus.subscribe(context.subject("generate"), Generate, self._generate)
                 await self._bus.subscribe(context.subject("confirm"), Confirm, self._confirm)
-                await self._bus.subscribe(context.subject("abort"), Abort, self._abort)
+                await self._bus.subscribe(
+                    context.subject("abort"), Abort, lambda each: self._drop(each.request)
+                )
                 await self._bus.serve(context.subject("swap"), Swap, self._swap)
                 await self._bus.serve(context.subject("load"), AskLoad, self._load)
                 ready()
@@ -157,7 +147,7 @@ class InferenceWorker:
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Add the engine's own figures."""
-        if self._engine is None:
+        if not self._has_engine:
             return heartbeat
         load = self._engine.load()
         return msgspec.structs.replace(heartbeat, busy_s=load.busy_s, load=load)
@@ -174,17 +164,16 @@ class InferenceWorker:
         """Pass a new request to the engine. For a known one, send again the chunks that the sender lacks."""
         request = message.request
         known = self._requests.get(request.id)
-        if known is None and message.exact_version != self._audience:
-            return  # not for this audience; the sender learns from its routes where to go, or sends it again
         if known is None:
+            if message.exact_version != self._audience:
+                return  # the sender learns from its routes where to go, or sends it again
             count = len(request.seeds) - request.have.count(-1)
             no_chunks: list[list[Chunk]] = [[] for _ in request.seeds]
             self._requests[request.id] = _Request(message.inbox, count, no_chunks, clock.now())
             if request.images:
                 self._tasks.start_soon(self._generate_with_images, request, message.sender)
-                return
-            assert self._engine is not None
-            self._engine.generate(request)
+            else:
+                self._engine.generate(request)
             return
         known.inbox, known.active_at = message.inbox, clock.now()
         for sample, chunks in enumerate(known.chunks):
@@ -195,8 +184,7 @@ class InferenceWorker:
             self._queue(known.inbox, missing)
 
     async def _generate_with_images(self, request: GenerateRequest, sender: WorkerProcess | None) -> None:
-        """Pass a request to the engine once its images are here. Give it up if they do not come."""
-        engine, known = self._engine, self._requests.get(request.id)
+        known = self._requests.get(request.id)
         try:
             if sender is None:
                 raise BusError("the request does not name the rollout worker that has them")
@@ -206,18 +194,13 @@ class InferenceWorker:
             self._emit(final_chunks(request, "abort"))
             return
         if known is not None and self._requests.get(request.id) is known:  # not aborted in the meantime
-            cast("VisionEngine", engine).generate(request, images)
+            cast("VisionEngine", self._engine).generate(request, images)
 
     def _confirm(self, message: Confirm) -> None:
         for request in message.requests:
             self._requests.pop(request, None)
 
-    def _abort(self, message: Abort) -> None:
-        self._drop(message.request)
-
     def _drop(self, request: str) -> None:
-        """Abort a request and forget it: no rollout worker waits for it here any more."""
-        assert self._engine is not None
         self._engine.abort(request)
         self._requests.pop(request, None)
         self._held_chunks = {key: chunks for key, chunks in self._held_chunks.items() if key[0] != request}
@@ -227,13 +210,11 @@ class InferenceWorker:
         while True:
             await anyio.sleep(_FORGET_S / 4)
             now = clock.now()
-            old = [
-                id
+            self._requests = {
+                id: request
                 for id, request in self._requests.items()
-                if request.unfinished == 0 and now - request.active_at > _FORGET_S
-            ]
-            for id in old:
-                del self._requests[id]
+                if request.unfinished or now - request.active_at <= _FORGET_S
+            }
 
     # ---------------------------------------------------------------------------------- chunks
 
@@ -241,16 +222,14 @@ class InferenceWorker:
         """Take new chunks of the engine. The engine calls this on the event loop."""
         for chunk in chunks:
             sample = (chunk.request, chunk.sample)
-            if sample in self._held_chunks or self._is_unverified(chunk):
+            if sample in self._held_chunks or (
+                self._unverified and not self._unverified.isdisjoint(chunk.versions.tolist())
+            ):
                 self._held_chunks.setdefault(sample, []).append(chunk)
             else:
                 self._accept(chunk)
 
-    def _is_unverified(self, chunk: Chunk) -> bool:
-        return bool(self._unverified) and not self._unverified.isdisjoint(chunk.versions.tolist())
-
     def _accept(self, chunk: Chunk) -> None:
-        """Store and send a chunk whose versions are all verified."""
         request = self._requests.get(chunk.request)
         if request is None:
             return  # aborted
@@ -260,7 +239,6 @@ class InferenceWorker:
         self._queue(request.inbox, [chunk])
 
     def _trust(self, version: int) -> None:
-        """Mark a version as verified, and send the chunks that were held because of it."""
         self._unverified.discard(version)
         held_chunks, self._held_chunks = self._held_chunks, {}
         for chunks in held_chunks.values():
@@ -272,7 +250,6 @@ class InferenceWorker:
             self._pending.set()
 
     async def _send(self) -> None:
-        """Send each rollout worker one message with all its new chunks, again and again."""
         while True:
             await self._pending.wait()
             self._pending = anyio.Event()
@@ -284,9 +261,7 @@ class InferenceWorker:
                 await self._bus.publish(self._context.names.chunks(inbox), batch)
             await anyio.sleep(min(_BASE_PAUSE_S + _SAMPLE_PAUSE_S * samples, _MAX_PAUSE_S))
 
-    async def _load(self, message: AskLoad) -> LoadReport:
-        del message
-        assert self._engine is not None
+    async def _load(self, _: AskLoad) -> LoadReport:
         return LoadReport(self._engine.load())
 
     # ----------------------------------------------------------------------------------- swaps
@@ -320,8 +295,9 @@ class InferenceWorker:
 
     async def _load_version(self, note: WeightsNote, audience: Audience) -> SwapDone:
         """Have the engine serve a version, and verify that it does."""
-        assert self._engine is not None
-        if self._served is not None and self._engine.load().version == note.version and self._is_served(note):
+        former = self._note  # the same weights may be published again elsewhere
+        is_same = former is not None and (former.version, former.digest) == (note.version, note.digest)
+        if self._served is not None and is_same and self._engine.load().version == note.version:
             self._drop_other_audiences(audience)
             return self._served
         update: WeightUpdate | None = None
@@ -345,14 +321,8 @@ class InferenceWorker:
         fault = self._fault_of_canary(note, drift, unscored)
         return SwapDone(kernel_report, fault, drift, unscored, receive_s=receive_s)
 
-    def _is_served(self, note: WeightsNote) -> bool:
-        """Return whether the last weights were the same ones. They may be published again elsewhere."""
-        former = self._note
-        return former is not None and (former.version, former.digest) == (note.version, note.digest)
-
     async def _receive(self, note: WeightsNote) -> WeightUpdate:
         """Receive an announced version. If it is an adapter, return the base model merged with it."""
-        assert self._subscriber is not None
         update = await self._subscriber.receive(note)
         if digest_of(update.hashes().items()) != note.digest:
             update.close()
@@ -371,7 +341,6 @@ class InferenceWorker:
             update.close()
 
     async def _model_folder(self, note: WeightsNote) -> Path:
-        """Return the folder of the run's model on this machine."""
         model = self._context.component_context.model
         folder = await anyio.to_thread.run_sync(folder_of_model, model)
         if folder is None:
@@ -386,7 +355,6 @@ class InferenceWorker:
         """Return the drift between engine and trainer on the canary; or None, and why it is not known."""
         if isinstance(canary, str):
             return None, canary
-        assert self._engine is not None
         expected = canary.logprobs.numpy()
         more = {"images": [canary.image]} if canary.image else {}
         try:
@@ -396,8 +364,7 @@ class InferenceWorker:
             return None, str(error)
         except TimeoutError:
             return None, f"the engine did not score the canary within {_SCORE_S:.0f} s"
-        compared = np.stack(logprobs)[:, -expected.shape[1] :]
-        difference = np.abs(compared - expected)
+        difference = np.abs(np.stack(logprobs)[:, -expected.shape[1] :] - expected)
         difference = np.nan_to_num(difference, nan=np.inf, posinf=np.inf)
         return Drift(float(difference.mean()), float(difference.max())), ""
 
@@ -407,26 +374,24 @@ class InferenceWorker:
         trainer = swap.trainer
         if self._context.composed.config.queue.max_divergence is None or trainer is None:
             return result
-        assert self._engine is not None
-        version = result.report.version
         try:
             answer = await self._bus.request(
                 self._context.names.worker("trainer", trainer.worker, trainer.nonce, "shared_rows"),
-                AskSharedRows(version),
+                AskSharedRows(result.report.version),
                 SharedRows,
                 who=trainer.worker,
                 deadline_s=_ROWS_S,
             )
-            if not answer.rows:
-                return msgspec.structs.replace(result, rows_unscored=answer.unscored)
-            with anyio.fail_after(_SCORE_S):
-                logprobs = await self._engine.logprobs([row.tokens.numpy() for row in answer.rows])
-            return msgspec.structs.replace(result, engine_kl=engine_kl(answer.rows, logprobs))
+            if answer.rows:
+                with anyio.fail_after(_SCORE_S):
+                    logprobs = await self._engine.logprobs([row.tokens.numpy() for row in answer.rows])
+                return msgspec.structs.replace(result, engine_kl=engine_kl(answer.rows, logprobs))
+            unscored = answer.unscored
         except (BusError, EngineError) as error:
-            return msgspec.structs.replace(result, rows_unscored=str(error))
+            unscored = str(error)
         except TimeoutError:
             unscored = f"the engine did not score rows of the last batch within {_SCORE_S:.0f} s"
-            return msgspec.structs.replace(result, rows_unscored=unscored)
+        return msgspec.structs.replace(result, rows_unscored=unscored)
 
     def _fault_of_canary(self, note: WeightsNote, drift: Drift | None, unscored: str) -> str:
         """Return the fault if `on_drift` is 'stop' and the drift is unknown or over the bound; else empty."""
@@ -470,16 +435,13 @@ def _from(chunk: Chunk, have: int) -> Chunk | None:
     skip = max(0, have - chunk.position)
     if skip >= len(chunk.tokens) and not chunk.finish:
         return None
-    return Chunk(
-        chunk.request,
-        chunk.sample,
-        chunk.position + min(skip, len(chunk.tokens)),
-        chunk.tokens[skip:],
-        chunk.logprobs[skip:],
-        chunk.versions[skip:],
-        chunk.finish,
-        chunk.error,
-        None if chunk.kept is None else chunk.kept.part(skip),
+    return replace(
+        chunk,
+        position=chunk.position + min(skip, len(chunk.tokens)),
+        tokens=chunk.tokens[skip:],
+        logprobs=chunk.logprobs[skip:],
+        versions=chunk.versions[skip:],
+        kept=None if chunk.kept is None else chunk.kept.part(skip),
     )
 
 

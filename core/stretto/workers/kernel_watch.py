@@ -56,5 +56,5 @@ class KernelWatch:
 
     @property
     def _has_successor(self) -> bool:
-        """Whether another kernel owns the run or will: it says what becomes of the worker."""
+        """Another kernel owns the run or will: it says what becomes of the worker."""
         return self._sees_lock and has_owner(Path(self._lock.path))

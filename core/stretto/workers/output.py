@@ -1,8 +1,6 @@
-"""What a worker and its children write to standard output and standard error: kept to a bounded size.
+"""Keep what a worker and its children write to standard output and standard error to a bounded size.
 
-A launcher sends both to one file. `limit_output` keeps that file small from within the worker, so it also
-works when the kernel has ended. Children of a verifier worker write to a pipe (`ChildOutput`): they cannot
-write faster than the worker copies, and they have no handle of the file.
+A launcher sends both to one file. The worker keeps it small, so this also works when the kernel has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from pathlib import Path
 MAX_OUTPUT = 16 * 2**20
 """Bytes after which the file is rotated: its end is kept as `NAME.1`, and the file begins again."""
 _STDERR = 2
-_LOOK_S = 0.5
+_LOOK_S = 0.5  # the file may be longer than `MAX_OUTPUT` by what is written in this time
 _CHUNK = 2**16
 
 _rotating = threading.Lock()
@@ -66,7 +64,8 @@ def _keep_end(size: int) -> None:
 
 
 class ChildOutput:
-    """A pipe for the standard error of children, and a thread that copies from it to this process's."""
+    """A pipe for the standard error of children, and a thread that copies from it to this process's. So they
+    cannot write faster than the worker copies, and have no handle of the file."""
 
     def __init__(self) -> None:
         self._reading, self.pipe = os.pipe()

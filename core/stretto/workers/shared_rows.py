@@ -54,13 +54,7 @@ def score_rows(engine: TrainingEngine, batch: Batch) -> tuple[ScoredRow, ...]:
 
 def engine_kl(rows: Sequence[ScoredRow], logprobs: Sequence[NDArray[np.float32]]) -> float:
     """Return the mean k3 estimate of KL(engine || trainer) over the trained tokens, each at most 1 nat.
-
-    Args:
-        logprobs: for each row, the engine's (L - 1,) logprobs of its tokens after the first.
-
-    Raises:
-        EngineError: if the mean is not finite.
-    """
+    `logprobs` has for each row the engine's (L - 1,) logprobs of its tokens after the first."""
     trained = np.concatenate([row.trained.numpy() for row in rows])
     trainer = np.concatenate([row.logprobs.numpy() for row in rows])[trained].astype(np.float64)
     d = np.concatenate(logprobs)[trained].astype(np.float64) - trainer

@@ -1,9 +1,8 @@
 """What every worker process does: connect to the bus, join the run, send heartbeats, and leave.
 
-A worker leaves when the kernel's beacon says that the run is over, when it gets SIGTERM, and by itself when
-the kernel is gone and no other one comes. It joins a later kernel of the run with the work that it has. If
-the kernel asks it to, or at SIGINT, it first drains: it takes no new work and finishes what it has. A trainer
-cannot drain, and leaves only at the second signal. Between joining and leaving, the code of its role works.
+A worker leaves when the run is over, when it gets SIGTERM, and when the kernel is gone and no other one
+comes. It joins a later kernel of the run with the work that it has. If the kernel asks it to, or at SIGINT,
+it first drains: it takes no new work and finishes what it has.
 """
 
 from __future__ import annotations
@@ -58,10 +57,9 @@ _WORKERS: dict[Role, Callable[[WorkerContext], RoleWorker]] = {
 }
 _FINAL = (ConfigError, ContractError)
 """Errors that a restarted worker would raise again."""
-_JOIN_S = 60.0
-_AGAIN_S = 5.0
-"""Deadline for a later kernel's answer. Without one, the worker asks again after a pause."""
-_AGAIN_PAUSE_S = 0.2
+_JOIN_S = 60.0  # a living kernel answers long before; a worker that gets no answer ends
+_AGAIN_S, _AGAIN_PAUSE_S = 5.0, 0.2
+"""Deadline for a later kernel's answer. Without one, the worker asks again after the pause."""
 _LEAVE_S = 4.0
 """Seconds until the process ends even if a thread does not end, such as a train step of minutes."""
 _MOST_PATHS = 10
@@ -92,9 +90,8 @@ async def _expect_kernel(lock: Path, grace_s: float, joining: anyio.CancelScope)
 
 
 async def _join_and_work(bootstrap: Bootstrap, process: HostProcess, joining: anyio.CancelScope) -> None:
-    names, worker = Subjects(bootstrap.run), bootstrap.worker
+    names, worker, nonce = Subjects(bootstrap.run), bootstrap.worker, secrets.token_hex(4)
     role: Role = bootstrap.role  # pyright: ignore[reportAssignmentType] - the kernel's bootstrap is not a worker's
-    nonce = secrets.token_hex(4)
     first = Heartbeat(worker, nonce, ready=False)
     async with connect(bootstrap) as bus:
         log.info("bus connected", url=bus.server)
@@ -107,19 +104,23 @@ async def _join_and_work(bootstrap: Bootstrap, process: HostProcess, joining: an
             try:
                 context = WorkerContext(bus, names, worker, role, nonce, welcome, process)
             except StrettoError as error:
-                remark = _absent_paths(welcome.config)
-                error.add_note(remark)
-                reason = "; ".join(filter(None, (str(error), remark)))
-                leaving = Leaving(worker, nonce, reason, final=isinstance(error, _FINAL))
+                leaving = _leaving_after(error, join, str(error), welcome.config)
                 await _announce_leaving(bus, names.kernel(role, "leaving"), leaving)
                 raise
             bus.explain = context.explain
             await _work_and_leave(context, beats, join, welcome.config)
 
 
+def _leaving_after(error: BaseException, join: Join, text: str, config: bytes) -> Leaving:
+    """Return why a worker leaves after an error: its text, and the paths in the run's config that do not
+    exist on this machine. The run file was written for the kernel's machine, so they may be the cause."""
+    remark = _absent_paths(config)
+    error.add_note(remark)
+    reason = "; ".join(filter(None, (text, remark)))
+    return Leaving(join.worker, join.nonce, reason, final=isinstance(error, _FINAL))
+
+
 def _absent_paths(config: bytes) -> str:
-    """Return a remark that names the paths in the run's config that do not exist on this machine; empty if
-    there are none. The run file was written for the kernel's machine."""
     values = dict(dotted_values(msgspec.msgpack.decode(config)))
     paths = {key: json.loads(value) for key, value in values.items() if key != "out"}
     absent = [
@@ -133,20 +134,12 @@ def _absent_paths(config: bytes) -> str:
 
 
 async def _work_and_leave(context: WorkerContext, beats: Heartbeats, join: Join, config: bytes) -> None:
-    """Work, and report to the kernel why the worker leaves.
-
-    Args:
-        config: of the run; paths in it that do not exist here may be the cause of an error.
-    """
     subject = context.names.kernel(context.role, "leaving")
     try:
         await _work_in(context, beats, join, config)
     except Exception as error:
         first = leaves(error)[0]
-        remark = _absent_paths(config)
-        first.add_note(remark)
-        reason = "; ".join(filter(None, (context.explain(first), remark)))
-        leaving = Leaving(context.worker, context.nonce, reason, final=isinstance(first, _FINAL))
+        leaving = _leaving_after(first, join, context.explain(first), config)
         await _announce_leaving(context.bus, subject, leaving)
         raise
     leaving = Leaving(context.worker, context.nonce, context.reason, drained=context.drained)
@@ -154,7 +147,6 @@ async def _work_and_leave(context: WorkerContext, beats: Heartbeats, join: Join,
 
 
 async def _work_in(context: WorkerContext, beats: Heartbeats, join: Join, config: bytes) -> None:
-    """Do the role's work until the worker leaves."""
     context.process.limit_threads(context.assembly.resources_of(context.worker))
     await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
     await context.bus.subscribe(context.subject("dismiss"), Dismissal, context.receive_dismissal)
@@ -194,10 +186,8 @@ async def _obey_drain(context: WorkerContext, message: Drain) -> Draining:
 
 
 async def _drain_when_asked(context: WorkerContext, work: RoleWorker, beats: Heartbeats) -> None:
-    """Wait for a request to drain. Then finish the work in hand, for at most `launcher.drain_s`, and leave.
-
-    The kernel gives what is not finished then to other workers.
-    """
+    """Once asked to drain, finish the work in hand, for at most `launcher.drain_s`, and leave. The kernel
+    gives what is not finished then to other workers."""
     await context.drain.wait()
     limit_s = context.composed.config.launcher.drain_s
     log.info("draining", reason=context.drain_reason, limit_s=limit_s)

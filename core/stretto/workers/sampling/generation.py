@@ -1,7 +1,5 @@
-"""The requests of a rollout worker to inference engines.
-
-This module joins the chunks of a request, asks again for lost chunks, and lets another engine finish the
-request when an engine dies or gives it up.
+"""The requests of a rollout worker to inference engines: join the chunks of a request, ask again for lost
+ones, and let another engine finish a request when an engine dies or gives it up.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ log = structlog.get_logger()
 
 _SILENT_ASKS = 3
 """A request leaves an engine after this many unanswered asks, if the engine does nothing else either."""
-_CONFIRM_S = 0.05
-"""Seconds for which an engine keeps a finished request longer than it must."""
+_CONFIRM_S = 0.05  # one message for many requests; an engine keeps a finished request so much longer
 _MAX_GIVE_UPS = 5
 """A request fails after engines have given it up this many times."""
 _TOKEN = np.dtype([("token", "<i4"), ("logprob", "<f4"), ("version", "<i4")])
@@ -42,14 +39,9 @@ adding a chunk must be cheap."""
 
 
 class VersionFloor:
-    """A lower bound for the versions of a ticket's tokens.
-
-    At first it is the ticket's `min_version`. Once all requests made so far have begun, it is the version of
-    their oldest token, and stays so. Later requests ask for this version or a newer one.
-
-    Args:
-        on_known: called once, with the version of the oldest token, when it is known.
-    """
+    """A lower bound for the versions of a ticket's tokens. At first it is the ticket's `min_version`. Once
+    all requests made so far have begun, it is the version of their oldest token, and stays so; `on_known` is
+    called with it. Later requests ask for this version or a newer one."""
 
     def __init__(self, min_version: int, on_known: Callable[[int], None]) -> None:
         self.version = min_version
@@ -62,11 +54,7 @@ class VersionFloor:
         self._unstarted += 1
 
     def record_start(self, oldest: int) -> None:
-        """Record that every sample of a request has its first token.
-
-        Args:
-            oldest: version of the request's oldest token.
-        """
+        """Record that every sample of a request has its first token, and the version of the oldest."""
         self._unstarted -= 1
         self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
         if self._unstarted == 0 and self._on_known is not None:
@@ -149,12 +137,10 @@ class _Generation:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is expected of the engine."""
         return self.given_up or self.failure is not None or not self.unfinished
 
     @property
     def engine(self) -> str:
-        """Id of the engine that works on it now; empty before the first."""
         return self.peer.worker if self.peer else ""
 
     def move_to(self, peer: Peer) -> None:
@@ -219,8 +205,7 @@ class _Generation:
             self.wake.set()
 
     def _report_start(self) -> None:
-        """Report the oldest version once every sample has its first token. Samples arrive in any order, so it
-        is not known before."""
+        """Report the oldest version once every sample has its first token: they arrive in any order."""
         if not self._started and all(sample.records for sample in self.samples):
             self._started = True
             records = np.frombuffer(b"".join(sample.records for sample in self.samples), _TOKEN)
@@ -228,12 +213,8 @@ class _Generation:
 
 
 class Generations:
-    """The requests of this worker, and the subject on which their chunks arrive.
-
-    Args:
-        silence_s: seconds without a chunk of a request after which its engine is asked again, at the next
-            beacon.
-    """
+    """The requests of this worker, and the subject on which their chunks arrive. After `silence_s` seconds
+    without a chunk of a request, its engine is asked again, at the next beacon."""
 
     def __init__(self, context: WorkerContext, engines: Router, *, silence_s: float = 10.0) -> None:
         self._context = context
@@ -247,11 +228,7 @@ class Generations:
         context.on_beacon(self._look)
 
     async def open(self, tasks: TaskGroup) -> None:
-        """Listen for chunks. Called once, before `run`.
-
-        Args:
-            tasks: for what lets the engines forget requests.
-        """
+        """Listen for chunks, and let engines forget requests, in `tasks`. Called once, before `run`."""
         tasks.start_soon(self._confirms.run)
         chunks = self._context.names.chunks(self._bus.inbox)
         await self._bus.subscribe(chunks, ChunkBatch, self._take)
@@ -299,8 +276,8 @@ class Generations:
         return generation.samples
 
     async def _on(self, peer: Peer, generation: _Generation, attempt: int) -> None:
-        """Run the unfinished samples on one engine until it finishes them, gives them up or is stuck. This is
-        cancelled when the engine is lost."""
+        """Run the unfinished samples on one engine until it finishes them, gives them up or is stuck, or is
+        lost: this is cancelled then."""
         generation.move_to(peer)
         if self._deterministic:
             generation.forget_unfinished()
@@ -329,10 +306,9 @@ class Generations:
             generation.wake = anyio.Event()
             await self._ask(peer, generation, name)  # the request or the answer was lost
 
-    def _look(self, beacon: Beacon) -> None:
+    def _look(self, _: Beacon) -> None:
         """Check all requests for silence. Beacons come every second, and one check of all requests costs less
         than a timer for each."""
-        del beacon
         now = clock.now()
         for generation in self._running.values():
             generation.look(now, self._silence_s)
@@ -348,17 +324,11 @@ class Generations:
             have=tuple(-1 if sample.finish else sample.length for sample in generation.samples),
             min_version=generation.floor.version,
         )
-        context = self._context
-        message = Generate(
-            request,
-            self._bus.inbox,
-            generation.exact_version,
-            WorkerProcess(context.worker, context.nonce) if request.images else None,
-        )
+        own = WorkerProcess(self._context.worker, self._context.nonce) if request.images else None
+        message = Generate(request, self._bus.inbox, generation.exact_version, own)
         await self._bus.publish(self._subject(peer, "generate"), message)
 
     async def _abort(self, peer: Peer, name: str) -> None:
-        """Let the engine stop a request."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(1):
             await self._bus.publish(self._subject(peer, "abort"), Abort(name))
 
@@ -374,7 +344,6 @@ class Generations:
         return self._context.names.worker("inference", peer.worker, peer.nonce, verb)
 
     async def _take(self, batch: ChunkBatch) -> None:
-        """Pass the chunks of a message to the requests that they belong to."""
         records, kept = _records(batch), KeptTokens.read(batch.kept_counts, batch.kept_ids)
         offset = 0
         name, generation = "", None

@@ -40,8 +40,6 @@ class Members:
 
     Args:
         least: number of samples that are left at least, else the ticket fails.
-        retries: how often a sample is tried again.
-        failure_reward: see `stretto.workflow.WorkflowConfig.failure_reward`.
         sampled: returns what the policy has sampled for a number in `run`, since its last try began.
     """
 
@@ -109,12 +107,9 @@ class Members:
         lengths: Sequence[int],
         score: Callable[[list[int]], Awaitable[Iterable[Score | SampleFault]]],
     ) -> list[Score]:
-        """Score answers, and those again whose scoring fails. An answer that still has no score has the
-        reward NaN; one that is itself at fault has the failure reward.
-
-        Args:
-            lengths: number of tokens of each answer; 0 if it is not known.
-        """
+        """Score answers, of these lengths in tokens, 0 if not known; and those again whose scoring fails. An
+        answer that still has no score has the reward NaN; one that is itself at fault has the failure
+        reward."""
         scores: dict[int, Score] = {}
         faults: defaultdict[int, list[SampleFault]] = defaultdict(list)
         open_ = list(range(len(lengths)))
@@ -152,8 +147,7 @@ class Members:
 
     def complete(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the trajectories of the samples that have a reward: those of the workflow, then those of the
-        samples that their own answers ended. `missing` and `penalized` are then complete too.
-        """
+        samples that their own answers ended. `missing` and `penalized` are then complete too."""
         samples: defaultdict[int, list[Trajectory]] = defaultdict(list)
         for number, each in zip(sample_numbers(trajectories), trajectories, strict=True):
             samples[number].append(each)
@@ -217,7 +211,6 @@ class _Attempts:
         """Set when it is known whether all samples fail in the same way."""
 
     def note(self, number: int, error: Exception, trajectories: Sequence[Trajectory]) -> SampleFault:
-        """A sample has failed, after the policy sampled so much."""
         fault = SampleFault.of(error)
         log.warning("sample failed", error=fault.error, exc_info=error)
         self.errors.append(error)
@@ -235,7 +228,6 @@ class _Attempts:
         self._mixed.set()
 
     def last_fault(self, number: int) -> SampleFault | None:
-        """Return why a sample failed last; None if it never did."""
         return self.faults[number][-1] if number in self.faults else None
 
     async def may_try_again(self) -> bool:
@@ -253,7 +245,6 @@ class _Attempts:
         return is_same_answer and self._has_succeeded and _repeats(self.faults[number])
 
     def answered_differently(self, number: int, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether a sample that has succeeded does not begin with what had failed."""
         answer = _sampled_in(trajectories)
         return not all(answer.startswith(failed) for failed in self._answers[number])
 

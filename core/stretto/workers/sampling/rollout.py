@@ -43,8 +43,8 @@ from stretto.workers.sampling.session import VariantServices
 from stretto.workers.sampling.ticket_runner import TicketRunner
 from stretto.workers.sampling.verifier_client import VerifierClient
 
-_KEEP_ALIVE_S = 5.0
-_PROGRESS_S = 0.05
+_KEEP_ALIVE_S = 5.0  # the server delivers a ticket again that nobody reports for longer
+_PROGRESS_S = 0.05  # one message for many tickets
 _DRAIN_POLL_S = 0.05
 
 
@@ -93,8 +93,8 @@ class RolloutWorker:
             ready()
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Add the number of running tickets to the heartbeat, and the processor time of this process as its
-        seconds of work: the event loop is all that works here."""
+        """Add the number of running tickets, and the processor time of this process as its seconds of work:
+        the event loop is all that works here."""
         return msgspec.structs.replace(heartbeat, tickets=len(self._running), busy_s=time.process_time())
 
     async def drain(self) -> None:
@@ -108,7 +108,6 @@ class RolloutWorker:
         return tuple(TicketStarted(self._context.worker, *key) for key in self._running)
 
     async def _variants(self, images: RolloutImages | None) -> dict[str, VariantServices]:
-        """Return what runs the tickets of each variant, and of the run's own sections."""
         context = self._context
         if images is not None:
             tokenizer = images.vision.tokenizer
@@ -155,10 +154,8 @@ class RolloutWorker:
         self._takers -= 1
 
     async def _work(self, delivery: Delivery[Ticket], runner: TicketRunner) -> None:
-        """Run one ticket, write its outcome to the log, and take the ticket off the queue."""
         ticket = delivery.message
         key = (ticket.purpose, ticket.id, ticket.attempt)
-        worker = self._context.worker
         if key in self._running:  # delivered again, for example because the server was killed
             self._running[key] = (self._running[key][0], delivery)
             self._concurrency.end(ticket.purpose)
@@ -166,7 +163,7 @@ class RolloutWorker:
         with bound(ticket=ticket.name), anyio.CancelScope() as scope:
             self._running[key] = (scope, delivery)
             try:
-                self._starts.add(TicketStarted(worker, *key))
+                self._starts.add(TicketStarted(self._context.worker, *key))
                 outcome = await runner.outcome(ticket)
                 await self._bus.store.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
             finally:
@@ -192,8 +189,7 @@ class RolloutWorker:
     # -------------------------------------------------------------------------------- progress
 
     def _note_oldest_version(self, ticket: Ticket, version: int) -> None:
-        """Queue the version of a training ticket's oldest token for the kernel, which may be able to use it
-        before the ticket is done."""
+        """Tell the kernel, which may be able to use it before the ticket is done."""
         if ticket.purpose == "train":
             self._progress.add((ticket.id, ticket.attempt, version))
 
@@ -205,7 +201,6 @@ class RolloutWorker:
 
 
 def _vision_of(model: str | None, rows: DatasetConfig) -> Vision | None:
-    """Return the processor of the run's model; None if the model reads no images."""
     if model is None or not is_vision_language(fetch_config(model)):
         return None
     keep_torch_out()

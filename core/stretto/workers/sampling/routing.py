@@ -61,7 +61,6 @@ class _Replica:
         self._peak = self.own_samples
 
     def begin(self, samples: int) -> None:
-        """Count a call with this many samples to the worker."""
         if not self._open_samples:
             self._progress_at = self._clock()
         self.own_samples += samples
@@ -69,16 +68,14 @@ class _Replica:
 
     @property
     def slots(self) -> int:
-        """Samples that the worker can sample at the same time; 1 if unknown."""
         return max(1, self.load.slots) if self.load else 1
 
     @property
     def fullness(self) -> float:
-        """Unfinished samples at the worker, divided by its slots."""
         return self._open_samples / self.slots
 
     def cost(self, min_version: int) -> float:
-        """Routing cost of this worker; lower is better."""
+        """Lower is better."""
         behind = self.load is not None and self.load.version < min_version
         return self.fullness + _BEHIND * behind
 
@@ -130,7 +127,6 @@ class Router:
             replica.update(peer.figures)
 
     def _notify(self) -> None:
-        """Wake the calls that wait for a worker."""
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -155,8 +151,7 @@ class Router:
         but sampled nothing for 30 s is avoided if there is another.
 
         Calls of the same `affinity` stay with the worker of the last call, unless this worker is gone, is
-        avoided, or its fullness is above 1 plus twice that of the other choice (fullness: unfinished samples
-        divided by slots). Then they move to the other choice, and stay there.
+        avoided, or its fullness is above 1 plus twice that of the other choice. Then they move to that one.
 
         Args:
             affinity: a key that the calls of a session or conversation share; empty for none.
@@ -211,7 +206,7 @@ class Router:
         return choice
 
     def _serving(self, exact_version: int | None) -> list[_Replica]:
-        """Return the workers lent to the evaluation of a version, or those not lent if it is None."""
+        """Return the workers lent to the evaluation of a version; those not lent if it is None."""
         return [
             replica
             for replica in self._replicas.values()

@@ -61,11 +61,8 @@ class VariantServices:
 
 
 class _Clock:
-    """Measures the seconds during which at least one of its `with` blocks is running.
-
-    Args:
-        whole: the clock that this one measures a part of. It runs too.
-    """
+    """Measures the seconds during which at least one of its `with` blocks is running, as a part of those of
+    the clock `whole`."""
 
     def __init__(self, whole: _Clock | None = None) -> None:
         self.seconds = 0.0
@@ -294,11 +291,9 @@ class RolloutSession:
             return await self._services.verifiers.feedback(question)
 
     def _sampled_by(self, number: int) -> list[Trajectory]:
-        """Return what was sampled in the conversations of a sample of `members`."""
         return self._sampled_in(name for name in self._transcripts if self._members_of.get(name) == number)
 
     def _sampled_in(self, conversations: Iterable[str]) -> list[Trajectory]:
-        """Return what was sampled in some conversations, without a score."""
         reads_images = self.images is not None
         return [
             each
@@ -308,14 +303,12 @@ class RolloutSession:
 
     @property
     def _seed_scope(self) -> str:
-        """The scope of the ticket's seeds. All attempts of a ticket share their seeds, so that a repeated
-        attempt draws with the same random numbers."""
+        """All attempts of a ticket share their seeds: a repeated one draws with the same random numbers."""
         ticket = self._ticket
         number = ticket.id if ticket.purpose == "train" else ticket.row
         return f"{self._services.config.seed}/{ticket.purpose}/{number}"
 
     def _images_of_row_in(self, prompt_ids: NDArray[np.int32]) -> tuple[str, ...]:
-        """Return the names of the row's images if a prompt has image tokens."""
         return tuple(self.images.of_row) if self.images and self.images.tokens_in(prompt_ids) else ()
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
@@ -325,10 +318,7 @@ class RolloutSession:
 
 
 def sample_seed(scope: str, turn: str, sample: int) -> int:
-    """Return the seed of one sample. It is the same in every attempt and in every repetition of the run.
-
-    Args:
-        scope: the run's seed, the ticket's purpose, and the ticket's number or, in an evaluation, its row.
-    """
+    """Return the seed of one sample. It is the same in every attempt and in every repetition of the run:
+    `scope` is the run's seed, the ticket's purpose, and the ticket's number or, in an evaluation, its row."""
     digest = hashlib.sha256(f"{scope}/{turn}/{sample}".encode()).digest()
     return int.from_bytes(digest[:8], "little")

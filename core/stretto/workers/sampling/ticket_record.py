@@ -28,12 +28,8 @@ def record_of(
     tokenizer: Tokenizer,
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> TicketRecord:
-    """Return the record of an attempt. Texts that are too long are cut.
-
-    Args:
-        row: the row of the dataset; empty if it was not read.
-        seconds: of the attempt, of its generation and of its scoring.
-    """
+    """Return the record of an attempt, which took these seconds, also in generation and in scoring. `row` is
+    empty if it was not read. Texts that are too long are cut."""
     limit = _RECORD_CHARACTERS // (3 * len(trajectories) + 2)
     prompts = _PromptTexts(tokenizer, limit)
     texts = [_text_of(each, prompts, tokenizer, limit) for each in trajectories]
@@ -51,17 +47,16 @@ def record_of(
 
 
 class _PromptTexts:
-    """The prompts of a group as text. Most groups have one."""
+    """The prompts of a group as text. Most groups have one, the `first`."""
 
     def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
         self._first_ids: NDArray[np.int32] | None = None
         self.first = ""
-        """The text of the first one."""
 
     def text_of(self, ids: NDArray[np.int32]) -> str | None:
-        """Return the text of a prompt; None if it is the first one."""
+        """None for the first one."""
         if self._first_ids is not None and np.array_equal(self._first_ids, ids):
             return None
         text = self._tokenizer.decode(ids, special=True)[: self._limit]
@@ -89,13 +84,11 @@ def _texts_of_turns(trajectory: Trajectory, start: int, tokenizer: Tokenizer) ->
 
 
 def _as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the prompt of a row of which the run made no tokens."""
     return prompt if isinstance(prompt, str) else "\n".join(str(turn.get("content", "")) for turn in prompt)
 
 
 def _as_json(value: Any, limit: int) -> str:
-    """Return a value as JSON. Parts that JSON does not have become text; what is too long becomes a text that
-    is cut."""
+    """Parts that JSON does not have become text; what is too long becomes a text that is cut."""
     try:
         text = msgspec.json.encode(value, enc_hook=str).decode()
     except (TypeError, ValueError, OverflowError, RecursionError):

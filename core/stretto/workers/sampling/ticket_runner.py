@@ -61,11 +61,8 @@ class TicketRunner:
         self._limits = _TicketLimits(context)
 
     async def outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
-        """Run a ticket. When this returns `GroupDone`, the trajectories are in the log; those of an
-        evaluation are there only if the run keeps samples.
-
-        Every exception of a ticket is caught here and reported as a failed group.
-        """
+        """Run a ticket. After `GroupDone` the trajectories are in the log; those of an evaluation only if the
+        run keeps samples. Every exception of a ticket is caught here and reported as a failed group."""
         context = self._context
         if ticket.variant not in self._variants:
             reason = f"the run of this worker has no variant {ticket.variant!r}"
@@ -83,8 +80,8 @@ class TicketRunner:
             return await self._failed(attempt, f"took longer than {timeout_s:g} s (workflow.timeout_s)")
         except Exception as error:
             first = leaves(error)[0]
-            log.warning("ticket failed", error=f"{type(first).__name__}: {first}", exc_info=first)
             text = f"{type(first).__name__}: {first}"
+            log.warning("ticket failed", error=text, exc_info=first)
             reason = text if isinstance(first, StrettoError) else context.explain(first)
             return await self._failed(attempt, reason)
         session = attempt.session
@@ -159,21 +156,14 @@ class TicketRunner:
         return Prompt(row, ids)
 
     async def _encode(self, attempt: _RunningTicket, characters: int) -> NDArray[np.int32]:
-        """Return the ids of the prompt of a ticket's row, whose text has this many characters."""
-        row = attempt.row
+        row, tools, tokenizer = attempt.row, attempt.session.row_tools, self._services.tokenizer
         if attempt.session.images is not None:
-            return await attempt.session.images.encode_row(row, attempt.session.row_tools)
-        tokenizer = self._services.tokenizer
-        tools = attempt.session.row_tools
+            return await attempt.session.images.encode_row(row, tools)
         return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"], tools=tools), characters)
 
     async def _store(self, attempt: _RunningTicket) -> tuple[list[Member], list[int]]:
-        """Write the trajectories to the log in a few messages, then the images that they name. Those of an
-        evaluation are not for training: `_keep` writes them.
-
-        Returns:
-            The members of the group, and the sequence numbers of the images.
-        """
+        """Write the trajectories to the log in a few messages, then the images that they name. Return the
+        members, and the sequence numbers of the images. Those of an evaluation are for `_keep` to write."""
         ticket, trajectories = attempt.ticket, attempt.trajectories
         wires = attempt.wires()
         if ticket.purpose == "eval":
@@ -204,7 +194,7 @@ class TicketRunner:
     async def _append(
         self, ticket: Ticket, wires: list[WireTrajectory], subject: str
     ) -> list[tuple[int, list[WireTrajectory]]]:
-        """Write trajectories to the log, and return them with the sequence numbers of their bundles."""
+        """Return the trajectories with the sequence numbers of their bundles."""
         stored: list[tuple[int, list[WireTrajectory]]] = []
         for number, bundle in enumerate(bundles_of(wires)):
             message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))
@@ -225,18 +215,11 @@ class TicketRunner:
         if failed or is_eval:
             await self._append(ticket, wires, names.kept_trajectories)
             await self._append_images(attempt, wires)
-
         seconds = attempt.seconds
 
         def make_record() -> tuple[TicketRecord, str]:
-            record = record_of(
-                ticket,
-                self._context.worker,
-                attempt.row,
-                attempt.trajectories,
-                self._services.tokenizer,
-                seconds,
-            )
+            worker, tokenizer = self._context.worker, self._services.tokenizer
+            record = record_of(ticket, worker, attempt.row, attempt.trajectories, tokenizer, seconds)
             return record, digest_of(kept_samples(record, wires))
 
         tokens = sum(len(wire.tokens) for wire in wires)
@@ -245,8 +228,6 @@ class TicketRunner:
 
 
 class _RunningTicket:
-    """An attempt of a ticket under way."""
-
     def __init__(self, ticket: Ticket, services: VariantServices) -> None:
         self.ticket = ticket
         self.services = services
@@ -262,7 +243,6 @@ class _RunningTicket:
         self._start = clock.now()
 
     def wires(self) -> list[WireTrajectory]:
-        """Return the trajectories as messages."""
         of_row = self.session.images.of_row if self.session.images is not None else ()
         return wire_trajectories(self.ticket, self.trajectories, of_row)
 
@@ -297,8 +277,7 @@ class _TicketLimits:
                 self._running.remove(entry)
 
     def _on_routes(self, routes: Routes) -> None:
-        """Extend the limits by the time for which their engines were lent. Routes come every second and at
-        every change."""
+        """Extend the limits. Routes come every second and at every change."""
         now = clock.now()
         elapsed, self._routes_s = now - self._routes_s, now
         for exact_version, limit in self._running:
@@ -308,8 +287,8 @@ class _TicketLimits:
 
 
 def _timeout_s(ticket: Ticket, config: RunConfig) -> float:
-    """Return the limit of a ticket's rollout. It means the time with an engine that computes at full speed:
-    one of low priority would fail the rows with the longest answers."""
+    """The limit means the time with an engine at full speed: one of low priority would fail the rows with the
+    longest answers."""
     has_own = config.evaluation is not None and config.evaluation.own_engine
     return config.workflow.timeout_s * (_SLOW if ticket.purpose == "eval" and has_own else 1)
 

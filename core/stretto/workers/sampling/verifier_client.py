@@ -55,23 +55,15 @@ class VerifierClient:
             raise RewardError(
                 "the run has no `reward`, so its environment must return a reward for every conversation"
             )
-        message = ScoreSamples(
-            encode_row(row),
-            tuple(texts),
-            msgspec.msgpack.encode(columns),
-            self._variant,
-        )
+        columns_data = msgspec.msgpack.encode(columns)
+        message = ScoreSamples(encode_row(row), tuple(texts), columns_data, self._variant)
         answer = await self._ask("score", message, Scored)
         if len(answer.scores) != len(texts):
             raise RewardError(f"the verifier scored {len(answer.scores)} of {len(texts)} answers")
         return answer.scores
 
     async def tools(self) -> list[dict[str, Any]]:
-        """Return the JSON schemas of the run's tools.
-
-        Raises:
-            ConfigError: if the config of the workflow does not extend `ToolsConfig`.
-        """
+        """Return the JSON schemas of the run's tools."""
         if not isinstance(self._config.workflow, ToolsConfig):
             raise ConfigError("this workflow has no tools: its config must extend `ToolsConfig`")
         async with self._listing:
@@ -97,7 +89,7 @@ class VerifierClient:
         return answer.feedback
 
     async def _ask(self, verb: str, message: Message, kind: type[M]) -> M:
-        """Send a request to any verifier. If it is lost, try another. The ticket's own time limit is shorter
+        """Send a request to any verifier. If it is lost, try another. The ticket's own limit ends it earlier
         than the deadline."""
         context = self._context
         while True:

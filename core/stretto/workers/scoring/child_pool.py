@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
-_START_S = 120.0
-_END_S = 2.0
+_START_S = 120.0  # user code that downloads or waits in its import would hold the worker for ever
+_END_S = 2.0  # a killed child may leave a process behind that holds its pipes
 _ATTEMPTS = 2
 """Children that a question, or the start of a child, may lose to causes outside them."""
 _PIPE_ERRORS = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.IncompleteRead)
@@ -64,11 +64,9 @@ class _Blameless(ChildEnded):
 
 
 class ChildPool:
-    """Up to `count` processes of one program. The pool starts each when it is needed.
-
-    Once the pool has lost a child, it also keeps a spare: a process that has started Python, but has not made
-    the user's code. So the next child that replaces one is ready sooner.
-    """
+    """Up to `count` processes of one program. The pool starts each when it is needed. Once it has lost a
+    child, it also keeps a spare, which has started Python but not made the user's code: the next one is ready
+    sooner."""
 
     def __init__(self, program: Program, count: int) -> None:
         self._program = program
@@ -86,11 +84,8 @@ class ChildPool:
         """Seconds that the children spent on questions, summed over all children."""
 
     async def open(self, tasks: TaskGroup) -> bytes:
-        """Start the first child, and return the data that it reports at its start.
-
-        Args:
-            tasks: the task group in which the pool starts more children. A child that cannot start ends it.
-        """
+        """Start the first child, and return the data that it reports at its start. The pool starts more
+        children in `tasks`; one that cannot start ends it."""
         self._tasks = tasks
         self._missing -= 1
         return await self._start()
@@ -167,7 +162,6 @@ class ChildPool:
                 await child.end()
 
     async def _replace(self) -> None:
-        """Start a child in place of one that was lost, then prepare for the next loss."""
         await self._start()
         async with self._preparing:
             if self._spare is None:
@@ -194,8 +188,6 @@ class ChildPool:
 
 
 class _Child:
-    """One child process and its pipes."""
-
     def __init__(self, program: Program, process: Process) -> None:
         self._program = program
         self._process = process
@@ -206,7 +198,6 @@ class _Child:
 
     @classmethod
     async def start(cls, program: Program, output: ChildOutput) -> _Child:
-        """Start a child. It waits to be set up."""
         with anyio.CancelScope(shield=True):  # asyncio leaks the pipes of a start that is cancelled
             process = await anyio.open_process(
                 program.argv,
@@ -220,9 +211,8 @@ class _Child:
         raise AssertionError("nobody cancels the shield")
 
     async def set_up(self) -> bytes:
-        """Send the first frame, wait until the child is ready, and return the data that it reports. Kill it
-        if it fails.
-        """
+        """Send the first frame, and return the data that the child reports once it is ready. Kill it if it
+        fails."""
         name = self._program.name
         try:
             with anyio.fail_after(_START_S):
@@ -243,11 +233,7 @@ class _Child:
         return report.data
 
     async def ask(self, data: bytes) -> bytes:
-        """Send a frame, and return the content of the answer's frame.
-
-        Raises:
-            ChildEnded: if the child ends, answers another question, or announces an answer that is too large.
-        """
+        """Send a frame, and return the content of the answer's frame."""
         assert self._process.stdin is not None
         number = secrets.randbits(64)
         try:
@@ -265,12 +251,10 @@ class _Child:
             raise await self._ending() from error
 
     def kill(self) -> None:
-        """End the child, with all processes that it has started."""
         self.alive = False
         kill(self._process)
 
     async def end(self) -> None:
-        """End the child, and close its pipes."""
         self.kill()
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -22,12 +22,8 @@ _FIRST_S, _LONGEST_S = 1.0, 30.0
 
 class Pause:
     """Pauses the calls of a reward or an environment after 10 of them in a row failed because a process or a
-    service did not answer. One call at a time then tries whether it answers again.
-
-    Args:
-        what: what the calls go to, for the log.
-        limit_s: seconds after which a pause ends and the calls fail; 0 for no pause.
-    """
+    service did not answer. One call at a time then tries whether it answers again. After `limit_s` seconds
+    the pause ends and the calls fail; 0 for no pause. `what` names what is called, for the log."""
 
     def __init__(self, what: str, limit_s: float) -> None:
         self._what = what
@@ -59,7 +55,6 @@ class Pause:
         return self._note(await ask())
 
     def _note(self, result: T | SampleFault) -> T | SampleFault:
-        """Count a result; begin or end a pause."""
         now = clock.now()
         if not isinstance(result, SampleFault) or not _is_lost(result):
             if self.reason:
@@ -77,5 +72,5 @@ class Pause:
 
 
 def _is_lost(result: object) -> bool:
-    """Whether a call has failed because a process or a service did not answer."""
+    """A process or a service did not answer."""
     return isinstance(result, SampleFault) and result.kind == "infrastructure"

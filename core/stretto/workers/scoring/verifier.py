@@ -44,8 +44,7 @@ _Score = tuple[float, dict[str, float]]
 """Reward and metrics of an answer."""
 
 _DRAIN_POLL_S = 0.05
-_ROUTES_S = 2.0
-"""By then every rollout worker has new routes: the kernel sends them at once, and again every second."""
+_ROUTES_S = 2.0  # then all rollout workers have new routes: the kernel sends them at once, and every second
 _MOST_LOGGED = 20
 """Answers over a limit that one verifier worker logs."""
 _END = 200
@@ -90,7 +89,7 @@ class VerifierWorker:
             await anyio.sleep(_DRAIN_POLL_S)
 
     async def _serve(self) -> None:
-        """Serve the requests that the run needs. Each request names the variant whose service it wants."""
+        """Serve the requests that the run needs. Each names the variant whose service it wants."""
         bus, subject = self._context.bus, self._context.subject
         if rewards := self._rewards:
             await bus.serve(
@@ -125,7 +124,6 @@ class _Service:
         """What the first child has reported at its start."""
 
     async def open(self, tasks: TaskGroup) -> None:
-        """Start the first child."""
         self.reported = await self.children.open(tasks)
 
     @property
@@ -141,8 +139,7 @@ def _by_variant(
     kind: type[C] | tuple[type[C], ...],
     make: Callable[[WorkerContext, Composed, C], S],
 ) -> dict[str, S]:
-    """Return the service of each variant whose section is of a kind. Variants with the same section share
-    a service."""
+    """Return the service of each variant whose section is of a kind. Variants with one section share it."""
     made: dict[int, S] = {}
     services: dict[str, S] = {}
     for variant, composed in runs.items():
@@ -155,7 +152,6 @@ def _by_variant(
 
 
 def _service(services: Mapping[str, S], variant: str) -> S:
-    """Return the service of a variant."""
     if variant not in services:
         raise ConfigError(f"this verifier worker serves no such request for the variant {variant!r}")
     return services[variant]
@@ -181,7 +177,6 @@ class _Rewards(_Service):
         return Scored(tuple(scored))
 
     async def _one_by_one(self, task: reward.Task, fault: SampleFault) -> Sequence[_Score | SampleFault]:
-        """Score the answers of a group apart from each other, after the scoring of all has failed."""
         if len(task.completions) == 1:
             return [fault]
         columns = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
@@ -216,7 +211,7 @@ class _Rewards(_Service):
         return answer.scores
 
     def _log_limit(self, completion: str, reason: str) -> None:
-        """Log why an answer scored 0. Log only the first `_MOST_LOGGED` answers; the metrics count all."""
+        """Log why an answer scored 0: only of the first `_MOST_LOGGED`; the metrics count all."""
         self._num_logged += 1
         if self._num_logged <= _MOST_LOGGED:
             log.warning(
@@ -261,13 +256,8 @@ class _Tools(_Service):
 
 
 class _Environments(_Service):
-    """Gets the environment's feedback to answers."""
-
     def __init__(
-        self,
-        context: WorkerContext,
-        composed: Composed,
-        config: EnvironmentConfig | EnvironmentToolsConfig,
+        self, context: WorkerContext, composed: Composed, config: EnvironmentConfig | EnvironmentToolsConfig
     ) -> None:
         self._timeout_s = config.environment_timeout_s
         setup = environment.setup_frame(config.environment)
@@ -278,26 +268,24 @@ class _Environments(_Service):
     async def answer(self, message: EnvironmentTurn) -> EnvironmentAnswer:
         question = environment.Question(message.arguments)
         answer = await self.pause.call(lambda: self._answered(question))
-        return (
-            EnvironmentAnswer(fault=answer) if isinstance(answer, SampleFault) else EnvironmentAnswer(answer)
-        )
+        if isinstance(answer, SampleFault):
+            return EnvironmentAnswer(fault=answer)
+        return EnvironmentAnswer(answer)
 
     async def _answered(self, question: environment.Question) -> Feedback | SampleFault:
         try:
             reaction = await self.children.ask(question, environment.Reaction, self._timeout_s)
         except TimeoutError:
-            limit = f"workflow.environment_timeout_s={self._timeout_s:g}"
-            return _lost(f"environment took longer than {limit}")
+            return _lost(f"environment took longer than workflow.environment_timeout_s={self._timeout_s:g}")
         except ChildEnded as error:
             return _ended("environment", error)
         return reaction.fault or reaction.feedback
 
 
 def _lost(error: str) -> SampleFault:
-    """Return the fault of a child that did not answer in time."""
     return SampleFault(error, "infrastructure", error)
 
 
 def _ended(name: str, error: ChildEnded) -> SampleFault:
-    """Return the fault of a child that has ended: the answer may have ended it."""
+    """The answer may have ended the child."""
     return SampleFault(f"{name} ended its process: {error}", "environment", f"{name} ended its process")

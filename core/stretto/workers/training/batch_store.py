@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from stretto.rl.batch import Batch, Drawn
 
 _READS_AT_ONCE = 32
-_ANSWER_S = 600.0
-"""Deadline of a request for rows of another rank; a rank that dies ends the run long before."""
+_ANSWER_S = 600.0  # for rows of another rank; a rank that dies ends the run long before
 
 _Images = tuple[str | int, ...]
 """As in `WireTrajectory`."""
@@ -78,12 +77,12 @@ class BatchStore:
         self._bundles: dict[int, TrajectoryBundle] = {}
         self._refs: tuple[RowRef, ...] = ()
         self._version = -1
-        self._lengths: list[int] = []
+        self.lengths: list[int] = []
+        """Number of tokens of every row of the batch."""
         self._source_columns: dict[int, _Row] = {}
         """Row -> its columns of the source."""
         self._joined: tuple[list[int], Batch] | None = None
-        """The newest rows that `batch` has joined, with the source's columns: the calls of a step often want
-        the same rows."""
+        """The newest rows that `batch` has joined: the calls of a step often want the same rows."""
         self._call_columns: dict[str, dict[int, Tensor]] = {}
         """Key -> row -> its part of the column."""
         self._vision: Vision | None = None
@@ -121,7 +120,7 @@ class BatchStore:
         self._drop_columns()
         if not self._placement.graph.samples:  # the lengths of a dataset's rows are unknown until encoded
             await anyio.to_thread.run_sync(self._encode_all)
-        self._lengths = [
+        self.lengths = [
             ref.length or np.size(self._source_columns[row]["tokens"]) for row, ref in enumerate(self._refs)
         ]
 
@@ -129,18 +128,15 @@ class BatchStore:
         """End the batch, and drop its rows."""
         for ref in self._refs:
             self._bundles.pop(ref.sequence, None)
-        self._version, self._refs, self._lengths = -1, (), []
+        self._version, self._refs, self.lengths = -1, (), []
         self._drop_columns()
 
     def _drop_columns(self) -> None:
         self._source_columns, self._call_columns, self._media, self._joined = {}, {}, {}, None
 
     async def prefetch(self, refs: Sequence[RowRef], *, complete: bool) -> None:
-        """Read announced rows from the log ahead of time.
-
-        Args:
-            complete: drop all other rows, except those of the current batch.
-        """
+        """Read announced rows from the log ahead of time. If they are `complete`, drop all other rows, except
+        those of the current batch."""
         if not self._placement.graph.samples:
             return
         if complete:
@@ -153,11 +149,6 @@ class BatchStore:
     def has_images(self) -> bool:
         """Whether the model reads images."""
         return self._vision is not None
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Number of tokens of every row of the batch."""
-        return self._lengths
 
     @property
     def ids(self) -> list[str]:
@@ -179,12 +170,9 @@ class BatchStore:
     async def batch(
         self, rows: Sequence[int], keys: Sequence[str], *, media: bool, drawn: bool = False
     ) -> Batch:
-        """Return these rows, in this order, with all columns of the source and the calls' columns in `keys`.
-
-        Args:
-            media: also add the model's inputs for the rows' images.
-            drawn: also add from what the tokens were drawn: for the model that samples.
-        """
+        """Return these rows, in this order, with all columns of the source and the calls' columns in `keys`;
+        with `media` also the model's inputs for the rows' images, with `drawn`, for the model that samples,
+        also from what the tokens were drawn."""
         from stretto.rl.batch import Batch
 
         await self._read_rows(rows)
@@ -207,7 +195,7 @@ class BatchStore:
         )
 
     def _drawn(self, rows: Sequence[int]) -> Drawn | None:
-        """Return from what the tokens of these rows were drawn; None for softmax(logits / temperature)."""
+        """None for softmax(logits / temperature)."""
         from stretto.rl.batch import Drawn
 
         sampling = self._context.composed.config.sampling
@@ -226,11 +214,11 @@ class BatchStore:
     def put(self, key: str, rows: Sequence[int], column: Tensor) -> None:
         """Store a column that a call wrote for these rows, concatenated: one value for each token, or one for
         each row."""
-        per_token = len(column) == sum(self._lengths[row] for row in rows)
+        per_token = len(column) == sum(self.lengths[row] for row in rows)
         self._call_columns.setdefault(key, {}).update(self._by_row(rows, column, per_token=per_token))
 
     def _by_row(self, rows: Sequence[int], column: Tensor, *, per_token: bool) -> dict[int, Tensor]:
-        sizes = [self._lengths[row] for row in rows] if per_token else [1] * len(rows)
+        sizes = [self.lengths[row] for row in rows] if per_token else [1] * len(rows)
         parts = column.split(sizes)
         return dict(zip(rows, parts if per_token else [part[0] for part in parts], strict=True))
 
@@ -239,7 +227,7 @@ class BatchStore:
         missing = [row for row in rows if row not in self._call_columns.setdefault(key, {})]
         if not missing:
             return
-        owners = self._placement.owners(key, self._lengths, self.groups)
+        owners = self._placement.owners(key, self.lengths, self.groups)
         by_owner: dict[str, list[int]] = {}
         for row in missing:
             by_owner.setdefault(owners[row], []).append(row)
@@ -275,7 +263,6 @@ class BatchStore:
     # -------------------------------------------------------------------------------- from the source
 
     async def _read_rows(self, rows: Sequence[int]) -> None:
-        """Read the source's columns of the rows that are not read yet."""
         missing = [row for row in rows if row not in self._source_columns]
         await self._fetch([self._refs[row] for row in missing])
         for row in missing:
@@ -285,7 +272,6 @@ class BatchStore:
             self._source_columns[row] = {**_columns_of(trajectory), "group": ref.group}
 
     def _join_source(self, rows: Sequence[int]) -> Batch:
-        """Return these rows with the columns of the source."""
         import torch
 
         from stretto.rl.batch import Batch
@@ -301,20 +287,14 @@ class BatchStore:
                     tokens[key] = torch.from_numpy(joined)
                 else:
                     sequences[key] = torch.from_numpy(np.array(values, _DTYPES[key]))
-            self._joined = list(rows), Batch([self._lengths[row] for row in rows], tokens, sequences)
+            self._joined = list(rows), Batch([self.lengths[row] for row in rows], tokens, sequences)
         return self._joined[1]
 
     def _media_of(
         self, vision: Vision, rows: Sequence[int], added: Mapping[str, bytes]
     ) -> list[Mapping[str, Tensor]]:
-        """Return the model's inputs for the images of these rows.
-
-        Args:
-            added: digest -> file of the images that are not in the dataset.
-
-        Raises:
-            ConfigError: if an image cannot be read, or a row has other image tokens than its images.
-        """
+        """Return the model's inputs for the images of these rows. `added` has the files of the images that
+        are not in the dataset, by digest."""
         media: list[Mapping[str, Tensor]] = []
         for row in rows:
             key = place, images = self._images_of(row)
@@ -349,7 +329,7 @@ class BatchStore:
         return _Media(inputs, vision.count(seen.ids))
 
     def _images_of(self, row: int) -> tuple[int, _Images | None]:
-        """Return the row of the dataset that a row belongs to, and the images of its tokens."""
+        """Return the row of the dataset, and the images of the tokens."""
         ref = self._refs[row]
         if not self._placement.graph.samples:
             return ref.sequence, None
@@ -377,7 +357,6 @@ class BatchStore:
         return files
 
     async def _fetch(self, refs: Sequence[RowRef]) -> None:
-        """Read from the log the bundles that are not here yet."""
         missing = {ref.sequence for ref in refs} - self._bundles.keys()
         names, store = self._context.names, self._context.bus.store
         self._bundles |= await store.read_some(
@@ -404,10 +383,8 @@ def _name_row(place: int) -> Generator[None]:
     try:
         yield
     except ConfigError as error:
-        message = (
-            f"row {place} of the dataset: {error}; correct the row, then: stretto resume RUN --accept-dataset"
-        )
-        raise ConfigError(message, path="dataset") from error
+        advice = "correct the row, then: stretto resume RUN --accept-dataset"
+        raise ConfigError(f"row {place} of the dataset: {error}; {advice}", path="dataset") from error
 
 
 def _columns_of(trajectory: WireTrajectory) -> _Row:
@@ -423,7 +400,7 @@ def _columns_of(trajectory: WireTrajectory) -> _Row:
 
 
 def _join(columns: Mapping[str, list[Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Concatenate the rows of each column, and return the token columns and the sequence columns."""
+    """Return the token columns and the sequence columns."""
     import torch
 
     tokens: dict[str, Tensor] = {}

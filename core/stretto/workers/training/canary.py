@@ -59,8 +59,8 @@ class Probe:
 
 
 def probe_of(config: RunConfig) -> Probe | str:
-    """Return the run's canary, the same in every process; or why there is none. The text is empty if the run
-    file has no canary."""
+    """Return the run's canary, the same in every process; or why there is none, empty without one in the run
+    file."""
     canary, model = config.inference.canary, config.model
     if canary is None:
         return ""

@@ -1,7 +1,5 @@
 """The files of a checkpoint, for one trainer: in a shared folder, or in a store that is reached by a URL.
-
-From a store, a trainer downloads all files to a temporary folder of its own, and loads them from there. It
-saves to such a folder, too, and uploads what it has written.
+What comes from a store, or goes there, is in a temporary folder of the trainer's own meanwhile.
 """
 
 from __future__ import annotations
@@ -42,11 +40,7 @@ async def folder_to_load(message: LoadCheckpoint, context: Context) -> AsyncGene
 @asynccontextmanager
 async def folder_to_save(message: Save, context: Context, uploaded: dict[str, str]) -> AsyncGenerator[str]:
     """Yield a folder for this trainer's files of a checkpoint. If the checkpoint belongs in a store, upload
-    the files at the end of the block.
-
-    Args:
-        uploaded: gets name -> SHA-256 of the files that were uploaded.
-    """
+    the files at the end of the block; `uploaded` gets their SHA-256 by name."""
     if not _is_url(message.folder):
         yield message.folder
         return

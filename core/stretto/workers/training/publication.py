@@ -1,14 +1,13 @@
 """Publishes the lead model's versions from one rank, beside the calls of the next step.
 
 The compute thread scores the canary and copies the weights, before the next call changes them. Another thread
-then checks, writes and hashes the copy. Weights above `_MOST_COPIED` are not copied: the compute thread
-publishes them itself, and the next call waits.
-
-Tensors that training does not change are published once, after a load of the engine.
+then checks, writes and hashes the copy. Tensors that training does not change are published once, after a
+load of the engine.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from itertools import chain
@@ -32,7 +31,10 @@ if TYPE_CHECKING:
 
 _MOST_COPIED = 2 * 2**30
 """Largest weights that are copied, in bytes: no more than the file that a transport holds in memory by
-default. A copy takes about an eighth of the time of hashing and writing."""
+default. A copy takes about an eighth of the time of hashing and writing. Larger ones are published by the
+compute thread itself, and the next call waits."""
+_Taken = tuple[Canary | str, "list[tuple[str, Tensor]] | WeightsNote | None"]
+"""The canary and a copy of the weights; or the note of weights that are too large to copy."""
 
 
 class Publication:
@@ -70,15 +72,12 @@ class Publication:
         Args:
             needed: published versions that must stay available.
             loaded: whether the engine has loaded its state since the last version, or this is the first one.
-
-        Raises (from the result):
-            WeightsError: if a weight is not finite, or if the version cannot be written.
         """
         taken = self._compute.submit(self._take, version, needed, loaded=loaded)
         return self._writer.submit(self._publish, taken, version, needed)
 
     async def copy(self, versions: Iterable[int], folder: str) -> None:
-        """Write published versions into a checkpoint. Do nothing in ranks without a publisher."""
+        """Write published versions into a checkpoint."""
         if self._publisher is not None:
             for version in versions:
                 await self._writer.run(self._publisher.copy, version, _folder_of(version, folder))
@@ -105,11 +104,7 @@ class Publication:
         if self._publisher is not None:
             self._writer.submit(self._publisher.close)
 
-    def _take(
-        self, version: int, needed: Collection[int], *, loaded: bool
-    ) -> tuple[Canary | str, list[tuple[str, Tensor]] | WeightsNote | None]:
-        """Return the canary and a copy of the weights; or the note of weights that are too large to copy.
-        Ranks without a publisher only take part."""
+    def _take(self, version: int, needed: Collection[int], *, loaded: bool) -> _Taken:
         canary = self._probe.score(self._engine) if isinstance(self._probe, Probe) else self._probe
         weights = self._engine.weights()
         if isinstance(self._engine, PartlyFrozenEngine):
@@ -117,7 +112,7 @@ class Publication:
             if loaded:
                 self._freeze(self._engine.frozen_weights(), version)
         if self._publisher is None:
-            _exhaust(weights)
+            deque(weights, maxlen=0)  # this rank takes part in gathering them
             return canary, None
         copies: list[tuple[str, Tensor]] = []
         size = 0
@@ -132,18 +127,13 @@ class Publication:
     def _freeze(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Publish the frozen tensors for all versions to come. No step changes them, so they need no copy."""
         if self._publisher is None:
-            _exhaust(weights)
+            deque(weights, maxlen=0)
         elif isinstance(self._publisher, FreezingPublisher):
             self._publisher.freeze(_finite(weights, version))
         else:
             self._frozen = [*weights]
 
-    def _publish(
-        self,
-        taken: Future[tuple[Canary | str, list[tuple[str, Tensor]] | WeightsNote | None]],
-        version: int,
-        needed: Collection[int],
-    ) -> WeightsNote | None:
+    def _publish(self, taken: Future[_Taken], version: int, needed: Collection[int]) -> WeightsNote | None:
         canary, weights = taken.result()
         if self._publisher is None or weights is None:
             return None
@@ -172,11 +162,7 @@ class DigestPublisher:
         return WeightsNote(version, "", digest_of([*self._frozen, *hashes]))
 
     def copy(self, version: int, folder: Path) -> None:
-        """Refuse: no version is kept.
-
-        Raises:
-            WeightsError: always.
-        """
+        """Refuse: no version is kept."""
         raise WeightsError(f"version {version} has no inference engine, so it was not kept", version=version)
 
     def close(self) -> None:
@@ -186,27 +172,22 @@ class DigestPublisher:
 def _timed(
     publisher: Publisher, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int]
 ) -> WeightsNote:
-    """Publish a version, and note how long that takes."""
     began = clock.now()
     note = publisher.publish(version, tensors, needed)
     return msgspec.structs.replace(note, publish_s=round(clock.now() - began, 4))
 
 
 def _folder_of(version: int, checkpoint: str) -> Path:
-    """Return the folder in a checkpoint that has the weights of an older version, for its evaluation."""
     return Path(checkpoint, "evaluation", f"v{version:08d}")
 
 
 def _finite(weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a version."""
     for name, tensor in weights:
         if fault := not_finite(name, tensor):
-            reason = f"version {version} is not published: {fault}"
-            if version:
-                reason += (
-                    ". A step was too large; start again from an older checkpoint with a lower training.lr"
-                )
-            raise WeightsError(reason, version=version)
+            advice = ". A step was too large; start again from an older checkpoint with a lower training.lr"
+            raise WeightsError(
+                f"version {version} is not published: {fault}{advice if version else ''}", version=version
+            )
         yield name, tensor
 
 
@@ -215,8 +196,3 @@ def _drain(copies: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     copies.reverse()
     while copies:
         yield copies.pop()
-
-
-def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
-    for _ in weights:
-        pass

@@ -36,7 +36,7 @@ ROW = "kept_row"
 _MOST_WAITING = 64
 """Messages that wait for the store, and steps that wait to become messages. With more, the oldest are
 dropped: training does not wait for them."""
-_LEAVE_S = 2.0
+_LEAVE_S = 2.0  # the process of a worker that leaves ends soon after
 _LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 
 
@@ -79,11 +79,8 @@ class StepFigures:
         return replace(loss, function=watched)
 
     def rows(self, ids: Sequence[str]) -> Iterator[TrainedRow]:
-        """Yield what was collected. Rows without figures, of an engine that computes no loss, have none.
-
-        Args:
-            ids: ids of the batch's trajectories.
-        """
+        """Yield what was collected for the batch's trajectories, by their ids. Those of an engine that
+        computes no loss have no figures."""
         without = dict.fromkeys(self._rows)
         for part in self._parts:
             mask, weights = part.mask.cpu().numpy(), part.weights.cpu().numpy()
@@ -167,7 +164,6 @@ class StepRecorder:
                 del self._waiting[0]
 
     async def _queue(self, step: RecordedStep) -> None:
-        """Turn the oldest step into messages."""
         rows = await anyio.to_thread.run_sync(step.rows)
         if self._steps[0] is not step:  # `add` has dropped it meanwhile
             return

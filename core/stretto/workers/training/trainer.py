@@ -79,17 +79,14 @@ _STATE = "algorithm.json"
 _START = "start_logprobs"
 _SHARED_VERSIONS = 8
 """Keep the shared rows of this many newest versions: an engine's swap may take longer than a train step."""
-_MEETING_S = 600.0
-"""Deadline for all ranks to have joined, and for rank 0 to say where they meet: a cluster may start their
-processes much later."""
-_RANK_DEADLINE_S = 24 * 3600.0
-"""Deadline of a request to another rank. The kernel notices a rank that dies long before."""
+_MEETING_S = (
+    600.0  # until all ranks have joined, and know where they meet: a cluster may start some much later
+)
+_RANK_DEADLINE_S = 24 * 3600.0  # of a request to another rank; the kernel notices a dead rank long before
 
 
 @dataclass(frozen=True)
 class _Saving:
-    """A checkpoint of a version on its way into files."""
-
     version: int
     copied: Future[None]
     """Done when the models may change."""
@@ -141,7 +138,10 @@ class TrainerWorker:
         self._group = self._placement.groups[name]
         self._part = self._group.part_of(self._rank)
         self._leads = self._group is self._placement.lead
-        self._nonces = await self._ask_ranks()
+        ranks = await context.bus.request(
+            context.names.kernel("trainer", "ranks"), AskRanks(), Ranks, who="kernel", deadline_s=_MEETING_S
+        )
+        self._nonces: Mapping[str, str] = ranks.nonces
         self._rows = BatchStore(context, self._placement, self._nonces)
         self._rendezvous = await self._meeting_place()
         for model in self._group.models:
@@ -185,13 +185,6 @@ class TrainerWorker:
     async def drain(self) -> None:
         """Return at once: a trainer is not asked to drain, because the run ends without it."""
 
-    async def _ask_ranks(self) -> Mapping[str, str]:
-        """Return the nonces of all trainers, by worker. Wait until all have joined."""
-        context = self._context
-        subject = context.names.kernel("trainer", "ranks")
-        ranks = await context.bus.request(subject, AskRanks(), Ranks, who="kernel", deadline_s=_MEETING_S)
-        return ranks.nonces
-
     async def _meeting_place(self) -> str:
         """Return how the ranks of this worker group find each other (see `Context.rendezvous`)."""
         context, name = self._context, self._group.name
@@ -227,7 +220,6 @@ class TrainerWorker:
         return publisher
 
     def _make_engine(self, name: str) -> TrainingEngine:
-        """Make the engine of one model of the group, with the run file's settings for that model."""
         context, group = self._context, self._group
         config, model = context.composed.config, self._graph.models[name]
         settings, source = config.models.get(name), config.source_of(name)
@@ -257,16 +249,15 @@ class TrainerWorker:
         handler: Callable[[M], Awaitable[A]],
         join: Callable[[A, list[A]], A] = lambda own, others: own,
     ) -> None:
-        """Serve a request. Rank 0 passes it on to the other ranks, and all ranks do it at the same time.
-
-        Args:
-            join: makes the answer from that of this rank and those of the other ranks.
-        """
+        """Serve a request. Rank 0 passes it on to the other ranks, all ranks do it at the same time, and
+        `join` makes the answer from that of this rank and those of the others."""
         other_workers = self._group.workers[1:] if self._rank == 0 else []
 
         async def run_on_all_ranks(message: M) -> A:
             own: list[A] = []
             others: list[A] = []
+            # A pure function runs only on rank 0; the others ask for its columns later.
+            alone = isinstance(message, messages.RunCall) and self._calls[message.name].op == "function"
 
             async def run_here() -> None:
                 own.append(await handler(message))
@@ -281,16 +272,11 @@ class TrainerWorker:
 
             async with one_job() as tasks:
                 tasks.start_soon(run_here)
-                for worker in other_workers if self._runs_on_all_ranks(message) else ():
+                for worker in () if alone else other_workers:
                     tasks.start_soon(pass_on, worker)
             return join(own[0], others)
 
         await self._context.bus.serve(self._context.subject(verb), kind, run_on_all_ranks)
-
-    def _runs_on_all_ranks(self, message: Message) -> bool:
-        """Return whether all ranks do a request. A pure function runs only on rank 0; the others ask for its
-        columns later."""
-        return not (isinstance(message, messages.RunCall) and self._calls[message.name].op == "function")
 
     # ----------------------------------------------------------------------------- kernel's requests
 
@@ -367,7 +353,7 @@ class TrainerWorker:
             return TrainerState(self._version, self._incarnation, tuple(self._needed.values()))
 
     async def _call(self, message: messages.RunCall) -> CallDone:
-        """Run a call. If a former kernel has asked for it, return the result of that."""
+        """Run a call, unless a former kernel has asked for it."""
         self._context.check_lease(message.lease_epoch)
         former = self._calls_done.get(message.name) if message.version == self._step else None
         if former is None:
@@ -393,10 +379,9 @@ class TrainerWorker:
         return CallDone(dict(statistics), seconds)
 
     async def _end_step(self, message: EndStep) -> StepEnded:
-        """End a step. A former kernel may have asked for it."""
         self._context.check_lease(message.lease_epoch)
         async with self._ending:
-            if message.version == self._step == self._version - 1:
+            if message.version == self._step == self._version - 1:  # a former kernel has asked for it
                 return StepEnded()
             self._expect(message.version)
             if self._leads and self._bounds_divergence:
@@ -432,7 +417,6 @@ class TrainerWorker:
 
     @property
     def _bounds_divergence(self) -> bool:
-        """Whether the run bounds the divergence of the batches that it trains on."""
         return self._graph.samples and self._context.composed.config.queue.max_divergence is not None
 
     async def _score_shared_rows(self) -> Future[SharedRows]:
@@ -456,7 +440,6 @@ class TrainerWorker:
     # ----------------------------------------------------------------------------------- the calls
 
     async def _run_call(self, call: Call) -> Mapping[str, float]:
-        """Run one call on this rank's part of the batch, and keep what it writes."""
         temperature = self._context.composed.config.sampling.temperature
         if call.op == "function":
             assert call.function is not None
@@ -494,10 +477,10 @@ class TrainerWorker:
         for rows in islice(self._steps(call), call.minibatches):
             batch = await self._rows.batch(rows, call.reads, media=True, drawn=True)
             if forward_keys:
-                starts.append({_START: batch[forward_keys[0]]})
+                column = batch[forward_keys[0]]
             else:
                 column = await self._thread.run(engine.forward, batch, temperature=temperature)
-                starts.append({_START: column})
+            starts.append({_START: column})
         return starts
 
     def _steps(self, call: Call) -> Iterator[list[int]]:
@@ -516,7 +499,6 @@ class TrainerWorker:
                 yield [rows[index] for index in self._own(parts, call)]
 
     def _own(self, parts: list[list[int]], call: Call) -> list[int]:
-        """Return this rank's part."""
         if not parts[self._part]:
             raise EngineError(
                 f"call {call.name!r} has {sum(map(len, parts))} sequences for the {len(parts)} data-parallel "
@@ -526,9 +508,12 @@ class TrainerWorker:
 
     async def _train(self, call: Call, engine: TrainingEngine, temperature: float) -> Mapping[str, float]:
         """Run the optimizer steps of a train call. The statistics are means over the steps, or maxima."""
+        import torch
+
         assert call.loss is not None
         audit = _Audit(call.loss, self._version)
-        audited = self._graph.samples and call.model == self._graph.lead
+        leads = call.model == self._graph.lead
+        audited = self._graph.samples and leads
         steps: list[Mapping[str, float]] = []
         figures: dict[str, float] = {}
         divergences: list[float] = []
@@ -539,13 +524,12 @@ class TrainerWorker:
         )
         kept = StepFigures() if audited and self._context.composed.config.samples.keep != "none" else None
         for number, rows in enumerate(self._steps(call)):
-            drawn = call.model == self._graph.lead
-            batch = await self._rows.batch(rows, call.reads, media=True, drawn=drawn)
+            batch = await self._rows.batch(rows, call.reads, media=True, drawn=leads)
             loss = audit.loss if audited and not steps else call.loss
             if number < len(starts):
                 loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
             if kept is not None and number < call.minibatches:  # the first epoch has every row once
-                loss, batch = kept.watch(loss, rows), batch.with_columns({ROW: _numbers(rows)})
+                loss, batch = kept.watch(loss, rows), batch.with_columns({ROW: torch.tensor(rows)})
             statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
             if audited and not steps:
                 figures = audit.pop_figures(statistics)
@@ -573,15 +557,8 @@ class TrainerWorker:
 
 
 def _join_saved(own: Saved, others: Sequence[Saved]) -> Saved:
-    """Return the answer of all ranks: the files that any of them has uploaded."""
     uploaded = {name: value for each in (own, *others) for name, value in each.uploaded.items()}
     return Saved(own.seconds, uploaded)
-
-
-def _numbers(rows: Sequence[int]) -> Tensor:
-    import torch
-
-    return torch.tensor(rows)
 
 
 def _over_steps(name: str, values: Sequence[float]) -> float:
@@ -589,7 +566,6 @@ def _over_steps(name: str, values: Sequence[float]) -> float:
 
 
 def _expect_columns(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the columns of a function if they are those that its call writes."""
     if sorted(columns) != sorted(call.writes):
         returned, expected = ", ".join(columns) or "nothing", ", ".join(call.writes) or "nothing"
         raise EngineError(
@@ -658,8 +634,8 @@ class _Audit:
         return loss, {**statistics, **figures}
 
     def pop_figures(self, statistics: dict[str, float]) -> dict[str, float]:
-        """Remove the audit's figures from a step's statistics and return them. If there are no such tokens,
-        return only the share."""
+        """Remove the audit's figures from a step's statistics and return them; without such tokens only the
+        share."""
         result: dict[str, float] = {}
         for name in ("mismatch", "drift"):
             figures = {key: statistics.pop(f"{name}_{key}", 0.0) for key in ("share", "mean", "max", "kl")}
