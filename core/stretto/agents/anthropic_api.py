@@ -1,9 +1,9 @@
 """Anthropic's Messages API as data: parse requests, and write answers.
 
-A request becomes the messages of chat templates: `system` is a message of the system, each `tool_result` a
-message of its own, and the blocks of an answer one message of the assistant. Blocks of the assistant's
-`thinking` are left out, because the policy's reasoning is part of its text. As in OpenAI's API here, unknown
-fields and those that would change sampling are ignored, and requests that cannot be met are refused.
+A request becomes the messages of chat templates: each `tool_result` is a message of its own, and the blocks
+of an answer are one message. The assistant's `thinking` is left out: the policy's reasoning is part of its
+text. As in OpenAI's API here, unknown fields and those that would change sampling are ignored, and requests
+that cannot be met are refused.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _plain(message: _AnthropicMessage, location: str) -> Iterator[Message]:
 
 
 def _answer(blocks: Sequence[dict[str, Any]], location: str) -> Message:
-    """Return an assistant's message. It equals the message that the endpoint made of the same answer."""
+    """The message equals the one that the endpoint made of the same answer."""
     text, calls = "", list[dict[str, Any]]()
     for index, block in enumerate(blocks):
         place = f"{location}.content[{index}]"
@@ -228,11 +228,9 @@ def _blocks(content: _Blocks) -> Sequence[dict[str, Any]]:
 
 
 def _text(content: _Blocks, location: str) -> str:
-    """Return the text of blocks, which must be texts."""
     texts: list[str] = []
     for block in _blocks(content):
-        if block.get("type") != "text":
-            kind = block.get("type")
+        if (kind := block.get("type")) != "text":
             raise ApiError(f"{location}: only text is supported, not {kind!r}", param=location)
         texts.append(read_item(block, _TextBlock, location).text)
     return "".join(texts)

@@ -122,11 +122,7 @@ class APICall(Protocol):
 
 
 def read_body(body: bytes, kind: type[T]) -> T:
-    """Parse the body of a request.
-
-    Raises:
-        ApiError: if it is not JSON, or not what the call expects.
-    """
+    """Parse the body of a request. Raise ApiError if it is not JSON, or not what the call expects."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -141,11 +137,7 @@ def read_body(body: bytes, kind: type[T]) -> T:
 
 
 def read_item(item: dict[str, Any], kind: type[T], location: str) -> T:
-    """Convert a part of a body.
-
-    Raises:
-        ApiError: if the part is not what the call expects.
-    """
+    """Convert a part of a body. Raise ApiError if it is not what the call expects."""
     try:
         return msgspec.convert(item, kind)
     except msgspec.ValidationError as error:
@@ -153,11 +145,7 @@ def read_item(item: dict[str, Any], kind: type[T], location: str) -> T:
 
 
 def function_tool(name: Any, description: Any, parameters: Any, location: str) -> dict[str, Any]:
-    """Return a tool in the form of chat templates. Two equal tools of different APIs have equal forms.
-
-    Raises:
-        ApiError: if it has no name.
-    """
+    """Return a tool in the form of chat templates. Two equal tools of different APIs have equal forms."""
     if not isinstance(name, str):
         raise ApiError(f"{location}: a function needs a name", param=f"{location}.name")
     function = {"name": name, "description": description, "parameters": parameters}
@@ -165,11 +153,8 @@ def function_tool(name: Any, description: Any, parameters: Any, location: str) -
 
 
 def image_of_url(url: str, location: str) -> bytes:
-    """Return the file of an image in a data URL.
-
-    Raises:
-        ApiError: for any other URL: the endpoint fetches nothing.
-    """
+    """Return the file of an image in a data URL. Raise ApiError for any other URL: the endpoint fetches
+    none."""
     head, _, data = url.partition(",")
     if not head.startswith("data:"):
         raise ApiError(
@@ -185,11 +170,7 @@ def image_of_url(url: str, location: str) -> bytes:
 
 
 def stop_texts(stop: str | list[str] | None, param: str) -> list[str]:
-    """Return the texts that end an answer.
-
-    Raises:
-        ApiError: if one is empty.
-    """
+    """Return the texts that end an answer. Raise ApiError if one is empty."""
     stops = [stop] if isinstance(stop, str) else stop or []
     if not all(stops):
         raise ApiError("an empty text would end every answer", param=param)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -172,11 +173,7 @@ class Conversation:
 
     async def _current_segment(self) -> Segment | None:
         """Return a segment with the whole history: the newest one, extended; after a split, a new one. Return
-        None if the limit leaves no room for the text.
-
-        Raises:
-            RequestError: if the text is too long for the model.
-        """
+        None if the limit leaves no room for the text."""
         history = self.history
         text, names = await self._rendered(history)
         segment = self._segments[-1] if self._segments else Segment()
@@ -197,32 +194,25 @@ class Conversation:
 
     async def _rendered(self, history: str | list[Message]) -> tuple[str, Sequence[str]]:
         """Return the history as text, and the names of its images in order."""
-        tokenizer = self._tokenizer
         if isinstance(history, str):
             return history, self._text_images
         if self._images is not None:
             return await self._images.render(history, tools=self._tools), images_in(history)
-        text = await work_on_text(
-            lambda: tokenizer.render(history, tools=self._tools), characters_of(history)
-        )
-        return text, ()
+        render = partial(self._tokenizer.render, history, tools=self._tools)
+        return await work_on_text(render, characters_of(history)), ()
 
     async def _encoded(
         self, text: str, names: Sequence[str], *, plain: bool, begins: bool, after: str
     ) -> NDArray[np.int32]:
-        tokenizer = self._tokenizer
         if self._images is not None:
             return await self._images.encode(text, names, plain=plain and begins)
+        encode = partial(self._tokenizer.encode_text, text, whole=begins, after=after)
         if plain and begins:  # the tokenizer may put a special token in front
-            return await work_on_text(lambda: tokenizer.encode_prompt(text), len(text))
-        return await work_on_text(lambda: tokenizer.encode_text(text, whole=begins, after=after), len(text))
+            encode = partial(self._tokenizer.encode_prompt, text)
+        return await work_on_text(encode, len(text))
 
     def _has_room_for(self, text: str, segment: Segment) -> bool:
-        """Whether the limit may leave room for a text after a segment. Only its tokens say it for sure.
-
-        Raises:
-            RequestError: if the text is too long for the model.
-        """
+        """The limit may leave room for a text after a segment. Only its tokens say it for sure."""
         if self._limit is not None:
             return len(text) <= self._tokenizer.most_characters(self._limit - segment.length)
         most = self._tokenizer.most_characters(None)
@@ -243,16 +233,9 @@ def conversation_in(
     limit: int | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Conversation:
-    """Return a new conversation whose answers a session samples. This is what `Session.conversation` returns.
-
-    The row's images are at their places in the prompt, if it has any.
-
-    Args:
-        name: name of the conversation, different from the others of the session.
-
-    Raises:
-        ConfigError: if the prompt has another number of places for images than the row has images.
-    """
+    """Return a new conversation whose answers a session samples: what `Session.conversation` returns. The
+    row's images are at their places in the prompt. `name` differs from those of the session's other
+    conversations."""
 
     async def generate_one(
         ids: NDArray[np.int32], sampling: Sampling, images: Sequence[str] | None
@@ -263,18 +246,12 @@ def conversation_in(
         return answer
 
     session.begin(name)
-    beginning = "" if isinstance(prompt, str) else []
+    beginning, turns = ("", [prompt]) if isinstance(prompt, str) else ([], prompt)
+    sampling, images = session.sampling, session.images
     conversation = Conversation(
-        generate_one,
-        session.tokenizer,
-        session.sampling,
-        beginning,
-        tools=tools,
-        limit=limit,
-        images=session.images,
+        generate_one, session.tokenizer, sampling, beginning, tools=tools, limit=limit, images=images
     )
-    turns = [prompt] if isinstance(prompt, str) else prompt
-    conversation.place(turns, session.images.of_row if session.images is not None else ())
+    conversation.place(turns, images.of_row if images is not None else ())
     return conversation
 
 

@@ -182,7 +182,7 @@ class Endpoint:
                 connection.abort()
 
     async def _made_runner(self) -> web.AppRunner:
-        """Return the server, which listens nowhere at first."""
+        """The server listens nowhere at first."""
         if self._runner is None:
             app = web.Application(middlewares=[_format_errors], client_max_size=_MAX_BODY)
             app.router.add_get("/v1/models", self._models)
@@ -249,22 +249,13 @@ class Endpoint:
         return _json({"input_tokens": len(ids)})
 
     async def _read(self, request: web.Request) -> tuple[_AgentRun, bytes]:
-        """Return the agent run of a request, and the request's body.
-
-        Raises:
-            ApiError: if the key belongs to no current agent run.
-        """
+        """Return the agent run of a request, and the request's body."""
         agent_run = self._agent_run_of(request)
         if agent_run.recorder.session.images is not None:
             request = request.clone(client_max_size=_MAX_BODY_WITH_IMAGES)
         return agent_run, await request.read()
 
     def _agent_run_of(self, request: web.Request) -> _AgentRun:
-        """Return the agent run that a request's key names.
-
-        Raises:
-            ApiError: if the key belongs to no current agent run.
-        """
         if (agent_run := self._agent_runs.get(key_of(request))) is None:
             raise ApiError("the key belongs to no current agent run", code="invalid_api_key", status=401)
         self.admit(request)
@@ -442,29 +433,22 @@ class _VisibleText:
         """Characters of `_text` that the agent has got."""
 
     def add(self, tokens: NDArray[np.int32]) -> str:
-        """Return the new part with these tokens."""
         self._text += self._reading.add(tokens)
         ends = [at for mark in self._marks if (at := self._text.find(mark, self._sent)) >= 0]
-        return self._send(min(ends, default=len(self._text) - self._uncertain()))
-
-    def rest(self, answer: str) -> str:
-        """Return the part of the whole answer that is missing so far."""
-        # If an engine was lost, its replacement may have sampled another answer.
-        return answer[self._sent :] if answer.startswith(self._text[: self._sent]) else ""
-
-    def _send(self, end: int) -> str:
-        new = self._text[self._sent : end]
+        new = self._text[self._sent : min(ends, default=len(self._text) - self._uncertain())]
         self._sent += len(new)
         return new
 
+    def rest(self, answer: str) -> str:
+        # If an engine was lost, its replacement may have sampled another answer.
+        return answer[self._sent :] if answer.startswith(self._text[: self._sent]) else ""
+
     def _uncertain(self) -> int:
         """Return the number of characters at the end that may begin a mark."""
-        longest = max(map(len, self._unsent), default=0)
-        end = self._text[self._sent :][-longest:] if longest else ""
-        suffixes = (end[at:] for at in range(len(end)))
-        return next(
-            (len(suffix) for suffix in suffixes if any(mark.startswith(suffix) for mark in self._unsent)), 0
-        )
+        text = self._text[self._sent :]
+        longest = min(len(text), max(map(len, self._unsent), default=0))
+        ends = (text[-size:] for size in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(mark.startswith(end) for mark in self._unsent)), 0)
 
 
 class _EventStream:
@@ -490,7 +474,6 @@ class _EventStream:
             await self._response.write(data)
 
     async def end(self, *, with_done: bool) -> web.StreamResponse:
-        """End the answer: no more events follow."""
         await self._response.write_eof(b"data: [DONE]\n\n" if with_done else b"")
         return self._response
 
@@ -499,8 +482,8 @@ class _EventStream:
 
 
 async def _warn_of_hidden_tools(tokenizer: Tokenizer) -> None:
-    """Log a warning if the policy does not see the tools of calls. `stretto check` knows neither whether an
-    agent sends tools, nor the chat template of a model that is not on this machine yet."""
+    """`stretto check` knows neither whether an agent sends tools, nor the chat template of a model that is
+    not on this machine yet."""
     form = await work_on_text(lambda: tokenizer.form, 0)
     if form.has_template and not form.shows_tools:
         log.warning("the policy does not see the tools of agents: its chat template does not show them")
@@ -512,7 +495,6 @@ def _text_before(text: str, marks: Iterable[str]) -> str:
 
 @web.middleware
 async def _format_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Return refusals and errors in the format of the API's own server."""
     try:
         return await handler(request)
     except _REFUSALS as error:

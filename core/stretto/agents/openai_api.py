@@ -1,10 +1,8 @@
 """OpenAI's HTTP API as data: parse requests, and write answers.
 
-One class for each kind of call, made from the body of a request: `ChatCall`, `CompletionCall`,
-`ResponseCall`. No network here: `stretto.agents.endpoint` serves them. Unknown fields are ignored, as
-OpenAI's server does. Fields that would change sampling (`temperature`, `top_p`, `seed`, penalties,
-`logit_bias`) are ignored too: the run file sets them. Requests that cannot be met (other kinds of tools and
-contents, forced calls, formats) are refused.
+Unknown fields are ignored, as OpenAI's server does. Fields that would change sampling (`temperature`,
+`top_p`, `seed`, penalties, `logit_bias`) are ignored too: the run file sets them. Requests that cannot be met
+(other kinds of tools and contents, forced calls, formats) are refused.
 """
 
 from __future__ import annotations
@@ -217,10 +215,8 @@ class ChatCall:
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
         """Yield the token counts if the request asked for them."""
         if self._with_usage:
-            yield (
-                "",
-                {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(replies, self._ask.n)},
-            )
+            usage = _usage(replies, self._ask.n)
+            yield "", {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
 
     def failed(self, error: ApiError) -> Event:
         """Return the error as a chunk."""
@@ -422,13 +418,10 @@ class ResponseCall:
             item = _output_call(call)
             place = {"item_id": item["id"], "output_index": index}
             open_item = {**item, "arguments": "", "status": "in_progress"}
-            arguments = item["arguments"]
+            name, arguments, done = item["name"], item["arguments"], "response.function_call_arguments.done"
             yield self._event("response.output_item.added", output_index=index, item=open_item)
             yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-            name = item["name"]
-            yield self._event(
-                "response.function_call_arguments.done", **place, name=name, arguments=arguments
-            )
+            yield self._event(done, **place, name=name, arguments=arguments)
             yield self._event("response.output_item.done", output_index=index, item=item)
 
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
@@ -492,11 +485,8 @@ class ResponseCall:
 
 
 def _plain(message: _ChatMessage, location: str, images: list[bytes]) -> Message:
-    """Return a chat message in the form of chat templates. Two equal messages have equal forms.
-
-    Args:
-        images: gets the files of the message's images.
-    """
+    """Return a chat message in the form of chat templates; `images` gets the files of its images. Two equal
+    messages have equal forms."""
     # OpenAI's newer models call the role `developer` that templates call `system`.
     role = "system" if message.role == "developer" else message.role
     content = _content(message.content, f"{location}.content", images)
@@ -527,9 +517,8 @@ def _content(
         elif part.type in ("text", "input_text", "output_text", "refusal"):
             parts.append({"type": "text", "text": part.text or part.refusal})
         else:
-            raise ApiError(
-                f"{location}: only text and images are supported, not {part.type!r}", param=location
-            )
+            message = f"{location}: only text and images are supported, not {part.type!r}"
+            raise ApiError(message, param=location)
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
@@ -546,15 +535,11 @@ def _call(call: _APIToolCall) -> dict[str, Any]:
 
 
 def _function(tool: Mapping[str, Any], function: Any, index: int) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        kind = tool.get("type")
-        raise ApiError(
-            f"tools[{index}]: only functions are supported, not {kind!r}", param=f"tools[{index}].type"
-        )
+    place = f"tools[{index}]"
+    if (kind := tool.get("type")) != "function":
+        raise ApiError(f"{place}: only functions are supported, not {kind!r}", param=f"{place}.type")
     fields = function if isinstance(function, dict) else {}
-    return function_tool(
-        fields.get("name"), fields.get("description"), fields.get("parameters"), f"tools[{index}]"
-    )
+    return function_tool(fields.get("name"), fields.get("description"), fields.get("parameters"), place)
 
 
 def _reads_tools(tools: Sequence[Any], choice: str | Mapping[str, Any] | None) -> bool:
@@ -647,19 +632,18 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 
 
 def _finish_reason(reply: Reply) -> str:
-    """Return `tool_calls`, `stop` or `length`."""
     return "tool_calls" if "tool_calls" in reply.message else reply.answer.finish
 
 
 def _tool_calls(reply: Reply) -> list[dict[str, Any]]:
     """Return the tool calls of an answer, with arguments as JSON text."""
-    return [_with_json_arguments(call) for call in reply.message.get("tool_calls", [])]
-
-
-def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-    return {**call, "function": {"name": call["function"]["name"], "arguments": text}}
+    calls: list[dict[str, Any]] = []
+    for call in reply.message.get("tool_calls", []):
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+        calls.append({**call, "function": {"name": function["name"], "arguments": text}})
+    return calls
 
 
 def _output_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,13 +150,9 @@ class Thread:
         return answer
 
     def record_answer(self, message: Message, *, template_message: Message | None = None) -> None:
-        """Record the last answer in the form that the agent gets. A later call that begins with the input and
-        this message continues the thread.
-
-        Args:
-            template_message: the message for the chat template, if the template does not accept the sampled
-                text.
-        """
+        """Record the last answer in the form that the agent gets, and `template_message` for a chat template
+        that does not accept the sampled text. A later call that begins with the input and this message
+        continues the thread."""
         self.message = message
         if isinstance(self._conversation, _TokenPrompt):
             return
@@ -239,15 +235,8 @@ class CallRecorder:
         self._closed = False
 
     def take(self, inputs: Sequence[Input], tools: Sequence[Mapping[str, Any]] = ()) -> list[Thread]:
-        """Return the threads for the choices of a call, one for each input.
-
-        Args:
-            inputs: texts, lists of chat messages, or arrays of token ids.
-            tools: JSON schemas of functions that the chat template shows.
-
-        Raises:
-            OverLimit: if the agent has used up its calls or its tokens.
-        """
+        """Return the threads for the choices of a call, one for each input. Raise OverLimit if the agent has
+        used up its calls or its tokens."""
         limits = self.limits
         if limits.calls is not None and self.calls + len(inputs) > limits.calls:
             raise self._refusal(f"an agent may ask for {limits.calls} answers", "max_calls")
@@ -290,20 +279,14 @@ class CallRecorder:
             self.fault = self.fault or error
             raise
         if answer is None:
-            message = (
-                f"a chat may have {self.limits.context} tokens, and this one leaves no room for an answer"
-            )
-            raise self._refusal(message, "context_length_exceeded")
+            text = f"a chat may have {self.limits.context} tokens, and this one leaves no room for an answer"
+            raise self._refusal(text, "context_length_exceeded")
         self.tokens += len(answer.tokens)
         self.last = thread
         return answer
 
     async def run_call(self, work: Awaitable[T]) -> T:
-        """Await the work of a call, and cancel it if the recorder is closed.
-
-        Raises:
-            OverLimit: if the recorder is closed.
-        """
+        """Await the work of a call. If the recorder is closed, cancel it and raise OverLimit."""
         with anyio.CancelScope() as scope:
             self._call_scopes.add(scope)
             try:

@@ -26,7 +26,7 @@ __all__ = ["Flag", "ServerEngineConfig", "check_server_engine", "context_of_mode
 Flag = bool | int | float | str | tuple[str, ...]
 
 _MOST_CONTEXT = 4096
-_TRY_S = 30.0
+_TRY_S = 30.0  # an interpreter that waits for input would hold `stretto check`
 
 
 class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,16 +169,11 @@ def _check_args(config: ServerEngineConfig, reserved: Mapping[str, str]) -> Iter
 
 
 def flags(own: Mapping[str, Flag], given: Mapping[str, Flag]) -> list[str]:
-    """Build a command line from the engine's own flags and `inference.args`, which takes precedence.
-
-    Args:
-        own: flags that the engine sets.
-        given: flags of `inference.args`.
-    """
+    """Build a command line from the engine's own flags and those `given` in `inference.args`, which take
+    precedence."""
     line: list[str] = []
     for flag, value in (dict(own) | {_flag(name): value for name, value in given.items()}).items():
-        values = value if isinstance(value, tuple) else (value,)
-        for item in values:
+        for item in value if isinstance(value, tuple) else (value,):
             if item is True:
                 line.append(flag)
             elif item is not False:
@@ -192,11 +187,8 @@ def _flag(name: str) -> str:
 
 
 def context_problems(length: int | None, run: RunConfig, *, extends: bool) -> Iterator[Problem]:
-    """Yield what is wrong with an engine's `context_length`: the model has less, or an answer needs more.
-
-    Args:
-        extends: whether the engine may extend the model's positions.
-    """
+    """Yield what is wrong with an engine's `context_length`: an answer needs more, or the model has less,
+    which is only a warning if the engine `extends` the model's positions."""
     positions = text_config(run.model).get("max_position_embeddings")
     if length is not None and positions is not None and length > positions:
         text = f"is {length}, but {run.model!r} has {positions} positions"

@@ -52,18 +52,16 @@ __all__ = ["ServerEngine"]
 log = structlog.get_logger(__name__)
 
 _LOOK_EVERY_S = 0.1
-_RESTARTS_WITHIN_S = 600.0
+_RESTARTS_WITHIN_S = 600.0  # see `ServerEngineConfig.restarts`
 _LOADS = 2
 
 
 @dataclass(frozen=True)
 class _WeightFiles:
-    """Files of the version served, for a server that is started again."""
-
     note: WeightsNote
     folder: Path
     own: bool
-    """Whether the engine owns the folder and removes it."""
+    """Whether the engine removes the folder."""
 
     def drop(self) -> None:
         if self.own:
@@ -142,7 +140,6 @@ class ServerEngine(Streams, ABC):
             WeightsError: if the weights do not fit; the old ones are unchanged.
             ServerLost: if the engine cannot know which weights the server has now.
         """
-        ...
 
     @abstractmethod
     async def score(self, server: Server, text: ServerText) -> list[float]:
@@ -180,11 +177,7 @@ class ServerEngine(Streams, ABC):
         self._samples.abort(request)
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
-        """See `InferenceEngine`.
-
-        Raises:
-            WeightsError: if the server refuses the weights, or the update has no folder.
-        """
+        """See `InferenceEngine`."""
         reason = ""
         for _ in range(_LOADS):
             async with self._control:
@@ -263,21 +256,15 @@ class ServerEngine(Streams, ABC):
         finally:
             self._samples.send_to(server, self._version)
         self._pauses.append(clock.now() - start)
-        former, self._weight_files = (
-            self._weight_files,
-            await anyio.to_thread.run_sync(self._keep, note, update.folder),
-        )
+        former = self._weight_files
+        self._weight_files = await anyio.to_thread.run_sync(self._keep, note, update.folder)
         if former is not None:
             await anyio.to_thread.run_sync(former.drop)
         return SwapReport(note.version, digest_of(hashes.items()), self._pauses[-1], hashes)
 
     def _check_shapes(self, note: WeightsNote, folder: Path) -> None:
         """Compare a version with the model's own files, if these are on this machine: a server notices a
-        tensor that does not fit only during the load, or never.
-
-        Raises:
-            WeightsError: if a tensor differs in name or shape; names the first one.
-        """
+        tensor that does not fit only during the load, or never."""
         if not self._shapes:
             return
         shapes = self._shapes_in(str(folder))
@@ -315,11 +302,7 @@ class ServerEngine(Streams, ABC):
         return self._server
 
     async def _launch(self) -> Server:
-        """Start a server, or attach to one, and wait until it is ready for weights.
-
-        Raises:
-            EngineError: if it does not become ready; with the end of its log.
-        """
+        """Start a server, or attach to one, and wait until it is ready for weights."""
         config, start = self._config, clock.now()
         if config.urls:
             server = Server(self._url(), config.api_key)
@@ -337,8 +320,7 @@ class ServerEngine(Streams, ABC):
         return server
 
     def _log_file(self) -> Path:
-        """Return the file for the server's output. Without the run's folder, it is in a new private folder of
-        this machine."""
+        """Without the run's folder, the file is in a new private folder of this machine."""
         worker = self._context.worker
         if self._context.folder:
             return self._context.path("logs", f"{worker}-server.log")
@@ -347,12 +329,8 @@ class ServerEngine(Streams, ABC):
         return file
 
     def _look_at_model(self) -> bool:
-        """Return whether the model reads images. An attached server may have a model that this machine has
-        not.
-
-        Raises:
-            EngineError: if the config of the model cannot be read.
-        """
+        """Return whether the model reads images. An attached server may have one that this machine has
+        not."""
         about = known_config if self._config.urls else fetch_config
         try:
             return is_vision_language(about(self._context.model))
@@ -382,7 +360,6 @@ class ServerEngine(Streams, ABC):
         }
 
     def _url(self) -> str:
-        """Return the address of the running server that belongs to this worker."""
         number, urls = self._context.worker.rpartition("-")[2], self._config.urls
         if not number.isdigit() or int(number) >= len(urls):
             raise EngineError(
@@ -391,7 +368,6 @@ class ServerEngine(Streams, ABC):
         return urls[int(number)]
 
     async def _watch(self) -> None:
-        """Watch the server and the deadlines of samples, until cancelled."""
         while True:
             await anyio.sleep(_LOOK_EVERY_S)
             server, silence_s = self._current_server(), self._config.silence_s
@@ -404,11 +380,7 @@ class ServerEngine(Streams, ABC):
                 await self._replace(server)
 
     async def _replace(self, server: Server) -> None:
-        """Replace a broken server with a new one that serves the same weights.
-
-        Raises:
-            EngineError: if `restarts` is used up, the server was only attached to, or the new one fails.
-        """
+        """Replace a broken server with a new one that serves the same weights."""
         log.warning("server lost", url=server.url, reason=server.broken)
         tail = server.tail()
         await self._samples.leave()
@@ -432,13 +404,13 @@ class ServerEngine(Streams, ABC):
         now, config = clock.now(), self._config
         while self._restart_times and now - self._restart_times[0] > _RESTARTS_WITHIN_S:
             self._restart_times.popleft()
-        log_text = f"; its log ends:\n{tail}" if tail else ""
         if server.attached:
             raise EngineError(
                 f"the server at {server.url} is lost: {server.broken}; start it again, and resume the run"
             )
         if len(self._restart_times) >= config.restarts:
             times, minutes = len(self._restart_times) + 1, _RESTARTS_WITHIN_S / 60
+            log_text = f"; its log ends:\n{tail}" if tail else ""
             raise EngineError(
                 f"the server was lost {times} times within {minutes:g} minutes"
                 f" (inference.restarts: {config.restarts}): {server.broken}; if memory is short, lower slots,"

@@ -1,8 +1,6 @@
-"""The images of texts that are sent to servers.
-
-A server decodes and processes images itself. Every image is decoded here and sent as a PNG file, so that the
-server sees the same pixels as the trainer. A server also expands the tokens of images itself, so it gets one
-token for each image. It returns the ids that it made of them, and these must be the ids that are trained.
+"""The images of texts that are sent to servers. Each is decoded here and sent as a PNG file, so that the
+server sees the same pixels as the trainer. A server expands the tokens of images itself, so it gets one token
+for each image. It returns the ids that it made of them, and these must be the ids that are trained.
 """
 
 from __future__ import annotations
@@ -55,11 +53,8 @@ class RequestImages:
         self._images: list[ServerImage] = []
 
     async def text(self, tokens: list[int]) -> ServerText:
-        """Return a text that begins with a prompt that has these images.
-
-        Raises:
-            RequestError: if an image cannot be read.
-        """
+        """Return a text that begins with a prompt that has these images. Raise RequestError if one cannot be
+        read."""
         async with self._lock:
             if not self._images:
                 self._images = await anyio.to_thread.run_sync(self._read)

@@ -1,8 +1,8 @@
 """The intake of an inference engine: which requests it accepts, and in which order their samples start.
 
-Every engine has the same duties before generation. It checks a request, ignores one that it already
-has, keeps waiting samples in order of arrival, holds back those that need newer weights, and ends samples
-that are aborted or late. `Intake` does this part; the engine samples tokens and emits the chunks.
+`Intake` checks a request, ignores one that it already has, keeps waiting samples in order of arrival, holds
+back those that need newer weights, and ends samples that are late; the engine samples tokens and emits the
+chunks.
 
     intake = Intake(MySample, vocabulary=32000, room=4096)
     for sample in intake.accept(request):   # raises RequestError: answer with `final_chunks`
@@ -183,12 +183,8 @@ class Intake(Generic[Sample]):
         return iter([sample for _, samples in self._requests.values() for sample in samples])
 
     def late(self, now: float | None = None) -> list[OpenRequest]:
-        """Return the requests whose deadline has passed. The engine ends their samples with the error
-        `OpenRequest.late`.
-
-        Args:
-            now: time of `clock.now`; by default the current one.
-        """
+        """Return the requests whose deadline has passed at `now`, of `clock.now`. The engine ends their
+        samples with the error `OpenRequest.late`."""
         now = clock.now() if now is None else now
         if now < self._next_deadline:
             return []

@@ -4,7 +4,7 @@ find."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,12 +42,9 @@ class SeenTexts:
 
 def prefix_keys(ids: NDArray[np.int32]) -> tuple[int, ...]:
     """Return a key for each prefix of whole pieces, from the shortest useful one on."""
-    return tuple(_keys(ids))
-
-
-def _keys(ids: NDArray[np.int32]) -> Iterator[int]:
-    key = 0
+    key, keys = 0, list[int]()
     for stop in range(PIECE, len(ids) + 1, PIECE):
         key = hash((key, ids[stop - PIECE : stop].tobytes()))
         if stop >= SHORTEST:
-            yield key
+            keys.append(key)
+    return tuple(keys)

@@ -34,6 +34,7 @@ __all__ = ["Server", "ServerCommand", "ServerLost", "ServerRefused"]
 T = TypeVar("T")
 
 _GRACE_S = 1.5  # shorter than a worker's own time to leave
+# Servers close idle connections after 5 s; do not send a request on one at that moment.
 _KEEPALIVE_S = 2.0
 _TAIL_LINES = 15
 # Variables that the server does not inherit: from them the worker's interpreter knows where its packages are.
@@ -72,14 +73,12 @@ class Server:
         self.url = url
         self._process = process
         self._log = log
-        # A stream may be silent for a long time while its sample waits; the engine has a deadline for that.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         self._session = aiohttp.ClientSession(
             url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            # Servers close idle connections after 5 s; do not send a request on one at that moment.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=timeout,
+            # A stream may be silent for long while its sample waits; the engine has a deadline for that.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
         self.last_data_at = clock.now()
         """Time of the last data from the server, of `clock.now`."""
@@ -130,8 +129,8 @@ class Server:
             return "".join(deque(file, maxlen=_TAIL_LINES)).rstrip()
 
     async def stop(self) -> None:
-        """Close the connection and end a server that this worker started, with all its processes. A second
-        call is allowed."""
+        """Close the connection and end a server that this worker started, with all its processes.
+        Idempotent."""
         await self._session.close()
         if self._process is None:
             return
@@ -142,11 +141,8 @@ class Server:
     # ---------------------------------------------------------------------------------------- HTTP
 
     async def until_healthy(self, path: str, deadline_s: float) -> None:
-        """Wait until the server answers at `path`.
-
-        Raises:
-            EngineError: if the server ended, or did not answer in time; with the end of its log.
-        """
+        """Wait until the server answers at `path`. Raise EngineError, with the end of the server's log, if it
+        ended or did not answer in time."""
         deadline = clock.now() + deadline_s
         reason = "no answer"
         while self.status is None:
@@ -247,7 +243,6 @@ def _json(body: Any) -> dict[str, Any]:
 
 
 def _reason(content: bytes) -> str:
-    """Return the message in the JSON of an error answer, or the answer's text if it is not JSON."""
     try:
         message: Any = msgspec.json.decode(content)
     except msgspec.DecodeError:

@@ -1,10 +1,9 @@
 """The samples of an engine that is a server: their streams, and the chunks to emit.
 
-The samples of a request wait in an `Intake`. The queue sends them to the server one by one as streams, at
-most `slots` at a time. Before new weights are loaded, and after a server has ended, the queue ends every
-stream and puts its sample back at its place in the line. Later it sends the sample again: the prompt and the
-tokens so far. One stream therefore belongs to one version, and the version of every token is known exactly.
-If a server reports the versions of a stream, the queue checks them.
+The queue sends waiting samples to the server one by one as streams, at most `slots` at a time. Before new
+weights are loaded, and after a server has ended, it ends every stream and puts its sample back at its place
+in the line. Later it sends the sample again: the prompt and the tokens so far. So one stream belongs to one
+version, and the version of every token is known exactly.
 
 The cost is one more prefill for each interrupted sample. Where the keys and values are kept over a swap, the
 server's prefix cache makes this prefill short. The entries of that cache are salted with the version under
@@ -45,9 +44,9 @@ __all__ = ["FINISH_REASONS", "Ask", "StreamChunk", "StreamQueue", "Streams", "Ve
 
 FINISH_REASONS: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 """The finish of a stream by the server's word for it; every other word is an error."""
-_EMIT_EVERY_S = 0.02
+_EMIT_EVERY_S = 0.02  # a message costs the receiver much, the tokens in it almost nothing
 _LOOK_EVERY_S = 0.1
-_DRAIN_S = 30.0
+_DRAIN_S = 30.0  # a server that does not end its streams in this time is replaced
 _UNASKED_ABORTS = 5
 
 
@@ -139,7 +138,6 @@ class Streams(Protocol):
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
         """End streams. The last chunk of each has the finish `abort`. Ids that the server does not know are
         ignored."""
-        ...
 
 
 class StreamQueue:
@@ -200,7 +198,7 @@ class StreamQueue:
 
     @property
     def expecting(self) -> bool:
-        """Whether the queue expects the server to send something."""
+        """The queue expects the server to send something."""
         return bool(self._running) and self._sending_to is not None
 
     @property
@@ -247,11 +245,8 @@ class StreamQueue:
     def images(
         self, prompt: NDArray[np.int32], files: Sequence[bytes], digests: Sequence[str]
     ) -> RequestImages | None:
-        """Return the images of a prompt; None if it has none.
-
-        Raises:
-            RequestError: if the prompt does not have one run of image tokens for each image.
-        """
+        """Return the images of a prompt; None if it has none. Raise RequestError if it does not have one run
+        of image tokens for each image."""
         token = self._image_token
         if token is None and files:
             raise RequestError(
@@ -291,11 +286,7 @@ class StreamQueue:
 
     async def drain(self, server: Server) -> None:
         """End every stream at a server. The server may not know a very new stream yet, so the abort is
-        repeated until all streams have ended.
-
-        Raises:
-            ServerLost: if some streams do not end in time.
-        """
+        repeated until all streams have ended. Raise ServerLost if some do not end in time."""
         deadline = clock.now() + _DRAIN_S
         while self._running:
             if clock.now() > deadline:
@@ -320,7 +311,6 @@ class StreamQueue:
     # -------------------------------------------------------------------------------- streams
 
     def _admit(self) -> None:
-        """Send samples to the server while there are slots."""
         while (
             (server := self._sending_to) is not None
             and self._intake.ready
@@ -371,7 +361,6 @@ class StreamQueue:
         self._admit()
 
     async def _abort_at(self, server: Server, id: str) -> None:
-        """Ask the server to free the slot of a stream that is no longer wanted."""
         with anyio.CancelScope(shield=True):
             try:
                 await self._streams.abort_streams(server, [id])
@@ -411,8 +400,8 @@ class StreamQueue:
         return True
 
     def _can_be_found(self, sample: _ServerSample) -> bool:
-        """Whether the server finds the prefixes of a sample's text in its cache, and these tokens say which
-        text it is. Images are not told apart by their tokens."""
+        """The server finds the prefixes of a sample's text in its cache, and these tokens say which text it
+        is. Images are not told apart by their tokens."""
         return sample.images is None and sample.salt == f"v{self._version}"
 
     def _note_cached(self, cached: int, seen: int) -> None:
@@ -430,8 +419,7 @@ class StreamQueue:
                     f"the server sampled with version {version!r}, but it should serve version"
                     f" {sample.version}; does another program swap its weights?"
                 )
-        sampling = sample.request.sampling
-        wants_kept = sample.request.wants_kept
+        sampling, wants_kept = sample.request.sampling, sample.request.wants_kept
         if wants_kept and len(piece.kept or ()) != len(piece.tokens):
             raise EngineError("the server does not say from which tokens it drew, as SGLang 0.5.23 does")
         for index, (token, logprob) in enumerate(zip(piece.tokens, piece.logprobs, strict=True)):
@@ -447,18 +435,16 @@ class StreamQueue:
                 self._end_and_cancel(sample, "stop")
                 return
         self._note(sample)
+        length, limit = len(sample.answer), sampling.max_tokens
         if piece.finish == "abort":
             # It ended for a swap, or because the server had no room. The sample continues later.
             sample.aborts += self._sending_to is not None
             if sample.aborts > _UNASKED_ABORTS:
-                self._end(
-                    sample, "error", f"the server aborted the sample {sample.aborts} times without a request"
-                )
-        elif piece.finish == "length" and len(sample.answer) < sampling.max_tokens:
-            length, limit = len(sample.answer), sampling.max_tokens
-            self._end(
-                sample, "error", f"the server cut the answer to {length} of {limit} tokens: it has less room"
-            )
+                error = f"the server aborted the sample {sample.aborts} times without a request"
+                self._end(sample, "error", error)
+        elif piece.finish == "length" and length < limit:
+            error = f"the server cut the answer to {length} of {limit} tokens: it has less room"
+            self._end(sample, "error", error)
         elif piece.finish:
             self._end(sample, piece.finish, piece.error)
 
@@ -475,7 +461,6 @@ class StreamQueue:
     # -------------------------------------------------------------------------------- chunks
 
     def _end(self, sample: _ServerSample, finish: Finish, error: str = "") -> None:
-        """End a sample, and let its next chunk carry its finish."""
         if sample.ended:
             return
         sample.finish, sample.error = finish, error
@@ -488,7 +473,6 @@ class StreamQueue:
             sample.scope.cancel()
 
     def _note(self, sample: _ServerSample) -> None:
-        """Mark a sample as having something to emit."""
         self._fresh[sample] = None
         self._news.set()
 
@@ -506,7 +490,6 @@ class StreamQueue:
 
 
 def _chunk(sample: _ServerSample) -> Chunk:
-    """Return a chunk with everything of a sample that has not been emitted."""
     number = len(sample.logprobs)
     tokens = sample.answer[sample.sent : sample.sent + number]
     chunk = Chunk(
