@@ -1,9 +1,8 @@
 """Weight transport `bus`: sends versions over the run's bus, for machines that share no folder.
 
 The publisher keeps the newest versions in a folder on its own machine and answers requests for pieces of
-them, while its engine continues to train. A subscriber fetches a version's files piece by piece, several at a
-time, into a folder on its machine, while its engine continues to decode. It then checks every tensor, and the
-engine swaps.
+them. A subscriber fetches a version's files piece by piece into a folder on its machine, and checks every
+tensor. Both engines continue meanwhile.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import anyio.to_thread
 import msgspec
 
 from stretto.errors import BusError, WeightsError, one_job
-from stretto.models.version_files import AskOutline, FolderUpdate, Outline
+from stretto.models.version_files import AskOutline, Outline
 from stretto.models.version_receiver import VersionReceiver
 from stretto_bus.serving import AskPiece, Question, TensorPiece, checksum
 
@@ -29,7 +29,7 @@ _TRIES = 3
 """Number of attempts to fetch a piece that arrives damaged."""
 
 
-class BusSubscriber:
+class BusSubscriber(VersionReceiver):
     """Fetches versions into folders below `root`, which it owns.
 
     Args:
@@ -39,12 +39,7 @@ class BusSubscriber:
     """
 
     def __init__(self, root: Path, wire: Wire, *, piece: int, in_flight: int, deadline_s: float) -> None:
-        self._root = root
-        self._receiver = VersionReceiver(root, _PieceSource(wire, piece - _ENVELOPE, in_flight, deadline_s))
-
-    async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Fetch the missing pieces of a version, and compare every tensor's hash with the announcement."""
-        return await self._receiver.receive(note)
+        super().__init__(root, _PieceSource(wire, piece - _ENVELOPE, in_flight, deadline_s))
 
     def close(self) -> None:
         """Remove the folders that have not been handed out."""
@@ -52,8 +47,6 @@ class BusSubscriber:
 
 
 class _PieceSource:
-    """Gets outlines and files from publishers."""
-
     def __init__(self, wire: Wire, piece: int, in_flight: int, deadline_s: float) -> None:
         self._wire = wire
         self._piece = piece
@@ -63,18 +56,15 @@ class _PieceSource:
         """The newest fetch; if it was interrupted, the next one of the same files continues it."""
 
     async def outline(self, note: WeightsNote) -> Outline:
-        """Ask the publisher for the outline of a version."""
         return await self.ask(note, AskOutline(note.version), Outline)
 
     async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
-        """Fetch files piece by piece."""
         if self._fetch is None or (self._fetch.note, self._fetch.files) != (note, files):
             self._fetch = _Fetch(self, note, files, self._piece)
         await self._fetch.run(self._in_flight)
         self._fetch = None
 
     async def ask(self, note: WeightsNote, question: Question, answer: type[A]) -> A:
-        """Ask the publisher of a version a question."""
         try:
             data = await self._wire.ask(
                 note.address, msgspec.msgpack.encode(question), deadline_s=self._deadline_s
@@ -86,13 +76,6 @@ class _PieceSource:
 
 
 class _Fetch:
-    """The fetch of some files of one version.
-
-    Args:
-        files: their paths, with their sizes in bytes.
-        piece: bytes to request at once.
-    """
-
     def __init__(
         self, source: _PieceSource, note: WeightsNote, files: Mapping[Path, int], piece: int
     ) -> None:
@@ -106,7 +89,6 @@ class _Fetch:
         )
 
     async def run(self, in_flight: int) -> None:
-        """Fetch the missing pieces."""
         async with one_job() as tasks:
             for _ in range(in_flight):
                 tasks.start_soon(self._fetch_pieces)

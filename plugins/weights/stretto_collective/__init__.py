@@ -2,9 +2,8 @@
 
 Every transfer has its own process group of two, separate from the training's world: trainer and worker meet
 over the run's bus and then use gloo, or NCCL, over one network interface. So engines may join and leave, and
-a transfer that fails leaves nothing behind. The trainer sends from a snapshot while it continues to train;
-the engine continues to decode until a version is complete and checked. This is faster than `bus`. A worker
-whose engine is a separate server has to import torch for this transport only.
+a transfer that fails leaves nothing behind. This is faster than `bus`. A worker whose engine is a separate
+server has to import torch for this transport only.
 """
 
 from __future__ import annotations
@@ -63,11 +62,7 @@ class CollectiveTransport:
         return CollectivePublisher(self._folders.own(), wire, self._config)
 
     def subscriber(self, wire: Wire) -> Any:
-        """Return an engine's end.
-
-        Raises:
-            WeightsError: if `backend` is `nccl` and this process has no GPU.
-        """
+        """Return an engine's end."""
         from stretto_collective.receiving import CollectiveSubscriber
 
         return CollectiveSubscriber(self._folders.own(), wire, self._config)

@@ -17,25 +17,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented there
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented there
 
 from stretto.errors import WeightsError
 from stretto.models.version_files import AskOutline
-
-__all__ = [
-    "BACKEND",
-    "AskOutline",
-    "HashStore",
-    "Put",
-    "Question",
-    "Send",
-    "Store",
-    "Take",
-    "Transfer",
-    "buckets",
-    "choose_backend",
-    "gpu_for",
-]
 
 BACKEND = "stretto/backend"
 """Key in the store of a transfer: the library that the sender has chosen."""
@@ -118,20 +103,12 @@ class Transfer:
             self._group.abort()  # frees what it holds on the GPU
 
     def send(self, bucket: Tensor) -> None:
-        """Send a bucket, and wait until it is sent.
-
-        Raises:
-            RuntimeError: if that fails, or takes longer than the deadline.
-        """
+        """Send a bucket. Raise RuntimeError if that fails, or takes longer than the deadline."""
         on_device = bucket.cuda() if self._on_gpu else bucket
         self._wait(self._group.send([on_device], 1, 0))
 
     def receive(self, bucket: Tensor) -> None:
-        """Fill a bucket.
-
-        Raises:
-            RuntimeError: as `send`.
-        """
+        """Fill a bucket, or raise as `send` does."""
         on_device = torch.empty_like(bucket, device="cuda") if self._on_gpu else bucket
         self._wait(self._group.recv([on_device], 0, 0))
         if self._on_gpu:

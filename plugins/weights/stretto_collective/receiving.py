@@ -13,38 +13,23 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 import msgspec
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented there
 
 from stretto.errors import BusError, StrettoError, WeightsError, one_job
-from stretto.models.version_files import FolderUpdate, Outline
+from stretto.models.version_files import AskOutline, Outline
 from stretto.models.version_receiver import VersionReceiver
-from stretto_collective.meeting import (
-    BACKEND,
-    AskOutline,
-    Put,
-    Question,
-    Send,
-    Store,
-    Take,
-    Transfer,
-    buckets,
-    gpu_for,
-)
+from stretto_collective.meeting import BACKEND, Put, Question, Send, Take, Transfer, buckets, gpu_for
 
 if TYPE_CHECKING:
     from stretto.weights import WeightsNote, Wire
     from stretto_collective import CollectiveConfig
 
 
-class CollectiveSubscriber:
+class CollectiveSubscriber(VersionReceiver):
     """Receives versions into folders below `root`, which it owns."""
 
     def __init__(self, root: Path, wire: Wire, config: CollectiveConfig) -> None:
-        self._root = root
-        self._receiver = VersionReceiver(root, _RanksSource(wire, config))
-
-    async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Ask for a version, receive it, and compare every tensor's hash with the announcement."""
-        return await self._receiver.receive(note)
+        super().__init__(root, _RanksSource(wire, config))
 
     def close(self) -> None:
         """Remove the folders that have not been handed out."""
@@ -60,7 +45,6 @@ class _RanksSource:
         self._gpu = gpu_for(config.backend)
 
     async def outline(self, note: WeightsNote) -> Outline:
-        """Ask the publisher for the outline of a version."""
         answer = await self._ask(note, AskOutline(note.version), self._config.deadline_s)
         try:
             return msgspec.msgpack.decode(answer, type=Outline)
@@ -69,7 +53,6 @@ class _RanksSource:
             raise WeightsError(reason, version=note.version) from error
 
     async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
-        """Ask the publisher to send the files, and receive them at the same time."""
         transfer, deadline_s = secrets.token_hex(8), self._config.deadline_s
         number = sum(-(-size // (self._config.bucket_mb * 2**20)) for size in files.values())
         store = _Meeting(self._wire, note.address, transfer, deadline_s)
@@ -110,15 +93,12 @@ class _Meeting(Store):
         self._loop = asyncio.get_running_loop()
 
     def set(self, key: str, value: Any) -> None:
-        """Put a value into the sender's store."""
         self._ask(Put(self._transfer, key, bytes(value)))
 
     def get(self, key: str) -> bytes:
-        """Wait for a value of the sender's store."""
         return self._ask(Take(self._transfer, key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until the sender's store has all keys."""
         for key in keys:
             self.get(key)
 

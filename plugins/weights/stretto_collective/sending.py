@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import msgspec
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented there
 
 from stretto.errors import WeightsError
-from stretto.models.version_files import FolderPublisher
+from stretto.models.version_files import AskOutline, FolderPublisher
 from stretto_collective.meeting import (
     BACKEND,
-    AskOutline,
-    HashStore,
     Put,
     Question,
     Send,
-    Store,
     Take,
     Transfer,
     buckets,

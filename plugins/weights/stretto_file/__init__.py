@@ -80,11 +80,7 @@ class FileTransport:
 
 
 class FileSubscriber:
-    """Opens and checks versions.
-
-    Args:
-        folders: where it keeps a copy of its own, if versions come as deltas.
-    """
+    """Opens and checks versions. If they come as deltas, it keeps a copy of its own in `folders`."""
 
     def __init__(self, folders: RunFolders) -> None:
         self._folders = folders
@@ -111,14 +107,10 @@ class FileSubscriber:
 
 
 class _FileSource:
-    """Copies files from the publisher's folders."""
-
     async def outline(self, note: WeightsNote) -> Outline:
-        """Read the outline of a version."""
         return (await anyio.to_thread.run_sync(self._find, note)).outline
 
     async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
-        """Copy files of a version."""
         await anyio.to_thread.run_sync(self._copy, note, files)
 
     def _find(self, note: WeightsNote) -> StoredVersion:
@@ -132,9 +124,8 @@ class _FileSource:
             for path in files:
                 shutil.copyfile(stored.folder / path.name, path)
         except OSError as error:
-            raise WeightsError(
-                f"version {note.version} cannot be read: {error}", version=note.version
-            ) from error
+            reason = f"version {note.version} cannot be read: {error}"
+            raise WeightsError(reason, version=note.version) from error
 
 
 @hookimpl
