@@ -170,7 +170,6 @@ class MessageCall:
         return {**head, "content": content}
 
     def _ending(self, reply: Reply) -> dict[str, str | None]:
-        """Return why the answer ended, and which text of the request ended it."""
         ends = [(at, stop) for stop in self.stop if (at := reply.answer.text.find(stop)) >= 0]
         if "tool_calls" in reply.message:
             return {"stop_reason": "tool_use", "stop_sequence": None}

@@ -44,13 +44,8 @@ Event = tuple[str, Mapping[str, Any]]
 
 
 class ApiError(StrettoError):
-    """A refused request.
-
-    Args:
-        param: the wrong field.
-        code: the error's code, for programs.
-        status: the HTTP status.
-    """
+    """A refused request. `param` is the wrong field, `code` the error's code for programs, `status` the HTTP
+    status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
@@ -97,11 +92,8 @@ class APICall(Protocol):
         ...
 
     def opening(self, prompt_tokens: int) -> Iterator[Event]:
-        """Yield the events before the first piece of a stream.
-
-        Args:
-            prompt_tokens: number of tokens of the input, if the call has one choice.
-        """
+        """Yield the events before the first piece of a stream. `prompt_tokens` is for a call with one
+        choice."""
         ...
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:

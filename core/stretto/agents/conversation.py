@@ -78,7 +78,6 @@ class Conversation:
         self.history: str | list[Message] = prompt if isinstance(prompt, str) else list(prompt)
         """All messages or text so far. Each answer is an assistant's message with the sampled text."""
         self.answers: list[Answer] = []
-        """The policy's answers, in order."""
 
     @property
     def splits(self) -> int:
@@ -262,9 +261,7 @@ class Segment:
         self.text = ""
         """The text of the ids, special tokens included."""
         self.length = 0
-        """Number of ids."""
         self.last: Answer | None = None
-        """The last answer."""
         self._parts: list[_Part] = []
         self._kept: list[KeptTokens | None] = []
         """The kept tokens of each part; None if they are not known."""

@@ -71,8 +71,6 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class _AgentRun:
-    """An agent run with a key."""
-
     recorder: CallRecorder
     responses: dict[str, list[Message]] = field(default_factory=dict[str, "list[Message]"])
     """The chat's messages up to each response, by the response's id."""
@@ -117,7 +115,6 @@ class Endpoint:
         self._routes = routes
         self._agent_runs: dict[str, _AgentRun] = {}
         self._had_tools = False
-        """Whether a call had tools."""
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._strangers: dict[RequestHandler, None] = {}
@@ -127,11 +124,7 @@ class Endpoint:
         """The URL for clients, `/v1` included; empty before the server is started."""
 
     async def start(self, port: int = 0) -> None:
-        """Listen on a port of loopback; 0 for any free one. Idempotent.
-
-        Raises:
-            OSError: if the port is not free.
-        """
+        """Listen on a port of loopback; 0 for any free one. Idempotent. Raise OSError if it is not free."""
         async with self._starting:
             if not self.base_url:
                 await self._made_runner()
@@ -158,11 +151,8 @@ class Endpoint:
 
     async def serve_socket(self, listener: socket.socket) -> None:
         """Serve a listening socket, until the caller is cancelled; then close its connections. If it has
-        very many, further ones wait until others are closed.
-
-        Raises:
-            OSError: if this process has too many open files.
-        """
+        very many, further ones wait until others are closed. Raise OSError if this process has too many open
+        files."""
         async with self._starting:
             runner = await self._made_runner()
         assert runner.server is not None
@@ -249,7 +239,6 @@ class Endpoint:
         return _json({"input_tokens": len(ids)})
 
     async def _read(self, request: web.Request) -> tuple[_AgentRun, bytes]:
-        """Return the agent run of a request, and the request's body."""
         agent_run = self._agent_run_of(request)
         if agent_run.recorder.session.images is not None:
             request = request.clone(client_max_size=_MAX_BODY_WITH_IMAGES)
@@ -444,7 +433,6 @@ class _VisibleText:
         return answer[self._sent :] if answer.startswith(self._text[: self._sent]) else ""
 
     def _uncertain(self) -> int:
-        """Return the number of characters at the end that may begin a mark."""
         text = self._text[self._sent :]
         longest = min(len(text), max(map(len, self._unsent), default=0))
         ends = (text[-size:] for size in range(longest, 0, -1))
@@ -452,8 +440,6 @@ class _VisibleText:
 
 
 class _EventStream:
-    """The answer to a request as server-sent events."""
-
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self._response = web.StreamResponse(

@@ -569,7 +569,6 @@ def _refuse_template(ask: _ChatBody, tokenizer: Tokenizer) -> None:
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[Input]:
-    """Return the prompts, one or several, each as text or as token ids."""
     prompts: list[Any] = [prompt]
     if isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt):
         prompts = prompt

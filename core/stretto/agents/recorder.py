@@ -36,11 +36,8 @@ Input = str | list[Any] | NDArray[np.int32]
 
 
 class OverLimit(StrettoError):
-    """A call that the agent's limits do not allow, or that comes after the agent run is over.
-
-    Args:
-        code: `max_calls`, `max_total_tokens`, `context_length_exceeded` or `run_over`.
-    """
+    """A call that the agent's limits do not allow, or that comes after the agent run is over. `code` is
+    `max_calls`, `max_total_tokens`, `context_length_exceeded` or `run_over`."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)

@@ -114,11 +114,8 @@ class ServerEngine(Streams, ABC):
 
     @abstractmethod
     async def greet(self, server: Server) -> None:
-        """Check that a healthy server is the expected one, before the engine sends any other request.
-
-        Raises:
-            EngineError: if it is not.
-        """
+        """Check that a healthy server is the expected one, before the engine sends any other request. Raise
+        EngineError if it is not."""
 
     @abstractmethod
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
@@ -144,11 +141,7 @@ class ServerEngine(Streams, ABC):
     @abstractmethod
     async def score(self, server: Server, text: ServerText) -> list[float]:
         """Return the logprobs, at temperature 1, of all tokens after the first. Those of image tokens mean
-        nothing.
-
-        Raises:
-            EngineError: if the server made other ids of a text with images.
-        """
+        nothing. Raise EngineError if the server made other ids of a text with images."""
 
     # -------------------------------------------------------------------------------- the contract
 
@@ -302,7 +295,6 @@ class ServerEngine(Streams, ABC):
         return self._server
 
     async def _launch(self) -> Server:
-        """Start a server, or attach to one, and wait until it is ready for weights."""
         config, start = self._config, clock.now()
         if config.urls:
             server = Server(self._url(), config.api_key)
@@ -380,7 +372,6 @@ class ServerEngine(Streams, ABC):
                 await self._replace(server)
 
     async def _replace(self, server: Server) -> None:
-        """Replace a broken server with a new one that serves the same weights."""
         log.warning("server lost", url=server.url, reason=server.broken)
         tail = server.tail()
         await self._samples.leave()

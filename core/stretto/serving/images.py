@@ -37,13 +37,8 @@ class ServerImage:
 
 
 class RequestImages:
-    """The images of one request. They are decoded once, when they are first needed.
-
-    Args:
-        token: id of the token that stands for a part of an image.
-        files: their files.
-        digests: SHA-256 of each file.
-    """
+    """The images of one request, with the SHA-256 of each file. They are decoded once, when they are first
+    needed. `token` stands for a part of an image."""
 
     def __init__(self, token: int, files: Sequence[bytes], digests: Sequence[str]) -> None:
         self._token = token

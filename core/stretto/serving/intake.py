@@ -45,7 +45,6 @@ class OpenRequest:
     prompt: NDArray[np.int32]
     """(P,), P >= 1."""
     ends: frozenset[int]
-    """Tokens that end an answer."""
     deadline: float
     """Time at which its samples must have ended, of `clock.now`."""
 
@@ -65,9 +64,7 @@ class OpenSample:
     """One answer that has not ended. An engine adds its own state in a subclass, in fields with defaults."""
 
     source: OpenRequest
-    """The request of the sample."""
     index: int
-    """Index of the sample in its request."""
     begun: NDArray[np.int32]
     """(B,), answer tokens that the sample had on arrival, or when it last had to leave its slot."""
     sent: int
@@ -75,7 +72,6 @@ class OpenSample:
     place: int
     """Place in the waiting line: the order of arrival. A sample that waits again keeps it."""
     waiting: bool = True
-    """Whether the sample is in the waiting line."""
     ended: bool = False
 
     @property

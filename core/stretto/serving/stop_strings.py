@@ -15,13 +15,10 @@ __all__ = ["StopStrings", "stop_tokenizer"]
 
 
 class StopStrings:
-    """The stop strings of one request.
+    """The stop strings of one request, with the tokenizer that `stop_tokenizer` returns.
 
     At each token only the end of the answer is decoded: as many tokens as the longest string has bytes,
     since only a special token has less than a byte.
-
-    Args:
-        tokenizer: the return value of `stop_tokenizer`.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
@@ -38,11 +35,8 @@ class StopStrings:
 
 
 def stop_tokenizer(model: str) -> Any:
-    """Load the model's tokenizer. Text that it decodes includes the special tokens.
-
-    Raises:
-        RequestError: if the model has no tokenizer that can be loaded.
-    """
+    """Load the model's tokenizer. Text that it decodes includes the special tokens. Raise RequestError if the
+    model has none that can be loaded."""
     from transformers import PreTrainedTokenizerFast
 
     try:

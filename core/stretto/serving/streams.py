@@ -57,7 +57,6 @@ class Ask:
     id: str
     """Unique among the server's requests, and not a prefix of another id."""
     text: ServerText
-    """The prompt and the answer so far."""
     max_tokens: int
     """Largest number of tokens that the stream may add, at least 1."""
     seed: int
@@ -94,8 +93,6 @@ class VersionSpan(msgspec.Struct, gc=False):
 
 @dataclass(eq=False)
 class _ServerSample(OpenSample):
-    """One answer that is being generated."""
-
     answer: list[int] = field(init=False)
     """The tokens that the sample had on arrival, and all tokens that the server has returned since."""
     salt: str = ""
@@ -112,7 +109,6 @@ class _ServerSample(OpenSample):
     aborts: int = 0
     """Number of streams that the server ended although the queue did not ask for it."""
     scope: anyio.CancelScope | None = None
-    """Cancel scope of the current stream."""
     stream_id: str = ""
     """Id of the current stream, or of the last one."""
     images: RequestImages | None = None
@@ -141,13 +137,8 @@ class Streams(Protocol):
 
 
 class StreamQueue:
-    """The samples of one worker.
-
-    Args:
-        slots: largest number of samples in streams at the same time.
-        room: largest number of tokens of a sample, prompt and answer together.
-        model: folder or hub id of the model, for stop strings.
-    """
+    """The samples of one worker: at most `slots` in streams at the same time, each of at most `room` tokens,
+    prompt and answer together. `model` is for stop strings."""
 
     def __init__(self, streams: Streams, *, slots: int, room: int, model: str) -> None:
         self._streams = streams
@@ -162,7 +153,6 @@ class StreamQueue:
         self._server: Server | None = None
         """The server that samples are sent to; None while no samples may be sent."""
         self._version = -1
-        """The version that the server serves."""
         self._running: set[_ServerSample] = set()
         self._idle = anyio.Event()
         self._news = anyio.Event()
@@ -203,7 +193,6 @@ class StreamQueue:
 
     @property
     def _sending_to(self) -> Server | None:
-        """The server, if samples may be sent to it."""
         server = self._server
         return server if server is not None and not server.broken and self._emit is not None else None
 

@@ -72,7 +72,6 @@ class WorkerContext:
         """Set when the worker has to finish the work that it has, take no new work, and leave."""
         self.drain_reason = ""
         self.drained = False
-        """Whether the drain is over."""
         self._beacon_listeners: list[Callable[[Beacon], None]] = []
         self._routes_listeners: list[Callable[[Routes], None]] = []
 
@@ -175,7 +174,6 @@ class ComputeThread:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self.busy_s = 0.0
-        """Seconds spent in `run` so far."""
 
     async def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
         """Run a function in the thread, after the functions submitted before it. It has the caller's context

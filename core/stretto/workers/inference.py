@@ -69,12 +69,8 @@ _ROWS_S = 30.0
 
 @dataclass
 class _Request:
-    """A request that is not confirmed yet, with the chunks so far of each of its samples."""
-
     inbox: str
-    """Inbox of the rollout worker that gets the chunks."""
     unfinished: int
-    """Samples that are not finished."""
     chunks: list[list[Chunk]]
     active_at: float
     """When the request was last sent or got a chunk, in seconds of the monotonic clock."""
@@ -107,7 +103,6 @@ class InferenceWorker:
         self._order = (-1, -1)
         """Lease epoch and number of the swap to the version that is served."""
         self._note: WeightsNote | None = None
-        """The version that is served."""
         self._audience: Audience = None
         self._unverified: set[int] = set()
         """Versions that the engine may serve already, but that are not verified yet."""
@@ -219,7 +214,6 @@ class InferenceWorker:
     # ---------------------------------------------------------------------------------- chunks
 
     def _emit(self, chunks: list[Chunk]) -> None:
-        """Take new chunks of the engine. The engine calls this on the event loop."""
         for chunk in chunks:
             sample = (chunk.request, chunk.sample)
             if sample in self._held_chunks or (
@@ -294,7 +288,6 @@ class InferenceWorker:
                 self._drop(request)
 
     async def _load_version(self, note: WeightsNote, audience: Audience) -> SwapDone:
-        """Have the engine serve a version, and verify that it does."""
         former = self._note  # the same weights may be published again elsewhere
         is_same = former is not None and (former.version, former.digest) == (note.version, note.digest)
         if self._served is not None and is_same and self._engine.load().version == note.version:
@@ -394,7 +387,6 @@ class InferenceWorker:
         return msgspec.structs.replace(result, rows_unscored=unscored)
 
     def _fault_of_canary(self, note: WeightsNote, drift: Drift | None, unscored: str) -> str:
-        """Return the fault if `on_drift` is 'stop' and the drift is unknown or over the bound; else empty."""
         config = self._context.composed.config.inference.canary
         if config is None or config.on_drift != "stop":
             return ""
@@ -468,7 +460,6 @@ def _batch(worker: str, chunks: list[Chunk]) -> ChunkBatch:
 
 
 def _kept_of(chunks: Sequence[Chunk]) -> tuple[Array, Array] | tuple[()]:
-    """Return counts and ids of the kept tokens of all chunks; nothing if no chunk has any."""
     if all(chunk.kept is None for chunk in chunks):
         return ()
     kept = KeptTokens.concat([chunk.kept or KeptTokens.none(len(chunk.tokens)) for chunk in chunks])

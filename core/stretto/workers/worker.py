@@ -252,7 +252,6 @@ async def _join_successors(
 async def _update_heartbeats(
     context: WorkerContext, work: RoleWorker, ready: anyio.Event, beats: Heartbeats
 ) -> None:
-    """Renew the heartbeat every second. Send it at once when the role is ready."""
     is_ready = False
     while True:
         was_ready, is_ready = is_ready, ready.is_set()

@@ -104,8 +104,6 @@ class GeneratedSample:
 
 
 class _Generation:
-    """One running request. If its engine dies, another engine continues it."""
-
     def __init__(
         self,
         request: GenerateRequest,
@@ -144,7 +142,6 @@ class _Generation:
         return self.peer.worker if self.peer else ""
 
     def move_to(self, peer: Peer) -> None:
-        """Continue on another engine, or start again on the same one."""
         self.peer, self.given_up, self.wake = peer, False, anyio.Event()
         self.quiet_since, self.silent_periods = clock.now(), 0
 
@@ -333,7 +330,6 @@ class Generations:
             await self._bus.publish(self._subject(peer, "abort"), Abort(name))
 
     async def _confirm(self, requests: tuple[tuple[Peer, str], ...]) -> None:
-        """Let the engines forget what has arrived."""
         by_peer: dict[str, list[str]] = {}
         for peer, name in requests:
             by_peer.setdefault(self._subject(peer, "confirm"), []).append(name)
@@ -368,7 +364,6 @@ class Generations:
 
 
 def _records(batch: ChunkBatch) -> memoryview:
-    """Return the tokens of a message as the bytes of `_TOKEN` records, one after the other."""
     records = np.empty(len(batch.tokens), _TOKEN)
     records["token"] = batch.tokens.numpy()
     records["logprob"] = batch.logprobs.numpy()

@@ -26,7 +26,6 @@ T = TypeVar("T")
 member_number: ContextVar[int | None] = ContextVar("member_number", default=None)
 """Number of the sample that the current task makes; None outside of `Members.run`."""
 _LONGEST = 500
-"""Characters of a reason."""
 _MISTAKES = ("TypeError ", "AttributeError ", "NameError ", "UnboundLocalError ", "ImportError ")
 """Exceptions of code that is wrong, whatever the answer was."""
 
@@ -60,7 +59,6 @@ class Members:
         self._ended: list[list[Trajectory]] = []
         """The trajectories of each sample that its own answer ended in `run`."""
         self._unscored: list[FailedSample] = []
-        """Answers whose scoring has failed."""
         self.missing: list[FailedSample] = []
         self.penalized: list[FailedSample] = []
         self.retried: Counter[FaultKind] = Counter()
@@ -86,8 +84,8 @@ class Members:
                         return
                 else:
                     attempts.succeeded()
-                    if fault := attempts.last_fault(number):
-                        self.retried[fault.kind] += 1
+                    if faults := attempts.faults.get(number):
+                        self.retried[faults[-1].kind] += 1
                         self.redrawn += attempts.answered_differently(number, self._sampled(number))
                     return
 
@@ -113,6 +111,7 @@ class Members:
         scores: dict[int, Score] = {}
         faults: defaultdict[int, list[SampleFault]] = defaultdict(list)
         open_ = list(range(len(lengths)))
+        retries = self._retries if len(lengths) > 1 else min(1, self._retries)  # one alone tells little
         while open_:
             for index, result in zip(open_, await score(open_), strict=True):
                 if isinstance(result, SampleFault):
@@ -126,7 +125,7 @@ class Members:
                 for index in open_
                 if index not in scores
                 and faults[index][-1].kind != "policy"
-                and self._may_score_again(len(faults[index]), of=len(lengths))
+                and len(faults[index]) <= retries
             ]
             if len(open_) == len(lengths) > 1 and len({faults[index][-1].likeness for index in open_}) == 1:
                 break  # all have failed in the same way
@@ -177,12 +176,7 @@ class Members:
         else:
             self.missing.append(failed)
 
-    def _may_score_again(self, tries: int, *, of: int) -> bool:
-        """Return whether an answer may be scored once more. One answer alone is scored twice at most."""
-        return tries <= (self._retries if of > 1 else min(1, self._retries))
-
     def _failure_score(self, others: Sequence[Score]) -> Score:
-        """Return the score of an answer that is itself at fault, beside those of the others."""
         chosen = self._failure_reward
         lowest = chosen if isinstance(chosen, float) else min((0.0, *(each.reward for each in others)))
         return Score(lowest, {"accuracy": 0.0} if any("accuracy" in each.metrics for each in others) else {})
@@ -223,12 +217,8 @@ class _Attempts:
         return fault
 
     def succeeded(self) -> None:
-        """What the samples need has worked for one."""
         self._has_succeeded = True
         self._mixed.set()
-
-    def last_fault(self, number: int) -> SampleFault | None:
-        return self.faults[number][-1] if number in self.faults else None
 
     async def may_try_again(self) -> bool:
         """Wait until a sample has succeeded, or two have failed in different ways, or all have failed. Return

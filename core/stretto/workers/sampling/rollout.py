@@ -43,7 +43,7 @@ from stretto.workers.sampling.session import VariantServices
 from stretto.workers.sampling.ticket_runner import TicketRunner
 from stretto.workers.sampling.verifier_client import VerifierClient
 
-_KEEP_ALIVE_S = 5.0  # the server delivers a ticket again that nobody reports for longer
+_KEEP_ALIVE_S = 5.0  # shorter than the wait after which the server delivers a ticket again
 _PROGRESS_S = 0.05  # one message for many tickets
 _DRAIN_POLL_S = 0.05
 

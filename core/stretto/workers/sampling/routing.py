@@ -39,7 +39,6 @@ class _Replica:
         """Whether it takes no new call."""
         self.load: EngineFigures | None = None
         self.own_samples = 0
-        """Samples of this process's calls."""
         self.other_samples = 0
         """Samples of other rollout workers' calls, from the latest figures."""
         self.scopes: list[anyio.CancelScope] = []
@@ -154,8 +153,6 @@ class Router:
         avoided, or its fullness is above 1 plus twice that of the other choice. Then they move to that one.
 
         Args:
-            affinity: a key that the calls of a session or conversation share; empty for none.
-            min_version: the policy version that the call requests.
             exact_version: for a call of an evaluation: the version that the workers lent to it serve. Other
                 calls go to workers that are not lent.
             samples: returns the number of the call's unfinished samples. It is called at the start and at the

@@ -92,7 +92,6 @@ class RolloutSession:
         self._services = services
         self._ticket = ticket
         self.away_clock = _Clock()
-        """The time in generation or at verifiers."""
         self.generate_clock, self.score_clock = _Clock(self.away_clock), _Clock(self.away_clock)
         """The time that the ticket spends in generation, and at verifiers."""
         self.tool_clock, self.environment_clock = _Clock(self.score_clock), _Clock(self.score_clock)
@@ -110,17 +109,13 @@ class RolloutSession:
             sampled=self._sampled_by,
         )
         self.images: TicketImages | None = None
-        """The ticket's images; None for a text model."""
         self.row_tools: Sequence[Mapping[str, Any]] = ()
-        """The tools in the row's column `tools`."""
         self._opened = ""
         """What the row's prompt opens of an answer."""
         self._turns: Counter[str] = Counter()
-        """Number of requests made in each conversation."""
         self._conversations: Counter[int | None] = Counter()
         """Number of conversations of each sample of `members`, and of those outside of it."""
         self._transcripts: dict[str, Transcript] = {}
-        """What was sampled in each conversation."""
         self._members_of: dict[str, int | None] = {}
         """The sample of `members` that each conversation belongs to."""
         self._alone: list[tuple[NDArray[np.int32], Answer]] = []

@@ -42,7 +42,6 @@ log = structlog.get_logger()
 _SLOW = 10
 """How many times as long an engine of low priority may take: it gets a tenth of a core that others want."""
 _CHARACTERS_PER_TOKEN = 4
-"""About the number of characters per token of text."""
 
 
 class TicketRunner:
@@ -194,7 +193,6 @@ class TicketRunner:
     async def _append(
         self, ticket: Ticket, wires: list[WireTrajectory], subject: str
     ) -> list[tuple[int, list[WireTrajectory]]]:
-        """Return the trajectories with the sequence numbers of their bundles."""
         stored: list[tuple[int, list[WireTrajectory]]] = []
         for number, bundle in enumerate(bundles_of(wires)):
             message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))

@@ -17,34 +17,30 @@ def wire_trajectories(
     ticket: Ticket, trajectories: Sequence[Trajectory], images_of_row: Sequence[str] = ()
 ) -> list[WireTrajectory]:
     """Return the trajectories of a ticket as messages, in their order."""
-    pairs = zip(sample_numbers(trajectories), trajectories, strict=True)
     return [
-        _wire(ticket, index, trajectory, sample, list(images_of_row))
-        for index, (sample, trajectory) in enumerate(pairs)
+        WireTrajectory(
+            id=f"{ticket.name}/{index}",
+            tokens=Array.of(each.tokens, np.int32),
+            loss_mask=Array.of(each.loss_mask, np.bool_),
+            logprobs=Array.of(each.logprobs, np.float32),
+            versions=Array.of(each.versions, np.int32),
+            reward=each.score.reward,
+            metrics=dict(each.score.metrics),
+            finish=each.finish,
+            engine=each.engine,
+            sample=sample,
+            images=_wire_images(each.images, list(images_of_row)),
+            kept_counts=None if each.kept is None else Array.of(each.kept.counts, np.uint16),
+            kept_ids=None if each.kept is None else Array.of(each.kept.ids, np.int32),
+        )
+        for index, (sample, each) in enumerate(zip(sample_numbers(trajectories), trajectories, strict=True))
     ]
 
 
-def _wire(
-    ticket: Ticket, index: int, trajectory: Trajectory, sample: int, of_row: list[str]
-) -> WireTrajectory:
-    images = trajectory.images
-    return WireTrajectory(
-        id=f"{ticket.name}/{index}",
-        tokens=Array.of(trajectory.tokens, np.int32),
-        loss_mask=Array.of(trajectory.loss_mask, np.bool_),
-        logprobs=Array.of(trajectory.logprobs, np.float32),
-        versions=Array.of(trajectory.versions, np.int32),
-        reward=trajectory.score.reward,
-        metrics=dict(trajectory.score.metrics),
-        finish=trajectory.finish,
-        engine=trajectory.engine,
-        sample=sample,
-        images=None
-        if images is None or list(images) == of_row
-        else tuple(of_row.index(name) if name in of_row else name for name in images),
-        kept_counts=None if trajectory.kept is None else Array.of(trajectory.kept.counts, np.uint16),
-        kept_ids=None if trajectory.kept is None else Array.of(trajectory.kept.ids, np.int32),
-    )
+def _wire_images(images: Sequence[str] | None, of_row: list[str]) -> tuple[str | int, ...] | None:
+    if images is None or list(images) == of_row:
+        return None
+    return tuple(of_row.index(name) if name in of_row else name for name in images)
 
 
 def expect_kept_tokens(trajectories: Sequence[Trajectory]) -> None:

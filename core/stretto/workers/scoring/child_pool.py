@@ -42,7 +42,6 @@ class Program:
     """How to start a child."""
 
     name: str
-    """Name of the child in messages."""
     argv: Sequence[str]
     """The command: in the sandbox, or under a guard (see `stretto.user_code.guard`)."""
     setup: bytes
@@ -52,7 +51,6 @@ class Program:
     folder: Path | None = None
     """Working folder; None for that of this process."""
     max_answer: int = MAX_FRAME
-    """Size in bytes of the largest answer to a question."""
 
 
 class ChildEnded(Exception):
@@ -79,7 +77,6 @@ class ChildPool:
         self._waiting = 0
         self._output = ChildOutput()
         self.calls = 0
-        """Questions that are not answered yet."""
         self.busy_s = 0.0
         """Seconds that the children spent on questions, summed over all children."""
 
@@ -211,8 +208,6 @@ class _Child:
         raise AssertionError("nobody cancels the shield")
 
     async def set_up(self) -> bytes:
-        """Send the first frame, and return the data that the child reports once it is ready. Kill it if it
-        fails."""
         name = self._program.name
         try:
             with anyio.fail_after(_START_S):
@@ -233,7 +228,6 @@ class _Child:
         return report.data
 
     async def ask(self, data: bytes) -> bytes:
-        """Send a frame, and return the content of the answer's frame."""
         assert self._process.stdin is not None
         number = secrets.randbits(64)
         try:

@@ -29,9 +29,7 @@ class Pause:
         self._what = what
         self._limit_s = limit_s
         self._failed = 0
-        """Number of calls that have failed in a row."""
         self._since = 0.0
-        """Time at which the pause began."""
         self._is_over = False
         """Whether a pause has ended without an answer."""
         self._turn = anyio.Lock()

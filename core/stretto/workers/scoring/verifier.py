@@ -89,7 +89,6 @@ class VerifierWorker:
             await anyio.sleep(_DRAIN_POLL_S)
 
     async def _serve(self) -> None:
-        """Serve the requests that the run needs. Each names the variant whose service it wants."""
         bus, subject = self._context.bus, self._context.subject
         if rewards := self._rewards:
             await bus.serve(
@@ -287,5 +286,4 @@ def _lost(error: str) -> SampleFault:
 
 
 def _ended(name: str, error: ChildEnded) -> SampleFault:
-    """The answer may have ended the child."""
     return SampleFault(f"{name} ended its process: {error}", "environment", f"{name} ended its process")

@@ -55,11 +55,8 @@ _DTYPES: Mapping[str, type[np.generic]] = {
 
 @dataclass(frozen=True)
 class _Media:
-    """What the model reads of the images of a sequence."""
-
     inputs: Mapping[str, Tensor]
     tokens: int
-    """Number of image tokens."""
 
 
 class BatchStore:
@@ -223,7 +220,6 @@ class BatchStore:
         return dict(zip(rows, parts if per_token else [part[0] for part in parts], strict=True))
 
     async def _request_missing(self, key: str, rows: Sequence[int]) -> None:
-        """Request from their owners the rows of a written column that this rank lacks."""
         missing = [row for row in rows if row not in self._call_columns.setdefault(key, {})]
         if not missing:
             return
@@ -329,7 +325,6 @@ class BatchStore:
         return _Media(inputs, vision.count(seen.ids))
 
     def _images_of(self, row: int) -> tuple[int, _Images | None]:
-        """Return the row of the dataset, and the images of the tokens."""
         ref = self._refs[row]
         if not self._placement.graph.samples:
             return ref.sequence, None
@@ -364,22 +359,19 @@ class BatchStore:
         )
 
     def _encode_all(self) -> None:
-        for row, ref in enumerate(self._refs):
-            self._source_columns[row] = self._encode(ref)
-
-    def _encode(self, ref: RowRef) -> _Row:
         assert self._source.encode is not None
-        with _name_row(ref.sequence):
-            row = self._dataset[ref.sequence]
-            tokenizer = self._tokenizer if self._vision is None else self._vision.of(row)
-            encoded = self._source.encode(row, ref.index, tokenizer)
-            tokens, mask = fitted(encoded, self._context.composed.config.dataset, self._positions)
-        return {"tokens": np.array(tokens), "loss_mask": np.array(mask), "group": ref.group}
+        for number, ref in enumerate(self._refs):
+            with _name_row(ref.sequence):
+                row = self._dataset[ref.sequence]
+                tokenizer = self._tokenizer if self._vision is None else self._vision.of(row)
+                encoded = self._source.encode(row, ref.index, tokenizer)
+                tokens, mask = fitted(encoded, self._context.composed.config.dataset, self._positions)
+            columns: _Row = {"tokens": np.array(tokens), "loss_mask": np.array(mask), "group": ref.group}
+            self._source_columns[number] = columns
 
 
 @contextmanager
 def _name_row(place: int) -> Generator[None]:
-    """Add the row of the dataset to an error's text."""
     try:
         yield
     except ConfigError as error:
@@ -400,7 +392,6 @@ def _columns_of(trajectory: WireTrajectory) -> _Row:
 
 
 def _join(columns: Mapping[str, list[Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the token columns and the sequence columns."""
     import torch
 
     tokens: dict[str, Tensor] = {}

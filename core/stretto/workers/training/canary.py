@@ -24,13 +24,8 @@ _SIDE = 56
 
 
 class Probe:
-    """The canary's text.
-
-    Args:
-        tokens: (S, C) int32, random.
-        image: the file of an image before them; empty for a model of text.
-        seen: what the model's processor makes of the image; None for a model of text.
-    """
+    """The canary's text: (S, C) int32 random tokens, and for a model that reads images the file of an image
+    before them, and what the model's processor makes of it."""
 
     def __init__(
         self, tokens: NDArray[np.int32], image: bytes = b"", seen: VisionPrompt | None = None

@@ -38,13 +38,8 @@ _Taken = tuple[Canary | str, "list[tuple[str, Tensor]] | WeightsNote | None"]
 
 
 class Publication:
-    """Publishes the versions of one engine.
-
-    Args:
-        probe: the canary's text, or why there is none.
-        publisher: None in the ranks that only take part in gathering the weights.
-        writer: the only thread that calls the publisher, except for weights that are not copied.
-    """
+    """Publishes the versions of one engine. `publisher` is None in the ranks that only take part in gathering
+    the weights. Only the thread `writer` calls it, except for weights that are not copied."""
 
     def __init__(
         self,
@@ -67,12 +62,8 @@ class Publication:
     ) -> Future[WeightsNote | None]:
         """Begin to publish the engine's current weights as a version. All ranks of the group call it; the
         result of ranks without a publisher is None. What the compute thread is asked for afterwards waits for
-        its part of the work.
-
-        Args:
-            needed: published versions that must stay available.
-            loaded: whether the engine has loaded its state since the last version, or this is the first one.
-        """
+        its part of the work. Published versions that are `needed` stay available. `loaded`: the engine has
+        loaded its state since the last version, or this is the first one."""
         taken = self._compute.submit(self._take, version, needed, loaded=loaded)
         return self._writer.submit(self._publish, taken, version, needed)
 

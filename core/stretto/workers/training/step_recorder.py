@@ -111,7 +111,6 @@ class RecordedStep:
     version: int
     figures: StepFigures
     ids: Sequence[str]
-    """Id of each row of the batch."""
     shown: Collection[str]
     """Ids of the rows that are recorded."""
 
@@ -180,5 +179,4 @@ class StepRecorder:
 
 
 def _shortened(values: NDArray[Any]) -> NDArray[Any]:
-    """Return one value if all are equal."""
     return values[:1] if len(values) and (values == values[0]).all() else values

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -32,24 +31,6 @@ from stretto.bus.messages import training as messages
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.inference import AskSharedRows, SharedRows
 from stretto.bus.messages.membership import AskRanks, Heartbeat, Ranks
-from stretto.bus.messages.training import (
-    AskMeetingPlace,
-    AskPublished,
-    AskSaved,
-    AskState,
-    CallDone,
-    Copied,
-    EndStep,
-    LoadCheckpoint,
-    Loaded,
-    MeetingPlace,
-    Prefetch,
-    Published,
-    Save,
-    Saved,
-    StepEnded,
-    TrainerState,
-)
 from stretto.bus.server import free_port
 from stretto.engine import TrainingEngine
 from stretto.errors import ConfigError, EngineError, Refused, one_job
@@ -79,9 +60,7 @@ _STATE = "algorithm.json"
 _START = "start_logprobs"
 _SHARED_VERSIONS = 8
 """Keep the shared rows of this many newest versions: an engine's swap may take longer than a train step."""
-_MEETING_S = (
-    600.0  # until all ranks have joined, and know where they meet: a cluster may start some much later
-)
+_MEETING_S = 600.0  # until all ranks know where they meet: a cluster may start some much later
 _RANK_DEADLINE_S = 24 * 3600.0  # of a request to another rank; the kernel notices a dead rank long before
 
 
@@ -90,7 +69,7 @@ class _Saving:
     version: int
     copied: Future[None]
     """Done when the models may change."""
-    saved: Future[Saved]
+    saved: Future[messages.Saved]
 
 
 class TrainerWorker:
@@ -106,15 +85,12 @@ class TrainerWorker:
         self._note: Future[WeightsNote | None] | None = None
         """The note of the version, when it is published; None in a group that publishes nothing."""
         self._shared_rows: dict[int, Future[SharedRows]] = {}
-        """Shared rows of the newest versions, by version."""
         self._saving: _Saving | None = None
-        """The newest checkpoint."""
         self._version = -1
         self._incarnation = 0
         self._step = -1
         """Version at which the newest step began."""
-        self._calls_done: dict[str, Future[CallDone]] = {}
-        """The calls of that step, by name."""
+        self._calls_done: dict[str, Future[messages.CallDone]] = {}
         self._ending = anyio.Lock()
         self._needed: dict[int, WeightsNote] = {}
         """Notes of published earlier versions that evaluations need."""
@@ -158,16 +134,16 @@ class TrainerWorker:
         try:
             await wire.open()
             await self._rows.open()
-            await self._serve("load", LoadCheckpoint, Loaded, self._load)
-            await self._serve("call", messages.RunCall, CallDone, self._call)
-            await self._serve("end", EndStep, StepEnded, self._end_step)
-            await self._serve("save", Save, Copied, self._save)
-            await self._serve("saved", AskSaved, Saved, self._send_saved, _join_saved)
-            await context.bus.subscribe(context.subject("prefetch"), Prefetch, self._prefetch)
+            await self._serve("load", messages.LoadCheckpoint, messages.Loaded, self._load)
+            await self._serve("call", messages.RunCall, messages.CallDone, self._call)
+            await self._serve("end", messages.EndStep, messages.StepEnded, self._end_step)
+            await self._serve("save", messages.Save, messages.Copied, self._save)
+            await self._serve("saved", messages.AskSaved, messages.Saved, self._send_saved, _join_saved)
+            await context.bus.subscribe(context.subject("prefetch"), messages.Prefetch, self._prefetch)
             if self._rank == 0:
-                await context.bus.serve(context.subject("state"), AskState, self._send_state)
+                await context.bus.serve(context.subject("state"), messages.AskState, self._send_state)
             if self._leads and self._rank == 0:
-                await context.bus.serve(context.subject("published"), AskPublished, self._send_note)
+                await context.bus.serve(context.subject("published"), messages.AskPublished, self._send_note)
                 await context.bus.serve(context.subject("shared_rows"), AskSharedRows, self._send_shared_rows)
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._recorder.run)
@@ -195,23 +171,22 @@ class TrainerWorker:
             return str(context.component_context.path("bus", f"{name}-{self._nonces[first]}.rendezvous"))
         if self._rank == 0:
             host = context.bus.local_address
-            place = MeetingPlace(f"tcp://{url_host(host)}:{free_port(host)}")
-            await context.bus.serve(
-                context.subject("meeting_place"), AskMeetingPlace, partial(self._send_meeting_place, place)
-            )
+            place = messages.MeetingPlace(f"tcp://{url_host(host)}:{free_port(host)}")
+
+            async def send_place(message: messages.AskMeetingPlace) -> messages.MeetingPlace:
+                context.check_lease(message.lease_epoch)
+                return place
+
+            await context.bus.serve(context.subject("meeting_place"), messages.AskMeetingPlace, send_place)
             return place.rendezvous
         answer = await context.bus.request(
             context.names.worker("trainer", first, self._nonces[first], "meeting_place"),
-            AskMeetingPlace(context.lease_epoch),
-            MeetingPlace,
+            messages.AskMeetingPlace(context.lease_epoch),
+            messages.MeetingPlace,
             who=first,
             deadline_s=_MEETING_S,
         )
         return answer.rendezvous
-
-    async def _send_meeting_place(self, place: MeetingPlace, message: AskMeetingPlace) -> MeetingPlace:
-        self._context.check_lease(message.lease_epoch)
-        return place
 
     def _make_publisher(self, wire: BusWire, *, sampling: bool) -> Publisher:
         context = self._context
@@ -280,7 +255,7 @@ class TrainerWorker:
 
     # ----------------------------------------------------------------------------- kernel's requests
 
-    async def _load(self, message: LoadCheckpoint) -> Loaded:
+    async def _load(self, message: messages.LoadCheckpoint) -> messages.Loaded:
         self._context.check_lease(message.lease_epoch)
         async with folder_to_load(message, self._context.component_context) as folder:
             for name, engine in self._engines.items():
@@ -295,23 +270,22 @@ class TrainerWorker:
             self._rows.end()
             self._version, self._shared_rows = message.version, {}
             if self._publication is None:
-                return Loaded(None, ())
+                return messages.Loaded(None, ())
             needed = await self._publication.again(message.needed, folder)
         self._needed = {note.version: note for note in needed}
         versions = [note.version for note in needed]
         self._note = self._publication.begin(self._version, versions, loaded=True)
-        return Loaded(await asyncio.wrap_future(self._note), needed)
+        return messages.Loaded(await asyncio.wrap_future(self._note), needed)
 
-    async def _save(self, message: Save) -> Copied:
+    async def _save(self, message: messages.Save) -> messages.Copied:
         self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
         self._saving = saving = _Saving(message.version, Future(), Future())
         self._tasks.start_soon(self._save_beside, message, saving)
         await asyncio.wrap_future(saving.copied)
-        return Copied()
+        return messages.Copied()
 
-    async def _save_beside(self, message: Save, saving: _Saving) -> None:
-        """Copy what belongs to a checkpoint, then write it while the next calls run."""
+    async def _save_beside(self, message: messages.Save, saving: _Saving) -> None:
         start = clock.now()
         uploaded: dict[str, str] = {}
         try:
@@ -320,12 +294,12 @@ class TrainerWorker:
                 saving.copied.set_result(None)
                 for write in writes:
                     await self._writer.run(write)
-            saving.saved.set_result(Saved(clock.now() - start, uploaded))
+            saving.saved.set_result(messages.Saved(clock.now() - start, uploaded))
         except Exception as error:  # noqa: BLE001 - the request fails with it
             log.error("checkpoint failed", version=message.version, error=str(error))
             (saving.saved if saving.copied.done() else saving.copied).set_exception(error)
 
-    async def _copy(self, message: Save, folder: str) -> list[Callable[[], object]]:
+    async def _copy(self, message: messages.Save, folder: str) -> list[Callable[[], object]]:
         """Copy the state of this rank's models, or write it. Return what writes the copies."""
         trained = [name for name in self._engines if self._graph.models[name].trainable]
         room = int(self._context.composed.config.checkpoint.copy_gb * 1e9) // max(1, len(trained))
@@ -341,18 +315,18 @@ class TrainerWorker:
             await self._publication.copy(message.needed, folder)
         return writes
 
-    async def _send_saved(self, message: AskSaved) -> Saved:
+    async def _send_saved(self, message: messages.AskSaved) -> messages.Saved:
         self._context.check_lease(message.lease_epoch)
         if self._saving is None or self._saving.version != message.version:
             raise Refused(self._context.worker, f"no checkpoint of version {message.version} is being saved")
         return await asyncio.wrap_future(self._saving.saved)
 
-    async def _send_state(self, message: AskState) -> TrainerState:
+    async def _send_state(self, message: messages.AskState) -> messages.TrainerState:
         self._context.check_lease(message.lease_epoch)
         async with self._ending:
-            return TrainerState(self._version, self._incarnation, tuple(self._needed.values()))
+            return messages.TrainerState(self._version, self._incarnation, tuple(self._needed.values()))
 
-    async def _call(self, message: messages.RunCall) -> CallDone:
+    async def _call(self, message: messages.RunCall) -> messages.CallDone:
         """Run a call, unless a former kernel has asked for it."""
         self._context.check_lease(message.lease_epoch)
         former = self._calls_done.get(message.name) if message.version == self._step else None
@@ -367,7 +341,7 @@ class TrainerWorker:
                 former.set_exception(error)
         return await asyncio.wrap_future(former)
 
-    async def _run(self, message: messages.RunCall) -> CallDone:
+    async def _run(self, message: messages.RunCall) -> messages.CallDone:
         self._incarnation = message.incarnation
         call = self._calls[message.name]
         await self._rows.begin(message.version, message.rows)
@@ -376,13 +350,13 @@ class TrainerWorker:
         statistics = await self._run_call(call)
         seconds = clock.now() - start
         self._busy_s += seconds
-        return CallDone(dict(statistics), seconds)
+        return messages.CallDone(dict(statistics), seconds)
 
-    async def _end_step(self, message: EndStep) -> StepEnded:
+    async def _end_step(self, message: messages.EndStep) -> messages.StepEnded:
         self._context.check_lease(message.lease_epoch)
         async with self._ending:
             if message.version == self._step == self._version - 1:  # a former kernel has asked for it
-                return StepEnded()
+                return messages.StepEnded()
             self._expect(message.version)
             if self._leads and self._bounds_divergence:
                 self._shared_rows.pop(self._version - _SHARED_VERSIONS + 1, None)
@@ -392,16 +366,15 @@ class TrainerWorker:
             self._version += 1
             if self._publication is not None:
                 self._note = self._publication.begin(self._version, message.needed)
-            return StepEnded()
+            return messages.StepEnded()
 
     def _keep_note(self, needed: Sequence[int]) -> None:
-        """Keep the notes of the needed versions, of the present one too."""
         note = self._note
         if note is not None and note.done() and note.exception() is None and (known := note.result()):
             self._needed[self._version] = known
         self._needed = {each: self._needed[each] for each in needed if each in self._needed}
 
-    async def _send_note(self, message: AskPublished) -> Published:
+    async def _send_note(self, message: messages.AskPublished) -> messages.Published:
         """Return the note of a version when it is published, and its shared rows are scored."""
         self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
@@ -410,9 +383,9 @@ class TrainerWorker:
         assert note is not None, "rank 0 publishes"
         if shared_rows := self._shared_rows.get(message.version):
             await asyncio.wrap_future(shared_rows)
-        return Published(note)
+        return messages.Published(note)
 
-    async def _prefetch(self, message: Prefetch) -> None:
+    async def _prefetch(self, message: messages.Prefetch) -> None:
         await self._rows.prefetch(message.rows, complete=message.complete)
 
     @property
@@ -484,7 +457,6 @@ class TrainerWorker:
         return starts
 
     def _steps(self, call: Call) -> Iterator[list[int]]:
-        """Yield this rank's rows of every optimizer step of a train call."""
         assert call.loss is not None
         lengths, groups = self._rows.lengths, self._rows.groups
         seed = abs(self._context.composed.config.seed)
@@ -556,9 +528,9 @@ class TrainerWorker:
             self._recorder.add(RecordedStep(self._incarnation, self._version, kept, ids, shown))
 
 
-def _join_saved(own: Saved, others: Sequence[Saved]) -> Saved:
+def _join_saved(own: messages.Saved, others: Sequence[messages.Saved]) -> messages.Saved:
     uploaded = {name: value for each in (own, *others) for name, value in each.uploaded.items()}
-    return Saved(own.seconds, uploaded)
+    return messages.Saved(own.seconds, uploaded)
 
 
 def _over_steps(name: str, values: Sequence[float]) -> float:
