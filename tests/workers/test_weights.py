@@ -1,4 +1,4 @@
-"""Weights on their way from trainer to engine: the transports, what a worker does with them, and runs in
+"""Weights on their way from trainer to engine: the transports, what a worker does with them, and a run in
 which something goes wrong with them on purpose."""
 
 from __future__ import annotations
@@ -19,26 +19,15 @@ import pytest
 import torch
 
 from bus_testing import until, welcome
-from fixture_types import Models, OpenBus, Start
+from fixture_types import OpenBus, Start
 from patience import patience
 from stretto import Context
 from stretto.array import Array
-from stretto.bus.client import Bus, connect
-from stretto.bus.messages.inference import (
-    AskSharedRows,
-    ChunkBatch,
-    Drift,
-    Generate,
-    ScoredRow,
-    SharedRows,
-    Swap,
-    SwapDone,
-)
+from stretto.bus.client import Bus
+from stretto.bus.messages import inference as messages
+from stretto.bus.messages.inference import ChunkBatch, Drift, SharedRows, SwapDone
 from stretto.bus.messages.membership import WorkerProcess
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import GroupDone, GroupFailed
-from stretto.bus.server import Bootstrap, NatsServer, lock_run
-from stretto.config import BusConfig
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError
 from stretto.models.digest import digest_of, tensor_hash
@@ -65,24 +54,17 @@ def context(worker: str) -> Context:
 # ------------------------------------------------------------------------------------------- file
 
 
-def file_subscriber() -> FileSubscriber:
-    return FileSubscriber(RunFolders(context("inference-0"), None))
-
-
 def ends(folder: Path, *, keep: int = 3, shard_gb: float = 2.0) -> tuple[FolderPublisher, FileSubscriber]:
-    return FolderPublisher(folder / "versions", keep, shard_gb), file_subscriber()
+    subscriber = FileSubscriber(RunFolders(context("inference-0"), None))
+    return FolderPublisher(folder / "versions", keep, shard_gb), subscriber
 
 
 async def test_a_copy_leaves_the_workers_other_folders(tmp_path: Path) -> None:
     publisher = FolderPublisher(tmp_path / "versions", 3, 2.0, deltas=True)
     notes = [publisher.publish(version, iter(halves(version))) for version in range(2)]
-    delta, whole = notes[1].fetched_bytes, notes[0].fetched_bytes
-    assert (
-        0
-        < delta
-        < whole
-        == sum(file.stat().st_size for file in (tmp_path / "versions").rglob("*v00000000/*.safetensors"))
-    )
+    files = (tmp_path / "versions").rglob("*v00000000/*.safetensors")
+    whole = sum(file.stat().st_size for file in files)
+    assert 0 < notes[1].fetched_bytes < notes[0].fetched_bytes == whole
     folders = RunFolders(context("inference-0"), str(tmp_path / "own"))
     merged = folders.own("whole")
     subscriber = FileSubscriber(folders)
@@ -111,11 +93,10 @@ async def test_frozen_tensors_are_written_and_hashed_once(tmp_path: Path) -> Non
             damaged[-1] ^= 1
             frozen.write_bytes(damaged)
             os.utime(frozen, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(WeightsError, match=r"is not the announced one: \['b.c'\] differ"):
-        await file_subscriber().receive(notes[2])  # one that has not hashed it
-    frozen.touch()
-    with pytest.raises(WeightsError, match=r"is not the announced one: \['b.c'\] differ"):
-        await subscriber.receive(notes[2])  # to this one it is another file now
+    frozen.touch()  # to the subscriber that has hashed it, it is another file now
+    for each in (subscriber, ends(tmp_path)[1]):
+        with pytest.raises(WeightsError, match=r"is not the announced one: \['b.c'\] differ"):
+            await each.receive(notes[2])
 
 
 @pytest.mark.parametrize("section", [FileTransportConfig, BusTransportConfig, CollectiveConfig])
@@ -165,9 +146,7 @@ async def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     publisher, subscriber = ends(tmp_path)
     notes = [publisher.publish(version, iter(tensors(1.0))) for version in range(2)]
     assert notes[0].digest == notes[1].digest
-    with pytest.raises(
-        WeightsError, match=r"version 1 .* is not the announced one: its manifest is of version 0"
-    ):
+    with pytest.raises(WeightsError, match=r"version 1 .* announced one: its manifest is of version 0"):
         await subscriber.receive(msgspec.structs.replace(notes[1], address=notes[0].address))
 
 
@@ -176,9 +155,8 @@ async def test_a_manifest_names_files_of_its_folder_only(tmp_path: Path, name: s
     publisher, subscriber = ends(tmp_path)
     note = publisher.publish(1, iter(tensors(1.0)))
     file = Path(note.address, "manifest.json")
-    file.write_text(
-        file.read_text().replace("model-00000.safetensors", msgspec.json.encode(name)[1:-1].decode())
-    )
+    written = msgspec.json.encode(name)[1:-1].decode()
+    file.write_text(file.read_text().replace("model-00000.safetensors", written))
     with pytest.raises(WeightsError, match=r"version 1 at .* has a file .*; expected plain names"):
         await subscriber.receive(note)
 
@@ -209,9 +187,7 @@ async def test_a_folder_that_others_can_enter_is_not_used(tmp_path: Path) -> Non
     note = publisher.publish(1, iter(tensors(1.0)))
     for folder in (root, Path(note.address)):
         folder.chmod(0o750)
-        with pytest.raises(
-            WeightsError, match=f"version 1 at .*{folder.name} is not private: it has mode 750"
-        ):
+        with pytest.raises(WeightsError, match=f"version 1 at .*{folder.name} is not private: .* mode 750"):
             await subscriber.receive(note)
         folder.chmod(0o700)
     Path(tmp_path / "link").symlink_to(root)
@@ -278,42 +254,29 @@ class Given(WorkerContext):
 
 def worker_context(bus: Bus, worker: str, nonce: str, **sections: Any) -> Given:
     role: Any = worker.partition("-")[0]
-    return Given(
-        bus, Subjects("test-run"), worker, role, nonce, welcome("test-run", 0, **sections), HostProcess()
-    )
+    given = welcome("test-run", 0, **sections)
+    return Given(bus, Subjects("test-run"), worker, role, nonce, given, HostProcess())
+
+
+def none(_: int) -> bool:
+    return False
 
 
 class Tampered:
-    """A wire on which something happens to answers."""
+    """A wire that damages some answers, by their number, and on which no transfer may be asked for."""
 
-    def __init__(self, wire: Wire, happens: Callable[[int, bytes], bytes]) -> None:
-        self._wire = wire
-        self._happens = happens
+    def __init__(self, wire: Wire, damages: Callable[[int], bool], *, is_deaf: bool = False) -> None:
+        self._wire, self._damages, self._is_deaf = wire, damages, is_deaf
+        self.address, self.limit, self.answer = wire.address, wire.limit, wire.answer
         self.asked = 0
-
-    @property
-    def address(self) -> str:
-        return self._wire.address
-
-    @property
-    def limit(self) -> int:
-        return self._wire.limit
-
-    def answer(self, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
-        self._wire.answer(handler)
 
     async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
         self.asked += 1
         number = self.asked
-        return self._happens(number, await self._wire.ask(address, question, deadline_s=deadline_s))
-
-
-def as_it_is(_: int, data: bytes) -> bytes:
-    return data
-
-
-def damaged(data: bytes) -> bytes:
-    return data[:-1] + bytes([data[-1] ^ 1])
+        if self._is_deaf and b"send" in question:
+            await anyio.sleep_forever()
+        data = await self._wire.ask(address, question, deadline_s=deadline_s)
+        return data[:-1] + bytes([data[-1] ^ 1]) if self._damages(number) else data
 
 
 BIG = [("big", torch.arange(20_000, dtype=torch.float32)), *tensors(1.0)]  # 80 pieces of a KiB, or some more
@@ -329,8 +292,8 @@ class BusEnds:
         self.publisher = BusTransport(config, context("trainer-0")).publisher(self.wire)
         self._receiving = BusTransport(config, context("inference-0"))
 
-    def subscriber(self, happens: Callable[[int, bytes], bytes] = as_it_is) -> tuple[Subscriber, Tampered]:
-        wire = Tampered(BusWire(worker_context(self._inference, "inference-0", "x")), happens)
+    def subscriber(self, damages: Callable[[int], bool] = none) -> tuple[Subscriber, Tampered]:
+        wire = Tampered(BusWire(worker_context(self._inference, "inference-0", "x")), damages)
         return self._receiving.subscriber(wire), wire
 
 
@@ -363,24 +326,16 @@ async def test_bus_carries_a_version_piece_by_piece(open_bus: OpenBus, tmp_path:
         assert list(tmp_path.glob("stretto-r-*")) == []
 
 
-async def test_bus_asks_again_for_a_damaged_piece_alone(open_bus: OpenBus, tmp_path: Path) -> None:
-    async with bus_ends(open_bus, tmp_path) as made:
-        note = made.publisher.publish(0, iter(BIG))
-        plain, all_well = made.subscriber()
-        (await plain.receive(note)).close()
-        subscriber, wire = made.subscriber(lambda number, data: damaged(data) if number in (7, 20) else data)
-        update = await subscriber.receive(note)
-        assert wire.asked == all_well.asked + 2
-        assert torch.equal(update.tensors()["big"], BIG[0][1])
-
-
-async def test_bus_goes_on_with_the_pieces_that_are_missing(open_bus: OpenBus, tmp_path: Path) -> None:
+async def test_bus_asks_again_only_for_damaged_or_missing_pieces(open_bus: OpenBus, tmp_path: Path) -> None:
     broken = True
     async with bus_ends(open_bus, tmp_path, in_flight=2) as made:
         note = made.publisher.publish(0, iter(BIG))
         plain, all_well = made.subscriber()
         (await plain.receive(note)).close()
-        subscriber, wire = made.subscriber(lambda n, data: damaged(data) if broken and n > 40 else data)
+        subscriber, wire = made.subscriber(lambda number: number in (7, 20))
+        (await subscriber.receive(note)).close()
+        assert wire.asked == all_well.asked + 2
+        subscriber, wire = made.subscriber(lambda number: broken and number > 40)
         with pytest.raises(WeightsError, match=r"version 0 from trainer-0/first: a piece of .* damaged 3"):
             await subscriber.receive(note)
         broken, before = False, wire.asked
@@ -399,14 +354,18 @@ def halves(version: int) -> list[tuple[str, torch.Tensor]]:
     return [("big", values.bfloat16())]
 
 
-async def test_bus_asks_for_the_delta_again_and_keeps_what_it_changes(
-    open_bus: OpenBus, tmp_path: Path
-) -> None:
+async def test_a_delta_is_asked_for_again_and_kept_files_stay(open_bus: OpenBus, tmp_path: Path) -> None:
+    """A server that starts again loads the version that it served, while the next one is on its way."""
     broken_from = 10**6
     async with bus_ends(open_bus, tmp_path, in_flight=2) as made:
         notes = [made.publisher.publish(version, iter(halves(version))) for version in range(2)]
-        subscriber, wire = made.subscriber(lambda n, data: damaged(data) if n > broken_from else data)
-        (await subscriber.receive(notes[0])).close()
+        subscriber, wire = made.subscriber(lambda number: number > broken_from)
+        update = await subscriber.receive(notes[0])
+        assert update.folder is not None
+        (kept := tmp_path / "kept").mkdir()
+        for file in update.folder.iterdir():
+            os.link(file, kept / file.name)
+        update.close()
         whole, broken_from = wire.asked, wire.asked + 3
         with pytest.raises(WeightsError, match=r"version 1 .*: a piece of .* damaged 3"):
             await subscriber.receive(notes[1])
@@ -414,27 +373,7 @@ async def test_bus_asks_for_the_delta_again_and_keeps_what_it_changes(
         update = await subscriber.receive(notes[1])
         assert 5 < wire.asked - before < whole / 2
         assert torch.equal(update.tensors()["big"], halves(1)[0][1])
-        update.close()
-
-
-async def test_files_that_an_engine_keeps_of_a_version_stay_as_they_are(
-    open_bus: OpenBus, tmp_path: Path
-) -> None:
-    """A server that starts again loads the version that it served, while the next one is on its way."""
-    async with bus_ends(open_bus, tmp_path) as made:
-        notes = [made.publisher.publish(version, iter(halves(version))) for version in range(2)]
-        subscriber, _ = made.subscriber()
-        kept = tmp_path / "kept"
-        kept.mkdir()
-        update = await subscriber.receive(notes[0])
-        assert update.folder is not None
-        for file in update.folder.iterdir():
-            os.link(file, kept / file.name)
-        update.close()
-        newer = await subscriber.receive(notes[1])
-        assert torch.equal(newer.tensors()["big"], halves(1)[0][1])
-        old = open_version(notes[0], kept)
-        assert torch.equal(old.tensors()["big"], halves(0)[0][1])
+        assert torch.equal(open_version(notes[0], kept).tensors()["big"], halves(0)[0][1])
 
 
 async def test_bus_says_what_is_gone_and_who_is_silent(open_bus: OpenBus, tmp_path: Path) -> None:
@@ -455,39 +394,16 @@ async def test_bus_says_what_is_gone_and_who_is_silent(open_bus: OpenBus, tmp_pa
 # ------------------------------------------------------------------------------------- collective
 
 
-class Deaf:
-    """A wire on which no transfer is ever asked for."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self.address, self.limit, self.answer = wire.address, wire.limit, wire.answer
-
-    async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
-        if b"send" in question:
-            await anyio.sleep_forever()
-        return await self._wire.ask(address, question, deadline_s=deadline_s)
-
-
-async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
-    open_bus: OpenBus, tmp_path: Path
-) -> None:
-    config = CollectiveConfig(
-        use="collective",
-        backend="auto",
-        folder=str(tmp_path),
-        bucket_mb=1,
-        deadline_s=patience(5),
-        keep=2,
-        shard_gb=0.002,
-    )
+async def test_collective_carries_versions_and_leaves_nothing(open_bus: OpenBus, tmp_path: Path) -> None:
+    options: Any = {"folder": str(tmp_path), "bucket_mb": 1, "keep": 2, "shard_gb": 0.002}
+    config = CollectiveConfig(use="collective", backend="auto", deadline_s=patience(5), **options)
     big = [("big", torch.arange(700_000)), ("half", torch.arange(300_000).bfloat16()), *tensors(1.0)]
     async with open_bus("trainer") as trainer, open_bus("inference") as inference:
         wire = BusWire(worker_context(trainer, "trainer-0", "first"))
         asking = BusWire(worker_context(inference, "inference-0", "x"))
         publisher = CollectiveTransport(config, context("trainer-0")).publisher(wire)
         await wire.open()
-        receiving = CollectiveTransport(config, context("inference-0"))
-        subscriber = receiving.subscriber(asking)
+        subscriber = CollectiveTransport(config, context("inference-0")).subscriber(asking)
         notes = [publisher.publish(version, iter(big), [1]) for version in range(4)]
         for note in notes[1:]:
             update = await subscriber.receive(note)
@@ -499,7 +415,8 @@ async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
         with pytest.raises(WeightsError, match=r"version 0 is not here \(any more\); the newest is 3"):
             await subscriber.receive(notes[0])
         hasty = msgspec.structs.replace(config, deadline_s=patience(0.3))
-        deaf = CollectiveTransport(hasty, context("inference-1")).subscriber(Deaf(asking))
+        deaf_wire = Tampered(asking, none, is_deaf=True)
+        deaf = CollectiveTransport(hasty, context("inference-1")).subscriber(deaf_wire)
         with pytest.raises(WeightsError, match="version 2 from trainer-0/first was not received"):
             await deaf.receive(notes[2])
         deaf.close()
@@ -606,13 +523,9 @@ class Worker:
     """An inference worker under test, with a kernel and a rollout worker around it."""
 
     def __init__(self, engine: Told, publisher: FolderPublisher, kernel: Bus, rollout: Bus) -> None:
-        self.engine = engine
-        self._publisher = publisher
-        self._kernel = kernel
-        self._subject = Subjects("test-run").worker("inference", "inference-0", "x", "swap")
+        self.engine, self._publisher, self._kernel, self._rollout = engine, publisher, kernel, rollout
         self.heard: list[tuple[int, int, list[int]]] = []
         """(sample, position, versions) of every chunk that has left."""
-        self._rollout = rollout
         self._numbers = itertools.count()
 
     async def open(self) -> None:
@@ -625,15 +538,14 @@ class Worker:
         return msgspec.structs.replace(note, canary=canary)
 
     async def swap(self, note: WeightsNote, *, exact: bool = False) -> SwapDone:
-        swap = Swap(0, next(self._numbers), note, exact, trainer=WorkerProcess("trainer-0", "t"))
-        return await self._kernel.request(
-            self._subject, swap, SwapDone, who="inference-0", deadline_s=patience()
-        )
+        swap = messages.Swap(0, next(self._numbers), note, exact, trainer=WorkerProcess("trainer-0", "t"))
+        subject = Subjects("test-run").worker("inference", "inference-0", "x", "swap")
+        return await self._kernel.request(subject, swap, SwapDone, who="inference-0", deadline_s=patience())
 
     async def ask(self, id: str, exact_version: int | None = None) -> None:
         request = GenerateRequest(id, Array.of(np.ones(1, np.int32)), (1, 2), Sampling(), 0)
         subject = Subjects("test-run").worker("inference", "inference-0", "x", "generate")
-        await self._rollout.publish(subject, Generate(request, self._rollout.inbox, exact_version))
+        await self._rollout.publish(subject, messages.Generate(request, self._rollout.inbox, exact_version))
 
     async def until(self, count: int) -> list[tuple[int, int, list[int]]]:
         await until(lambda: len(self.heard) >= count)
@@ -669,9 +581,7 @@ TEXT = Array.of(np.ones((1, 3), np.int32))
 CANARY = Canary(TEXT, Array.of(np.array([[-1.0, -2.0]], np.float32)))
 
 
-async def test_what_a_version_says_is_held_until_it_is_known_to_be_the_announced_one(
-    open_bus: OpenBus, tmp_path: Path
-) -> None:
+async def test_chunks_of_a_version_wait_until_it_is_verified(open_bus: OpenBus, tmp_path: Path) -> None:
     async with inference_worker(open_bus, tmp_path) as worker:
         engine, scored, swapped = worker.engine, anyio.Event(), anyio.Event()
         answers: list[SwapDone] = []
@@ -713,9 +623,7 @@ async def test_a_worker_lent_to_an_evaluation_samples_for_it_alone(open_bus: Ope
         await did("take q", "swap 2")
         assert (await worker.swap(notes[1], exact=True)).report.version == 1  # back to an older version
         await did("abort q", "swap 1")
-        engine.say(
-            0, 0, 1
-        )  # sampled before the engine heard of the abort, and by weights that are not for it
+        engine.say(0, 0, 1)  # sampled before the engine heard of the abort, by weights that are not for it
         await worker.ask("train")  # its asker has not heard either
         await worker.ask("other evaluation", 0)
         await worker.ask("evaluation", 1)
@@ -730,9 +638,7 @@ async def test_a_worker_lent_to_an_evaluation_samples_for_it_alone(open_bus: Ope
         assert len(worker.heard) == 1
 
 
-async def test_a_worker_that_serves_an_evaluations_version_already_loads_nothing(
-    open_bus: OpenBus, tmp_path: Path
-) -> None:
+async def test_a_version_that_is_served_already_is_not_loaded(open_bus: OpenBus, tmp_path: Path) -> None:
     async with inference_worker(open_bus, tmp_path) as worker:
         note = worker.note(0)
         await worker.swap(note)
@@ -743,9 +649,7 @@ async def test_a_worker_that_serves_an_evaluations_version_already_loads_nothing
         assert worker.engine.did == ["take q", "swap 0", "abort q", "take evaluation", "abort evaluation"]
 
 
-async def test_a_worker_answers_nobody_while_it_is_between_training_and_an_evaluation(
-    open_bus: OpenBus, tmp_path: Path
-) -> None:
+async def test_between_training_and_evaluation_it_answers_nobody(open_bus: OpenBus, tmp_path: Path) -> None:
     async with inference_worker(open_bus, tmp_path) as worker:
         engine, notes = worker.engine, [worker.note(version) for version in range(2)]
         await worker.swap(notes[1])
@@ -803,9 +707,7 @@ async def nothing_like_it() -> list[Any]:
     return [np.array([-1.0, np.nan], np.float32)]
 
 
-async def test_a_drift_is_told_and_ends_what_must_not_go_on_with_it(
-    open_bus: OpenBus, tmp_path: Path
-) -> None:
+async def test_a_drift_is_reported_and_may_be_a_fault(open_bus: OpenBus, tmp_path: Path) -> None:
     async with inference_worker(open_bus, tmp_path / "warn") as worker:
         worker.engine.score = nothing_like_it
         done = await worker.swap(worker.note(0, CANARY))
@@ -828,11 +730,11 @@ async def test_a_drift_is_told_and_ends_what_must_not_go_on_with_it(
 async def test_samples_do_not_wait_for_the_engines_error(open_bus: OpenBus, tmp_path: Path) -> None:
     """k3 of d = 0.5 and 0 nats is 0.106531 and 0."""
     tokens, trained = Array.of(np.ones(3, np.int32)), Array.of(np.ones(2, np.bool_))
-    rows = (ScoredRow(tokens, trained, Array.of(np.array([-1.0, -2.0], np.float32))),)
+    rows = (messages.ScoredRow(tokens, trained, Array.of(np.array([-1.0, -2.0], np.float32))),)
     asked, scored = anyio.Event(), anyio.Event()
     answers: list[SwapDone] = []
 
-    async def shared(message: AskSharedRows) -> SharedRows:
+    async def shared(message: messages.AskSharedRows) -> SharedRows:
         return SharedRows(rows if message.version else ())
 
     async def score() -> list[Any]:
@@ -843,7 +745,7 @@ async def test_samples_do_not_wait_for_the_engines_error(open_bus: OpenBus, tmp_
     bounded = {"max_divergence": 0.01}
     async with open_bus("trainer") as trainer, inference_worker(open_bus, tmp_path, bounded) as worker:
         subject = Subjects("test-run").worker("trainer", "trainer-0", "t", "shared_rows")
-        await trainer.serve(subject, AskSharedRows, shared)
+        await trainer.serve(subject, messages.AskSharedRows, shared)
         worker.engine.score = score
 
         async def swap() -> None:
@@ -863,17 +765,12 @@ async def test_samples_do_not_wait_for_the_engines_error(open_bus: OpenBus, tmp_
         assert (done.fault, done.engine_kl, done.rows_unscored) == ("", None, "it keeps no logits")
 
 
-# ------------------------------------------------------------------------------------- whole runs
+# ------------------------------------------------------------------------------------- a whole run
 
-BROKEN = '''
-"""From version 2 on, something is wrong with the weights; what is then sampled must not be trained on."""
+ALTERING = '''
+"""A transport that alters tensors from version 2 on, and an engine that says what it has loaded."""
 
-from dataclasses import dataclass
-from typing import Any
-
-import anyio
 import msgspec
-import numpy as np
 
 from stretto import Component, hookimpl
 from stretto.models.digest import digest_of, tensor_hash
@@ -883,40 +780,19 @@ from stretto_mock.inference import MockInference
 
 
 class Honest(MockInference):
-    """Says what it has loaded; where that is broken, it samples a while with it before it does."""
-
     async def swap(self, update):
         report = await super().swap(update)
-        if update.note.version >= 2:
-            before = self._generated
-            with anyio.move_on_after(1):
-                while self._generated < before + 500:
-                    await anyio.sleep(0.01)
         hashes = {name: tensor_hash(tensor) for name, tensor in update.tensors().items()}
         return msgspec.structs.replace(report, digest=digest_of(hashes.items()), hashes=hashes)
-
-
-class Drifting(Honest):
-    async def logprobs(self, sequences):
-        drift = 0.5 if self._version >= 2 else 0.001
-        return [np.full(len(tokens) - 1, -drift, np.float32) for tokens in sequences]
-
-
-@dataclass
-class Altered:
-    update: Any
-
-    def __getattr__(self, name):
-        return getattr(self.update, name)
-
-    def tensors(self):
-        return {name: tensor + 1 for name, tensor in self.update.tensors().items()}
 
 
 class AlteringSubscriber(FileSubscriber):
     async def receive(self, note):
         update = await super().receive(note)
-        return Altered(update) if note.version >= 2 else update
+        if note.version >= 2:
+            altered = {name: tensor + 1 for name, tensor in update.tensors().items()}
+            update.tensors = lambda: altered
+        return update
 
 
 class Altering(FileTransport):
@@ -932,49 +808,17 @@ def stretto_weights():
 @hookimpl
 def stretto_inference():
     yield Component("honest", Honest, MockInferenceConfig, "says what it loads", needs_model=False)
-    yield Component("drifting", Drifting, MockInferenceConfig, "drifts", needs_model=False)
 '''
 
 
-async def newest_in_the_log(run: Any) -> int:
-    """Newest version of any token of any group that reached the log."""
-    folder, names = run.folder / "bus", Subjects(run.summary()["run"])
-    lock = lock_run(folder)
-    server = await NatsServer.start(folder, run.summary()["run"], BusConfig(), run.folder / "logs")
-    async with connect(Bootstrap.read(folder / "kernel.json")) as bus:
-        last = await bus.store.last_sequence(names.log_stream, names.groups)
-        newest = -1
-        async for sequence, group in bus.store.follow(
-            names.log_stream, names.groups, GroupDone | GroupFailed, start=1
-        ):
-            if isinstance(group, GroupDone):
-                newest = max(newest, *(member.newest for member in group.members))
-            if sequence == last:
-                break
-    await server.stop()
-    lock.close()
-    return newest
-
-
-ALTERED = r"inference-0: the engine does not serve version (\d+) as the trainer .*: 'steps' differ"
-DRIFTS = r"inference-0: the canary of version (\d+) drifts by 0.5 .*; inference.canary.bound is 0.05"
-
-
-@pytest.mark.parametrize("reason", [ALTERED, pytest.param(DRIFTS, marks=pytest.mark.slow)])
-async def test_weights_that_are_not_the_announced_ones_end_the_run_before_they_are_trained_on(
-    start: Start, tiny_models: Models, tmp_path: Path, reason: str
-) -> None:
+def test_weights_that_are_not_the_announced_ones_end_the_run(start: Start, tmp_path: Path) -> None:
     """Other faults of a swap reach the kernel in the same way: as the `fault` of the worker's answer."""
-    (tmp_path / "broken.py").write_text(BROKEN)
-    engine = ("inference=honest", "weights=altering")
-    if reason == DRIFTS:
-        canary = "inference.canary={on_drift: stop, bound: 0.05}"
-        engine = (f"model={tiny_models('qwen2')}", "inference=drifting", canary)
-    run = start(f"plugins=[{tmp_path}/broken.py]", *engine)
+    (tmp_path / "altering.py").write_text(ALTERING)
+    run = start(f"plugins=[{tmp_path}/altering.py]", "inference=honest", "weights=altering")
     assert run.end() == 1, run.text()
     summary = run.assert_balanced()
-    found = re.search(reason, summary["reason"])
+    altered = r"inference-0: the engine does not serve version (\d+) as the trainer .*: 'steps' differ"
+    found = re.search(altered, summary["reason"])
     assert found, summary["reason"]
     assert 2 <= int(found[1]) <= summary["version"]
-    assert await newest_in_the_log(run) <= 1
     run.assert_nothing_is_left()
