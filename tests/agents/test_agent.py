@@ -68,11 +68,8 @@ async def test_a_chat_goes_on_token_by_token(tokenizer: PolicyTokenizer) -> None
         assert first.usage
         assert first.usage.prompt_tokens == len(prompt)
         assert first.usage.completion_tokens == len(answer)
-        messages: list[Any] = [
-            USER,
-            choice.message,
-            {"role": "user", "content": [{"type": "text", "text": "and?"}]},
-        ]
+        parts: Any = {"role": "user", "content": [{"type": "text", "text": "and?"}]}
+        messages = [USER, cast(Any, choice.message), parts]
         second = await client.chat.completions.create(model="gpt-9", messages=messages, logprobs=True)
         assert second.choices[0].logprobs
         assert second.choices[0].logprobs.content
@@ -88,9 +85,7 @@ async def test_a_chat_goes_on_token_by_token(tokenizer: PolicyTokenizer) -> None
     assert session.conversation_ids == ["a0c1", "a0c1"]
 
 
-async def test_a_history_that_was_rewritten_and_calls_at_once_begin_chats_of_their_own(
-    tokenizer: PolicyTokenizer,
-) -> None:
+async def test_rewritten_histories_and_calls_at_once_begin_new_chats(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer)
     async with agent_of(session) as (client, recorder):
         create = client.chat.completions.create
@@ -337,9 +332,7 @@ async def test_other_errors_have_their_status(tokenizer: PolicyTokenizer) -> Non
         (b'{"messages": [{"role": "user", "content": "' + b"x" * 5_000_000 + b'"}]}', "a text of 50000"),
     ],
 )
-async def test_a_body_that_no_policy_can_read_is_a_bad_request(
-    tokenizer: PolicyTokenizer, body: bytes, message: str
-) -> None:
+async def test_an_unreadable_body_is_refused(tokenizer: PolicyTokenizer, body: bytes, message: str) -> None:
     session = FakeSession(tokenizer)
     async with agent_of(session) as (client, _):
         with pytest.raises(openai.BadRequestError, match=re.escape(message)):
@@ -559,9 +552,7 @@ time.sleep(100)
 
 
 @SANDBOXED
-async def test_many_agents_that_are_killed_leave_no_sockets(
-    tokenizer: PolicyTokenizer, tmp_path: Path
-) -> None:
+async def test_many_killed_agents_leave_no_sockets(tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
     (tmp_path / "hold.py").write_text(HOLD)
     session = FakeSession(tokenizer)
     session.group_size = 12
@@ -699,33 +690,6 @@ def test_a_function_trains(start: Callable[..., Any], tmp_path: Path) -> None:
         assert line["reward/chats"] == 1
 
 
-@pytest.mark.slow
-def test_curl_trains(start: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "ask.sh").write_text(CHAT)
-    run = start(
-        *("workflow=agent", "workflow.command=sh ask.sh", f"workflow.folder={tmp_path}", "steps=2"),
-        *(f"sandbox={'unsafe' if sandbox_problem() else 'bubblewrap'}", "algorithm.group_size=2"),
-        *("model=null", "inference.vocab_size=200", "queue.batch_size=2"),
-        out="curl",
-    )
-    assert run.assert_completed(2, batch_size=2)["tokens"]["trained"] > 0
-
-
-@pytest.mark.slow
-def test_agents_that_never_end_fail_their_tickets_and_leave_nothing(start: Callable[..., Any]) -> None:
-    run = start(
-        *("workflow=agent", "workflow.command=sleep 1000", f"workflow.agent_timeout_s={patience(0.5)}"),
-        *(f"sandbox={'unsafe' if sandbox_problem() else 'bubblewrap'}", "algorithm.group_size=2"),
-        "queue.batch_size=1",
-        out="never",
-    )
-    run.until(lambda: run.process_with("1000"))
-    assert run.end() == 1
-    assert "was killed after agent_timeout_s=" in run.summary()["reason"]
-    run.assert_balanced()
-    run.assert_nothing_is_left()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -750,9 +714,7 @@ def problems_of(folder: Path, **options: Any) -> list[tuple[str, str, str]]:
     return [(each.severity, each.path, each.message) for each in check(config.workflow, config)]
 
 
-def test_an_agent_without_a_network_needs_a_sandbox_that_can_take_it_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_without_network_needs_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bwrap").write_text(
         '#!/bin/sh\ncase "$*" in *--unshare-net*)\n'
         "echo 'bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted' >&2; exit 1;; esac\n"

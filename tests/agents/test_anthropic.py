@@ -188,9 +188,7 @@ async def test_an_answer_says_why_it_ended(tokenizer: Tokenizer) -> None:
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content: expected"),
     ],
 )
-async def test_bad_requests_are_refused_in_anthropics_form(
-    tokenizer: Tokenizer, body: Any, message: str
-) -> None:
+async def test_bad_requests_are_refused(tokenizer: Tokenizer, body: Any, message: str) -> None:
     async with agent_of(FakeSession(tokenizer)) as (client, recorder):
         with pytest.raises(anthropic.BadRequestError) as caught:
             await client.post("/v1/messages", cast_to=object, body={"model": "", **body})

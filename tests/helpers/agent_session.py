@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from stretto.agents.conversation import Conversation
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.engine import Sampling
@@ -173,12 +174,13 @@ class FakeSession:
         return [Score(1.0) for _ in answers]
 
 
-def check_exact(session: FakeSession, recorder: CallRecorder) -> None:
+def check_exact(session: FakeSession, recorder: CallRecorder | Conversation) -> None:
     """Every answer is in the trajectories once, behind the very ids that it was sampled from."""
     found: list[tuple[list[int], list[int]]] = []
     for trajectory in recorder.trajectories(Score(1.0)):
         assert trajectory.loss_mask[-1]
         assert (trajectory.versions[~trajectory.loss_mask] == -1).all()
+        assert not trajectory.logprobs[~trajectory.loss_mask].any()
         starts = np.flatnonzero(np.diff(trajectory.versions, prepend=-1) * trajectory.loss_mask)
         for start in starts:
             length = int((trajectory.versions == trajectory.versions[start]).sum())
