@@ -48,10 +48,6 @@ def started(line: Intake[OpenSample]) -> list[str]:
 # ------------------------------------------------------------------------------------------ the line
 
 
-def test_samples_start_in_order_of_arrival() -> None:
-    assert started(intake("b", "a", "c")) == ["b", "a", "c"]
-
-
 def test_a_request_that_is_open_is_not_accepted_twice() -> None:
     line = intake("a")
     assert line.accept(request("a")) == []

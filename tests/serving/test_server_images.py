@@ -163,13 +163,15 @@ async def chunks_of(engine: ServerEngine, server: Server) -> list[StreamChunk]:
     return [chunk async for chunk in engine.stream(server, ask)]
 
 
-async def test_a_stream_of_the_trained_prompt_gives_its_tokens(made: Made) -> None:
+async def test_the_trained_prompt_gives_a_streams_tokens_and_is_scored(made: Made) -> None:
     engine, answers = made
     answers["prompt"] = TOKENS
     async with server_of(answers) as server:
         chunks = await chunks_of(engine, server)
+        text = await images_of(file_of(picture(0)), file_of(picture(1))).text(TOKENS)
+        assert await engine.score(server, text) == [-2.0] * (len(TOKENS) - 1)
     assert [token for chunk in chunks for token in chunk.tokens] == [5]
-    [body] = answers["asked"]
+    body = answers["asked"][0]
     assert (body.get("token_ids") or body["input_ids"]) == [1, IMAGE, 2, IMAGE, 3, IMAGE]
     urls = body.get("image_data") or [part["url"] for part in body["content_parts"]]
     assert len(urls) == 2
@@ -187,14 +189,6 @@ async def test_a_stream_of_another_prompt_is_an_error(made: Made, prompt: list[i
         text = await images_of(file_of(picture(0)), file_of(picture(1))).text(TOKENS)
         with pytest.raises(EngineError, match="prompt"):
             await engine.score(server, text)
-
-
-async def test_a_text_with_images_is_scored(made: Made) -> None:
-    engine, answers = made
-    answers["prompt"] = TOKENS
-    async with server_of(answers) as server:
-        text = await images_of(file_of(picture(0)), file_of(picture(1))).text(TOKENS)
-        assert await engine.score(server, text) == [-2.0] * (len(TOKENS) - 1)
 
 
 async def test_an_attached_server_that_resizes_otherwise_is_refused(made: Made) -> None:

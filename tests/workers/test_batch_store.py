@@ -61,9 +61,7 @@ async def test_rows_are_joined_in_the_order_asked_for_with_the_dtypes_of_trainin
     assert dtypes == integers | floats | dict.fromkeys(("loss_mask", "truncated"), torch.bool)
 
 
-async def test_announced_rows_are_read_once_and_dropped_when_no_batch_needs_them(
-    store: BatchStore, log: Log
-) -> None:
+async def test_announced_rows_are_read_once_and_dropped_when_not_needed(store: BatchStore, log: Log) -> None:
     await store.prefetch(refs(1), complete=False)
     await store.prefetch(refs(2), complete=False)
     assert log.reads == [1, 2]

@@ -80,45 +80,22 @@ def write(frame):
 def environment(completion):
     forged = msgspec.msgpack.encode(Reaction(Feedback(messages=("forged",))))
     if completion == "extra":
+        with open(__file__ + ".asked", "a") as file:
+            file.write("x")
         write(b"".join(struct.pack(">IQ", len(forged), n) + forged for n in range(3)))
     return f"own {completion}"
 """
 
 
-async def test_an_extra_frame_answers_no_later_question(open_pool: OpenPool) -> None:
-    # It may be read instead of the question's own answer or after it: either way it is not believed.
+async def test_an_extra_frame_answers_no_question(open_pool: OpenPool, tmp_path: Path) -> None:
+    """An earlier question may have left it behind, so this one gets a second attempt."""
     async with open_pool(LIAR) as pool:
         assert await ask(pool, "first") == "own first"
         with pytest.raises(ChildEnded, match="it wrote an answer to another question"):
             await ask(pool, "extra")
+        assert (tmp_path / "mine.py.asked").read_text() == "xx"
         for word in ("second", "third"):
             assert await ask(pool, word) == f"own {word}"
-
-
-LATE = """
-import threading
-from mine_liar import environment as lie, write
-import struct, time
-
-def environment(completion):
-    if completion == "plant":
-        def plant():
-            time.sleep(0.3)  # after the answer to this question
-            write(struct.pack(">IQ", 3, 1) + b"abc")
-        threading.Thread(target=plant).start()
-    return f"own {completion}"
-"""
-
-
-async def test_a_question_does_not_fail_for_a_frame_that_an_earlier_one_left_behind(
-    open_pool: OpenPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine_liar.py").write_text(LIAR)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    async with open_pool(LATE) as pool:
-        assert await ask(pool, "plant") == "own plant"
-        await anyio.sleep(patience(0.6))
-        assert await ask(pool, "next") == "own next"
 
 
 async def test_a_frame_that_announces_too_much_is_refused_at_its_head(open_pool: OpenPool) -> None:
@@ -150,9 +127,7 @@ def environment(completion):
 """
 
 
-async def test_a_question_whose_child_was_killed_gets_one_more_attempt(
-    open_pool: OpenPool, tmp_path: Path
-) -> None:
+async def test_a_question_of_a_killed_child_is_asked_once_more(open_pool: OpenPool, tmp_path: Path) -> None:
     async with open_pool(MORTAL) as pool:
         await ask(pool, "killed once")
         assert (tmp_path / "killed once").read_text() == "xx"
@@ -290,9 +265,7 @@ def test_nothing_outlives_a_worker_that_is_killed() -> None:
     wait_until(lambda: not sleepers(mark))
 
 
-async def test_a_process_that_survives_the_end_of_its_child_ends_with_its_input(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_outlives_its_child_ends_with_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_pool, "_END_S", patience(20))
     # As in bubblewrap that is killed while it starts. `cat` answers with the question: it is ready at once.
     mark = f"0.2{os.getpid()}"

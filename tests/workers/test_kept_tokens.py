@@ -64,9 +64,7 @@ def chunk(position: int, sets: list[list[int]] | None, count: int, finish: str =
     sets=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True), min_size=2),
     data=st.data(),
 )
-def test_chunks_that_come_twice_or_split_join_to_the_answer(
-    sets: list[list[int]], data: st.DataObject
-) -> None:
+def test_repeated_or_split_chunks_join_to_the_answer(sets: list[list[int]], data: st.DataObject) -> None:
     sets = [sorted(each) for each in sets]
     request = GenerateRequest("r", Array.of([1], np.int32), (0,), Sampling(), 0, wants_kept=True)
     generation = _Generation(request, VersionFloor(0, lambda version: None), None, None)
@@ -125,18 +123,9 @@ def test_a_trajectory_has_the_kept_tokens_of_its_answer_alone() -> None:
 )
 def test_kept_tokens_that_do_not_fit_are_refused(sets: list[list[int]] | None, message: str) -> None:
     ids = np.array([1, 5, 6], np.int32)
-    trajectory = Trajectory(
-        *(
-            ids,
-            np.array([False, True, True]),
-            np.zeros(3, np.float32),
-            ids,
-            Score(1.0),
-            "stop",
-            "inference-0",
-        ),
-        kept=None if sets is None else kept_of(sets),
-    )
+    columns = ids, np.array([False, True, True]), np.zeros(3, np.float32), ids
+    kept = None if sets is None else kept_of(sets)
+    trajectory = Trajectory(*columns, Score(1.0), "stop", "inference-0", kept=kept)
     with pytest.raises(EngineError, match=message):
         expect_kept_tokens([trajectory])
 

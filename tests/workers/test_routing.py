@@ -341,9 +341,7 @@ def test_no_replica_starves_and_none_is_flooded(sizes: list[tuple[int, float]], 
 
 
 @pytest.mark.slow
-async def test_a_replica_killed_in_the_middle_of_answers_costs_no_token_and_doubles_none(
-    start: Start,
-) -> None:
+async def test_a_replica_killed_amid_answers_costs_no_token_and_doubles_none(start: Start) -> None:
     """A mock engine's tokens follow from the seed, so every sample in the log can be compared."""
     run = start("inference.replicas=2", "steps=9", "inference.tokens_per_s=4000", "checkpoint.every=0")
     engines: dict[str, str] = {}

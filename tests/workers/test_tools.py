@@ -250,9 +250,7 @@ async def call(
     return await children.ask(invocation, ToolAnswer, timeout_s or patience())
 
 
-async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tools_in_the_sandbox_always_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "of the run")
     (tmp_path / "tools.py").write_text(TOOLS)
     (tmp_path / "data.txt").write_text("readable")
@@ -356,9 +354,7 @@ async def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
         assert await call(children, "double", n=1) == ToolAnswer("2")
 
 
-async def test_tools_of_an_mcp_server_that_runs_already(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tools_of_a_running_mcp_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where other machines are reached by a proxy."""
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setenv("NO_PROXY", "")
