@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from stretto.testing import EngineUnderTest, InferenceConformance
+from stretto.testing import ComponentUnderTest, InferenceConformance
 
 
 class TestMock(InferenceConformance):
     use = "mock"
-    options = {"tokens_per_s": 30_000, "mean_tokens": 100}
+    options = {"tokens_per_s": 2000, "slots": 8, "lengths": [2000]}
 
 
 def test_an_engine_made_of_another_can_be_tested(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_an_engine_made_of_another_can_be_tested(tmp_path: Path) -> None:
     code = re.search(r"(# counted\.py\n.*?)```", page, re.DOTALL)
     assert code is not None
     (tmp_path / "counted.py").write_text(code[1])
-    options = {"parts": {"inner": {"use": "mock", "slots": 3}}}
-    under_test = EngineUnderTest("counted", options, (str(tmp_path / "counted.py"),))
-    engine = under_test.make(tmp_path / "model", tmp_path / "run")
+    section = {"use": "counted", "parts": {"inner": {"use": "mock", "slots": 3}}}
+    plugins = (str(tmp_path / "counted.py"),)
+    engine = ComponentUnderTest("inference", section, {}, plugins, tmp_path / "run").make()
     assert vars(engine)["_inner"].__class__.__name__ == "MockInference"

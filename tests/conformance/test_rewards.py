@@ -11,41 +11,24 @@ import pytest
 from stretto.testing import RewardConformance
 
 
-class TestExact(RewardConformance):
-    use = "exact"
-    right, wrong = " 2\n", "3"
+def kit_of(use: str, right: str, wrong: str, **options: Any) -> type[RewardConformance]:
+    return type(use, (RewardConformance,), {"use": use, "options": options, "right": right, "wrong": wrong})
 
 
-class TestFormat(RewardConformance):
-    use = "format"
-    options = {"tags": ["think", "answer"]}
-    right, wrong = "<think>1</think><answer>2</answer>", "<answer>2</answer>"
-
-
-class TestRegex(RewardConformance):
-    use = "regex"
-    options = {"pattern": r"= (\d+)"}
-    right, wrong = "1 + 1 = 2", "1 + 1 = 3"
-
-
-class TestLength(RewardConformance):
-    use = "length"
-    options = {"limit": 100, "buffer": 20}
-    right, wrong = "2", "2" * 200
-
-
-class TestMath(RewardConformance):
-    use = "math"
-    right, wrong = "\\boxed{\\frac{4}{2}}", "\\boxed{3}"
-
-
-class TestSum(RewardConformance):
-    use = "sum"
-    options = {
-        "parts": {"value": "math", "form": {"use": "format", "pattern": r"\d+"}},
-        "weights": {"form": 0.1},
-    }
-    right, wrong = "2", "it is 2"
+TestExact = kit_of("exact", " 2\n", "3")
+TestFormat = kit_of(
+    "format", "<think>1</think><answer>2</answer>", "<answer>2</answer>", tags=["think", "answer"]
+)
+TestRegex = kit_of("regex", "1 + 1 = 2", "1 + 1 = 3", pattern=r"= (\d+)")
+TestLength = kit_of("length", "2", "2" * 200, limit=100, buffer=20)
+TestMath = kit_of("math", "\\boxed{\\frac{4}{2}}", "\\boxed{3}")
+TestSum = kit_of(
+    "sum",
+    "2",
+    "it is 2",
+    parts={"value": "math", "form": {"use": "format", "pattern": r"\d+"}},
+    weights={"form": 0.1},
+)
 
 
 class TestFunctionOfOneAnswer(RewardConformance):

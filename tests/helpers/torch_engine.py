@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from patience import patience
 from stretto.array import Array
 from stretto.component import Context
-from stretto.engine import Chunk, Finish, GenerateRequest, Sampling
+from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import EngineError
 from stretto.models.digest import tensor_hash
+from stretto.testing import Sample
 from stretto.testing.tiny_model import make_tiny_tokenizer
 from stretto.weights import WeightsNote
 from stretto_torch import TorchInferenceConfig
@@ -146,40 +147,12 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
-@dataclass
-class Result:
-    """One sample, put together from its chunks."""
-
-    start: int = 0
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    finish: Finish = ""
-    error: str = ""
-    chunks: int = 0
-
-    def add(self, chunk: Chunk) -> None:
-        assert not self.finish, "a chunk after the last one"
-        if not self.chunks:
-            self.start = chunk.position
-        assert chunk.position == self.start + len(self.tokens), "a gap, or a token twice"
-        assert chunk.tokens.dtype == np.int32
-        assert chunk.logprobs.dtype == np.float32
-        assert chunk.versions.dtype == np.int32
-        assert len(chunk.tokens) == len(chunk.logprobs) == len(chunk.versions)
-        self.chunks += 1
-        self.tokens += chunk.tokens.tolist()
-        self.logprobs += chunk.logprobs.tolist()
-        self.versions += chunk.versions.tolist()
-        self.finish, self.error = chunk.finish, chunk.error
-
-
 class Served:
     """An engine under test and everything it has emitted."""
 
     def __init__(self, engine: TorchInferenceEngine) -> None:
         self.engine = engine
-        self.results: dict[tuple[str, int], Result] = {}
+        self.results: dict[tuple[str, int], Sample] = {}
         self.messages = 0
         self.failures: list[Exception] = []
         self._news = anyio.Event()
@@ -188,11 +161,11 @@ class Served:
         assert chunks
         self.messages += 1
         for chunk in chunks:
-            self.results.setdefault((chunk.request, chunk.sample), Result()).add(chunk)
+            self.results.setdefault((chunk.request, chunk.sample), Sample()).add(chunk)
         self._news.set()
         self._news = anyio.Event()
 
-    async def until(self, *keys: tuple[str, int], tokens: int | None = None) -> list[Result]:
+    async def until(self, *keys: tuple[str, int], tokens: int | None = None) -> list[Sample]:
         """Wait until these samples have finished, or have so many tokens."""
         with anyio.fail_after(patience()):
             while not all(self._reached(key, tokens) for key in keys):
@@ -200,15 +173,15 @@ class Served:
         return [self.results[key] for key in keys]
 
     def _reached(self, key: tuple[str, int], tokens: int | None) -> bool:
-        result = self.results.get(key, Result())
+        result = self.results.get(key, Sample())
         return bool(result.finish) or (tokens is not None and len(result.tokens) >= tokens)
 
-    async def answers(self, *requests: GenerateRequest) -> list[list[Result]]:
+    async def answers(self, *requests: GenerateRequest) -> list[list[Sample]]:
         for request in requests:
             self.engine.generate(request)
         return [await self.until(*((r.id, i) for i in range(len(r.seeds)))) for r in requests]
 
-    async def answer(self, request: GenerateRequest) -> Result:
+    async def answer(self, request: GenerateRequest) -> Sample:
         return (await self.answers(request))[0][0]
 
 
@@ -288,6 +261,6 @@ def own_logprobs(model: Any, asked: GenerateRequest, tokens: list[int]) -> NDArr
     return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
 
 
-def assert_own(model: Any, asked: GenerateRequest, samples: list[Result]) -> None:
+def assert_own(model: Any, asked: GenerateRequest, samples: list[Sample]) -> None:
     for sample in samples:
         np.testing.assert_allclose(sample.logprobs, own_logprobs(model, asked, sample.tokens), atol=1e-4)

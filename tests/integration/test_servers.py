@@ -18,7 +18,7 @@ from commands import output_of
 from patience import patience
 from stretto.records.kept.answers import read_answers
 from stretto.records.kept.samples import SampleStore
-from stretto.testing import EngineUnderTest, InferenceConformance
+from stretto.testing import InferenceConformance
 
 ROOT = Path(__file__).parent.parent.parent
 SGLANG_PYTHON = os.environ.get("SGLANG_PYTHON", "")
@@ -28,23 +28,17 @@ pytestmark = pytest.mark.integration
 with_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="SGLANG_PYTHON names no interpreter with SGLang")
 with_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no interpreter with vLLM")
 
-SGLANG = EngineUnderTest(
-    "sglang",
-    {"python": SGLANG_PYTHON, "slots": 8},
-    refuses=frozenset({"top_k+top_p"}),
-    start_s=patience(240),
-)
-VLLM = EngineUnderTest("vllm", {"python": VLLM_PYTHON, "slots": 8}, seeds=True, start_s=patience(240))
-
 
 @with_sglang
 class TestSglang(InferenceConformance):
-    engine = SGLANG
+    use, options, start_s = "sglang", {"python": SGLANG_PYTHON, "slots": 8}, patience(240)
+    refuses = frozenset({"top_k+top_p"})
 
 
 @with_vllm
 class TestVllm(InferenceConformance):
-    engine = VLLM
+    use, options, start_s = "vllm", {"python": VLLM_PYTHON, "slots": 8}, patience(240)
+    seeds = True
 
 
 both_servers = pytest.mark.parametrize(

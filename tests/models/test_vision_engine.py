@@ -17,11 +17,14 @@ from transformers import AutoModelForImageTextToText
 
 from fixture_types import Models
 from stretto.array import Array
+from stretto.component import Context
 from stretto.engine import GenerateRequest, Sampling
 from stretto.models.images import OpenImage, decode
 from stretto.models.vision import Vision
-from stretto.testing.served_engine import EngineUnderTest, Sample, ServedEngine
+from stretto.testing.served_engine import Sample, ServedEngine
 from stretto.training.model import names_in_files
+from stretto_torch import TorchInferenceConfig
+from stretto_torch.inference import TorchInferenceEngine
 from vision_models import ARCHITECTURES, picture
 
 TOLERANCE = 1e-4
@@ -96,10 +99,15 @@ def model(folder: Path) -> SeenModel:
     return SeenModel(folder)
 
 
+def serve(folder: Path, run: Path, **options: Any) -> ServedEngine:
+    config = TorchInferenceConfig(slots=6, context_length=256, threads=1, **options)
+    context = Context(run="run", name="test", seed=0, model=str(folder))
+    return ServedEngine(TorchInferenceEngine(config, context), run)
+
+
 @pytest.fixture
 def served(folder: Path, model: SeenModel, tmp_path: Path) -> Iterator[ServedEngine]:
-    under_test = EngineUnderTest("torch", {"slots": 6, "context_length": 256, "threads": 1})
-    with ServedEngine(under_test, folder, tmp_path).running() as engine:
+    with serve(folder, tmp_path).running() as engine:
         engine.swap(model)  # type: ignore[arg-type]
         yield engine
 
@@ -162,10 +170,7 @@ def test_new_weights_in_the_middle_of_an_answer(
     folder: Path, model: SeenModel, on_swap: str, tmp_path: Path
 ) -> None:
     newer = SeenModel(folder, seed=1)
-    under_test = EngineUnderTest(
-        "torch", {"slots": 6, "context_length": 256, "threads": 1, "on_swap": on_swap}
-    )
-    with ServedEngine(under_test, folder, tmp_path).running() as served:
+    with serve(folder, tmp_path, on_swap=on_swap).running() as served:
         served.swap(model)  # type: ignore[arg-type]
         asked = Asked(model.vision, "long", [file_of(1), file_of(2, 30, 30)], max_tokens=120)
         ask(served, asked)

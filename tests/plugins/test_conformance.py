@@ -5,21 +5,19 @@ from __future__ import annotations
 import pytest
 
 import seeing_engine
-from stretto.testing import EngineUnderTest, InferenceConformance
+from stretto.testing import InferenceConformance
 from stretto.testing.tiny_model import TinyModel
 
 
 class TestTorch(InferenceConformance):
-    engine = EngineUnderTest("torch", {"slots": 8}, seeds=True, tolerance=1e-4)
+    use, options, seeds, tolerance = "torch", {"slots": 8}, True, 1e-4
 
 
 @pytest.mark.slow
-class TestTorchWithImages(InferenceConformance):
+class TestTorchWithImages(TestTorch):
     """Every prompt of the suite comes after an image."""
 
-    engine = EngineUnderTest(
-        "seeing", {"slots": 8}, plugins=(seeing_engine.__file__,), seeds=True, tolerance=1e-4
-    )
+    use, plugins = "seeing", (seeing_engine.__file__,)
 
     @pytest.fixture(scope="class")
     @classmethod

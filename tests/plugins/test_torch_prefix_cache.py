@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 
 from stretto.array import Array
 from stretto.engine import GenerateRequest
+from stretto.testing import Sample
 from torch_engine import (
     VOCABULARY,
     Folders,
-    Result,
     Update,
     assert_own,
     load,
@@ -28,7 +28,7 @@ from torch_engine import (
 # ----------------------------------------------------------------------- beginnings that are known
 
 
-def turn(id: str, before: GenerateRequest, answer: Result, more: int, **options: Any) -> GenerateRequest:
+def turn(id: str, before: GenerateRequest, answer: Sample, more: int, **options: Any) -> GenerateRequest:
     """The next turn: all of the one before, and what the environment says to it."""
     said = np.random.default_rng(more).integers(4, VOCABULARY, more)
     return request(id, np.concatenate([before.prompt_ids.numpy(), answer.tokens, said]), **options)

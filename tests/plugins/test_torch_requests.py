@@ -20,45 +20,17 @@ from stretto.engine import GenerateRequest
 from stretto.errors import EngineError
 from torch_engine import (
     MODELS,
-    VOCABULARY,
     Folders,
     Update,
-    assert_own,
     load,
     make_engine,
     own_logprobs,
-    perturbed,
     request,
     serving,
     weights_of,
 )
 
 # -------------------------------------------------------------------------------------- given text
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-async def test_given_text_is_scored_by_the_weights_of_now_beside_what_runs(
-    folders: Folders, name: str
-) -> None:
-    models = [load(folders[name])]
-    models += [perturbed(models[0], 1)]
-    texts = [np.random.default_rng(i).integers(4, VOCABULARY, 2 + 90 * i, np.int32) for i in range(5)]
-    asked = request("runs", n=3, max_tokens=400)
-    async with serving(folders[name]) as served:
-        served.engine.generate(asked)
-        await served.until(("runs", 0), tokens=1)
-        before = await served.engine.logprobs(texts)
-        assert not served.results[("runs", 0)].finish
-        samples = await served.until(*(("runs", i) for i in range(3)))
-        await served.engine.swap(Update(weights_of(models[1]), 1))
-        after = await served.engine.logprobs(texts)
-
-    assert_own(models[0], asked, samples)
-    for model, found in zip(models, (before, after), strict=True):
-        for text, its in zip(texts, found, strict=True):
-            own = model(torch.from_numpy(text)[None].long()).logits[0, :-1].log_softmax(-1)
-            assert its.dtype == np.float32
-            np.testing.assert_allclose(its, own[range(len(text) - 1), text[1:].tolist()], atol=1e-4)
 
 
 async def test_text_that_cannot_be_scored_is_refused_with_the_reason(folders: Folders) -> None:

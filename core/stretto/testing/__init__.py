@@ -18,7 +18,7 @@ from stretto.testing.dataset import DatasetConformance
 from stretto.testing.inference import InferenceConformance
 from stretto.testing.launcher import LauncherConformance
 from stretto.testing.reward import RewardConformance
-from stretto.testing.served_engine import EngineUnderTest, Sample, ServedEngine
+from stretto.testing.served_engine import Sample, ServedEngine
 from stretto.testing.tiny_model import Reference, TinyModel, make_tiny_model
 from stretto.testing.tracker import TrackerConformance
 from stretto.testing.training import TrainingConformance
@@ -30,7 +30,6 @@ __all__ = [
     "ComponentConformance",
     "ComponentUnderTest",
     "DatasetConformance",
-    "EngineUnderTest",
     "FakeSession",
     "InferenceConformance",
     "LauncherConformance",

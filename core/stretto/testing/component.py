@@ -14,8 +14,10 @@ from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
 from stretto.component import Component, Context, Kind
 
-__all__ = ["ComponentConformance", "ComponentUnderTest", "composed_run"]
+__all__ = ["ComponentConformance", "ComponentUnderTest", "needs_model"]
 
+needs_model = pytest.mark.usefixtures("has_model")
+"""Marks a test of numbers, for components that have a model."""
 _ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
 
 
@@ -34,7 +36,7 @@ class ComponentUnderTest:
         """An empty folder for the run; the run file and its rows are beside it."""
         self.path = "trackers.0" if kind == "tracker" else kind
         """Dotted key of the component's section."""
-        self.composed = composed_run(kind, section, run, plugins, folder)
+        self.composed = _composed_run(kind, section, run, plugins, folder)
         folder.mkdir()
 
     @property
@@ -61,7 +63,7 @@ class ComponentUnderTest:
         return self.composed.make(self.path, self.context(**facts))
 
 
-def composed_run(
+def _composed_run(
     kind: Kind, section: Mapping[str, Any], run: Mapping[str, Any], plugins: tuple[str, ...], folder: Path
 ) -> Composed:
     """Compose a run file with the component, whose other sections name components that need nothing."""
@@ -112,6 +114,12 @@ class ComponentConformance:
         """The component in a composed run file. This finds it, and refuses wrong keys and values."""
         folder = tmp_path_factory.mktemp(cls.__name__) / "run"
         return ComponentUnderTest(cls.kind, section, cls.run, cls.plugins, folder)
+
+    @pytest.fixture
+    def has_model(self, under_test: ComponentUnderTest) -> None:
+        """Skip a test that needs the numbers of a model."""
+        if not under_test.component.needs_model:
+            pytest.skip("it has no model")
 
     def test_its_config_is_frozen_and_refuses_unknown_keys(self, under_test: ComponentUnderTest) -> None:
         """Otherwise a misspelt key of a run file would do nothing, silently."""

@@ -1,7 +1,7 @@
 """The contract of inference engines as tests of one engine alone.
 
 The tests make tiny models and compare every logprob with the forward pass of transformers, so they need
-`stretto[torch]`. An engine without a model has tests of its own.
+`stretto[torch]`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -18,14 +19,10 @@ from numpy.typing import NDArray
 from stretto.component import Kind
 from stretto.engine import GenerateRequest, Sampling
 from stretto.errors import EngineError
-from stretto.models.digest import digest_of
-from stretto.testing.component import ComponentConformance, ComponentUnderTest
+from stretto.testing.component import ComponentConformance, ComponentUnderTest, needs_model
 from stretto.testing.inference_swaps import SwapTests
-from stretto.testing.served_engine import EngineUnderTest, Sample, ServedEngine, hashes_of, request
-from stretto.testing.tiny_model import END, VOCABULARY, TinyModel, log_softmax
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from stretto.testing.served_engine import Sample, ServedEngine, request
+from stretto.testing.tiny_model import END, VOCABULARY, NoModel, TinyModel, log_softmax
 
 __all__ = ["InferenceConformance"]
 
@@ -36,113 +33,43 @@ _DELIVERY_S = 0.25
 them."""
 
 
-def _any_tensors(version: int) -> dict[str, Tensor]:
-    """Return the weights of an engine without a model."""
-    import torch
-
-    return {"steps": torch.tensor([version])}
-
-
 class InferenceConformance(SwapTests, ComponentConformance):
     """The contract of `InferenceEngine`, tested with one engine that starts once and swaps between two
-    models.
+    models. The models have 1,024 positions, and the engine must serve them all.
 
-    `use`, `options` and `plugins` name the engine, as for every kind; `engine` says more about it, and then
-    names it alone. An engine whose component has `needs_model=False` has the tests in `without_model` only:
-    nothing is compared with a model."""
+    An engine whose component has `needs_model=False` has only the tests that need no numbers of a model. Its
+    `options` must let an answer reach the request's `max_tokens`."""
 
     kind: ClassVar[Kind] = "inference"
-    engine: ClassVar[EngineUnderTest]
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "engine" in vars(cls):
-            cls.use, cls.options, cls.plugins = cls.engine.use, cls.engine.options, cls.engine.plugins
-        elif {"use", "options", "plugins"} & vars(cls).keys() and hasattr(cls, "use"):
-            cls.engine = EngineUnderTest(cls.use, cls.options, cls.plugins)
-
-    # ---------------------------------------------------------------------------- without a model
-
-    @pytest.fixture
-    def without_model(self, under_test: ComponentUnderTest, tmp_path: Path) -> Iterator[ServedEngine]:
-        """An engine that needs no model, before its first swap."""
-        if under_test.component.needs_model:
-            pytest.skip("it has a model: the other tests say more")
-        with ServedEngine(self.engine, tmp_path, tmp_path).running() as served:
-            yield served
-
-    def test_without_a_model_nothing_is_sampled_before_the_first_swap(
-        self, without_model: ServedEngine
-    ) -> None:
-        """Then every answer has its version, and finite logprobs; also more of them than slots."""
-        query = request(n=without_model.load().slots + 3, max_tokens=30)
-        without_model.ask(query)
-        load = without_model.until_load(lambda load: load.waiting == len(query.seeds))
-        assert (load.version, load.running) == (-1, 0), f"before the first swap, its figures are {load}"
-        report = without_model.swap_tensors(_any_tensors(0))
-        assert report.version == 0, f"the first swap reports version {report.version}"
-        assert report.digest == digest_of(hashes_of(_any_tensors(0)).items()), "it reports another digest"
-        for sample in without_model.finished(query):
-            assert sample.finish in ("stop", "length"), f"an answer ended with {sample.finish!r}"
-            assert 1 <= len(sample.tokens) <= 30, f"an answer has {len(sample.tokens)} tokens of at most 30"
-            assert set(sample.versions) == {0}, f"an answer has the versions {set(sample.versions)}"
-            assert all(-np.inf < logprob <= 0 for logprob in sample.logprobs), f"logprobs {sample.logprobs}"
-        idle = without_model.until_load(lambda load: load.running == load.waiting == 0)
-        assert idle.generated_tokens > 0, f"after {len(query.seeds)} answers, its figures are {idle}"
-
-    def test_without_a_model_answers_go_on_over_a_swap(self, without_model: ServedEngine) -> None:
-        """Versions never fall within an answer, and a request waits for the version that it needs."""
-        without_model.swap_tensors(_any_tensors(0))
-        running, needy = request(max_tokens=400), request(max_tokens=5, min_version=1)
-        without_model.ask(running, needy)
-        without_model.until((running.id, 0), tokens=1)
-        assert without_model.load().waiting == 1, "a request for a newer version does not wait"
-        without_model.swap_tensors(_any_tensors(1))
-        (late,), (whole,) = without_model.finished(needy), without_model.finished(running)
-        assert set(late.versions) == {1}, f"it needs version 1 and has tokens of {set(late.versions)}"
-        assert whole.versions == sorted(whole.versions), "the versions of an answer fall"
-        load = without_model.load()
-        assert (load.version, load.swaps) == (1, 2), f"after two swaps, its figures are {load}"
-
-    def test_without_a_model_answers_end_on_request_and_at_their_deadline(
-        self, without_model: ServedEngine
-    ) -> None:
-        """Also those that wait. Unknown requests do not matter."""
-        without_model.swap_tensors(_any_tensors(0))
-        aborted, late = request(n=2, min_version=9), request(min_version=9, deadline_s=0.1)
-        without_model.ask(aborted, late)
-        without_model.abort("unheard of")
-        without_model.abort(aborted.id)
-        without_model.abort(aborted.id)
-        finishes = [sample.finish for sample in without_model.finished(aborted)]
-        assert finishes == ["abort", "abort"], f"aborted answers ended with {finishes}"
-        [sample] = without_model.finished(late)
-        assert sample.finish == "error", f"at its deadline, an answer ended with {sample.finish!r}"
-        without_model.until_load(lambda load: load.running == load.waiting == 0)
-
-    def test_without_a_model_an_answer_begun_elsewhere_goes_on(self, without_model: ServedEngine) -> None:
-        """After the tokens that the client has. A request that comes again is not started twice."""
-        without_model.swap_tensors(_any_tensors(0))
-        query = request(n=2, max_tokens=20, begun=([3] * 7, [4] * 20), have=(7, 20))
-        without_model.ask(query, query)
-        part, whole = without_model.finished(query)
-        assert part.start == 7, f"it continued at token {part.start}, and the client has 7"
-        assert len(part.tokens) <= 13, f"it sent {len(part.tokens)} tokens; 13 were missing at most"
-        assert (whole.tokens, whole.finish) == ([], "length"), f"an answer that was complete: {whole}"
-
-    # ------------------------------------------------------------------------------- with a model
+    seeds: ClassVar[bool] = False
+    """Whether the same seed gives the same answer, independent of other requests."""
+    refuses: ClassVar[frozenset[str]] = frozenset()
+    """Which of `top_p`, `top_k`, `min_p` and `logit_bias` the engine refuses with an error that names them.
+    `top_k+top_p` means that it refuses only both together."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def models(
         cls, under_test: ComponentUnderTest, tmp_path_factory: pytest.TempPathFactory
-    ) -> tuple[TinyModel, TinyModel]:
+    ) -> tuple[TinyModel | NoModel, TinyModel | NoModel]:
         """Two models of one architecture; the engine starts with the folder of the first."""
         if not under_test.component.needs_model:
-            pytest.skip("it has no model")
+            return NoModel(0), NoModel(1)
         parent = tmp_path_factory.mktemp("models")
         first = TinyModel.make(parent / "a", seed=0, layers=_DEEP)
         return first, TinyModel.make(parent / "b", seed=1, layers=_DEEP)
+
+    @classmethod
+    def serving(
+        cls, under_test: ComponentUnderTest, model: Path, folder: Path, **options: Any
+    ) -> ServedEngine:
+        """Return the engine, not started, in a run whose folder is `folder`, with other values for some keys
+        of its section."""
+        (folder / "logs").mkdir(parents=True)
+        context = under_test.context(model=str(model), folder=str(folder), worker="inference-0")
+        section = msgspec.structs.replace(under_test.config, **options)
+        engine = under_test.composed.make("inference", context, section)
+        return ServedEngine(engine, folder, tolerance=cls.tolerance, start_s=cls.start_s)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -154,13 +81,15 @@ class InferenceConformance(SwapTests, ComponentConformance):
     @classmethod
     def started(
         cls,
+        under_test: ComponentUnderTest,
         models: tuple[TinyModel, TinyModel],
         early: GenerateRequest,
         tmp_path_factory: pytest.TempPathFactory,
     ) -> Iterator[ServedEngine]:
         """The engine after its first swap, to weights other than those of its folder."""
         folder = tmp_path_factory.mktemp("run")
-        with ServedEngine(cls.engine, models[0].folder, folder, on_swap="recompute").running() as served:
+        engine = cls.serving(under_test, models[0].folder, folder, on_swap="recompute")
+        with engine.running() as served:
             served.ask(early)
             served.until_load(lambda load: load.waiting == 1)
             assert served.load().version == -1
@@ -186,16 +115,15 @@ class InferenceConformance(SwapTests, ComponentConformance):
         assert (sample.finish, set(sample.versions)) == ("length", {0})
         started.assert_own_logprobs(early, sample)
 
+    @needs_model
     def test_a_model_that_cannot_be_loaded_is_told_by_start(
         self, under_test: ComponentUnderTest, tmp_path: Path
     ) -> None:
         """`start` raises EngineError, and `stop` then ends everything that was started."""
-        if not under_test.component.needs_model:
-            pytest.skip("it has no model")
         empty = tmp_path / "empty"
         empty.mkdir()
         with pytest.raises(EngineError):
-            with ServedEngine(self.engine, empty, tmp_path / "run").running():
+            with self.serving(under_test, empty, tmp_path / "run").running():
                 pytest.fail("it started without a model")
 
     # ------------------------------------------------------------------------------------ numbers
@@ -213,6 +141,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
                 assert set(sample.versions) == {served.version}
                 served.assert_own_logprobs(query, sample)
 
+    @needs_model
     def test_temperature_0_takes_the_likeliest_token(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
@@ -222,8 +151,9 @@ class InferenceConformance(SwapTests, ComponentConformance):
         prompt = query.prompt_ids.numpy().tolist()
         logits = models[0].reference.logits([*prompt, *sample.tokens])[len(prompt) - 1 : -1]
         chosen = logits[np.arange(len(sample.tokens)), sample.tokens]
-        assert (logits.max(-1) - chosen).max() <= self.engine.tolerance
+        assert (logits.max(-1) - chosen).max() <= self.tolerance
 
+    @needs_model
     @pytest.mark.parametrize(
         "sampling",
         [
@@ -244,7 +174,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         """For every option that changes the distribution. The engine names each option that it refuses."""
         query = request(n=600, max_tokens=1, **sampling)
         (samples,) = served.answers(query)
-        for refused in (names.split("+") for names in self.engine.refuses):
+        for refused in (names.split("+") for names in self.refuses):
             if sampling.keys() >= set(refused):
                 assert all(name in sample.error for sample in samples for name in refused)
                 return
@@ -253,9 +183,10 @@ class InferenceConformance(SwapTests, ComponentConformance):
         drawn = np.array([sample.tokens[0] for sample in samples])
         assert exact[drawn].min() > 0, "a token was drawn that is not kept"
         reported = np.array([sample.logprobs[0] for sample in samples])
-        np.testing.assert_allclose(reported, np.log(exact[drawn]), atol=self.engine.tolerance)
+        np.testing.assert_allclose(reported, np.log(exact[drawn]), atol=self.tolerance)
         _assert_drawn_from(exact, drawn)
 
+    @needs_model
     @pytest.mark.parametrize(
         "sampling",
         [{"top_k": 20}, {"top_p": 0.8, "top_k": 1024}, {"min_p": 0.1, "top_k": 40, "temperature": 0.7}],
@@ -284,6 +215,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
             for own, ids in zip(logits, sample.kept, strict=True):
                 assert ids == np.flatnonzero(_distribution(own, asked.sampling)).tolist()
 
+    @needs_model
     def test_logprobs_of_given_text_are_those_of_the_weights_served(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
@@ -296,12 +228,12 @@ class InferenceConformance(SwapTests, ComponentConformance):
             for sequence, logprobs in zip(text, served.logprobs(text), strict=True):
                 assert logprobs.dtype == np.float32
                 expected = model.reference.logprobs(sequence[:1], sequence[1:])
-                np.testing.assert_allclose(logprobs, expected, atol=self.engine.tolerance)
+                np.testing.assert_allclose(logprobs, expected, atol=self.tolerance)
 
     def test_the_seed_alone_decides_what_is_drawn(self, served: ServedEngine) -> None:
         """Independent of other requests; for signed and unsigned 64-bit seeds."""
-        if not self.engine.seeds:
-            pytest.skip(f"{self.engine.use} does not offer seeds")
+        if not self.seeds:
+            pytest.skip("it does not offer seeds (`seeds`)")
         prompt = request(16).prompt_ids.numpy().tolist()
         same = [request(prompt, seed=2**63 + 5, max_tokens=30) for _ in range(2)]
         alone = served.answer(same[0])
@@ -317,35 +249,26 @@ class InferenceConformance(SwapTests, ComponentConformance):
 
     # ------------------------------------------------------------------------- how an answer ends
 
-    def test_the_end_of_sequence_token_is_the_answers_last(self, served: ServedEngine) -> None:
-        """Unless `ignore_eos` is set."""
-        query = request(n=32, max_tokens=150, ignore_eos=False)
-        ignoring = request(n=8, max_tokens=150)
-        samples, ignored = served.answers(query, ignoring)
-        assert any(sample.finish == "stop" for sample in samples)
+    @needs_model
+    @pytest.mark.parametrize("ignore_eos", [False, True])
+    @pytest.mark.parametrize("stops", [(), tuple(range(40, 50))], ids=["no stop tokens", "stop tokens"])
+    def test_a_token_that_ends_an_answer_is_its_last(
+        self, served: ServedEngine, stops: tuple[int, ...], ignore_eos: bool
+    ) -> None:
+        """A stop token, and the end-of-sequence token unless `ignore_eos` is set."""
+        query = request(n=24, max_tokens=150, stop_token_ids=stops, ignore_eos=ignore_eos)
+        (samples,) = served.answers(query)
+        ends = {*stops} if ignore_eos else {*stops, END}
+        assert any(sample.finish == "stop" for sample in samples) == bool(ends)
         for sample in samples:
+            places = [i for i, token in enumerate(sample.tokens) if token in ends]
+            assert places == ([len(sample.tokens) - 1] if sample.finish == "stop" else [])
+            assert sample.finish == "stop" or (sample.finish, len(sample.tokens)) == ("length", 150)
             served.assert_own_logprobs(query, sample)
-            if sample.finish == "stop":
-                assert sample.tokens.index(END) == len(sample.tokens) - 1
-            else:
-                assert (sample.finish, len(sample.tokens), END in sample.tokens) == ("length", 150, False)
-        assert {(sample.finish, len(sample.tokens)) for sample in ignored} == {("length", 150)}
-        assert any(END in sample.tokens for sample in ignored)
+        if not ends:
+            assert any(END in sample.tokens for sample in samples)
 
-    def test_a_stop_token_is_the_answers_last(self, served: ServedEngine) -> None:
-        """With and without `ignore_eos`."""
-        stops = tuple(range(40, 50))
-        queries = [
-            request(n=4, max_tokens=150, stop_token_ids=stops, ignore_eos=eos) for eos in (True, False)
-        ]
-        for query, samples in zip(queries, served.answers(*queries), strict=True):
-            assert any(sample.finish == "stop" for sample in samples)
-            for sample in samples:
-                ends = {*stops} if query.sampling.ignore_eos else {*stops, END}
-                end_positions = [i for i, token in enumerate(sample.tokens) if token in ends]
-                assert end_positions == ([len(sample.tokens) - 1] if sample.finish == "stop" else [])
-                served.assert_own_logprobs(query, sample)
-
+    @needs_model
     def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
@@ -367,6 +290,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
             met = [i for i, character in enumerate(written) if character in characters]
             assert met == ([len(written) - 1] if sample.finish == "stop" else [])
 
+    @needs_model
     @pytest.mark.parametrize(
         ("prompt", "max_tokens"),
         [([10] * 1000, 25), ([10, VOCABULARY], 5), ([10, -1], 5), ([], 5)],
@@ -441,6 +365,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         with pytest.raises(AssertionError):
             served.until((query.id, 1), within_s=0.1)
 
+    @needs_model
     def test_an_answer_that_came_complete_ends_at_once(self, served: ServedEngine) -> None:
         """Complete by the end-of-sequence token, a stop token, or its length."""
         begun = ([5, 6, END], [5, 6, 7], [5] * 20)
@@ -464,15 +389,9 @@ class InferenceConformance(SwapTests, ComponentConformance):
         served.answer(request(max_tokens=100))
         assert served.load().generated_tokens - before == 500
 
-    def test_a_request_behind_many_others_has_its_turn(self, served: ServedEngine) -> None:
-        """More requests than slots came before it."""
-        others = [request(max_tokens=60) for _ in range(2 * served.load().slots)]
-        late = request(n=2, temperature=0.0)
-        *_, samples = served.answers(*others, late)
-        assert [sample.finish for sample in samples] == ["length", "length"]
-
     # --------------------------------------------------------------------- streaming and figures
 
+    @needs_model
     def test_the_first_chunk_comes_before_a_tenth_of_the_answers_time(self, served: ServedEngine) -> None:
         """512 tokens, in a bounded number of messages. One of three tries must pass: other programs may delay
         a chunk."""
@@ -505,9 +424,12 @@ class InferenceConformance(SwapTests, ComponentConformance):
         assert 0 < final.busy_s - idle.busy_s <= took
         assert idle.busy_s <= full.busy_s <= final.busy_s
 
-    def test_stop_ends_the_stream(self, models: tuple[TinyModel, TinyModel], tmp_path: Path) -> None:
+    @needs_model
+    def test_stop_ends_the_stream(
+        self, under_test: ComponentUnderTest, models: tuple[TinyModel, TinyModel], tmp_path: Path
+    ) -> None:
         """In the middle of an answer; a second call has no effect."""
-        with ServedEngine(self.engine, models[0].folder, tmp_path).running() as served:
+        with self.serving(under_test, models[0].folder, tmp_path / "run").running() as served:
             served.swap(models[0].reference)
             query = request(n=4, max_tokens=900)
             served.ask(query)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +12,8 @@ import pytest
 
 from stretto.errors import WeightsError
 from stretto.models.digest import digest_of
-from stretto.testing.served_engine import EngineUnderTest, ServedEngine, hashes_of, request
+from stretto.testing.component import ComponentUnderTest, needs_model
+from stretto.testing.served_engine import ServedEngine, hashes_of, request
 from stretto.testing.tiny_model import TinyModel
 
 __all__ = ["SwapTests"]
@@ -28,7 +30,14 @@ _BLOCK = 16
 class SwapTests:
     """What `InferenceConformance` tests of swaps, with its fixtures."""
 
-    engine: ClassVar[EngineUnderTest]
+    recomputes: ClassVar[bool] = False
+    """Whether it computes all keys and values anew with new weights, even where `on_swap` is `keep_cache`:
+    answers in flight then have the logprobs of `recompute`, which are more exact."""
+    tolerance: ClassVar[float] = 1e-3
+    """Maximum difference between a logprob and that of the reference, in nats, in float32."""
+    start_s: ClassVar[float] = 120.0
+    """Maximum duration of a start, of a swap and of the end, in seconds."""
+    serving: ClassVar[Callable[..., ServedEngine]]
 
     def test_a_swap_reports_what_is_served_and_what_it_cost(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
@@ -41,7 +50,7 @@ class SwapTests:
         after = served.load()
         for report, model in zip(reports, reversed(models), strict=True):
             hashes = hashes_of(model.reference.tensors())
-            assert report.digest == digest_of(hashes.items())
+            assert report.digest == digest_of(hashes.items()), "it reports another digest"
             assert report.hashes in ({}, hashes)
             assert report.pause_s >= 0
         assert (reports[1].version, after.version) == (served.version, served.version)
@@ -69,14 +78,16 @@ class SwapTests:
                 spans.append(len(set(sample.versions)))
         assert max(spans) == 4, f"no answer spans all swaps: {spans}"
 
+    @needs_model
     def test_keep_cache_goes_on_over_what_older_weights_computed(
-        self, models: tuple[TinyModel, TinyModel], tmp_path: Path
+        self, under_test: ComponentUnderTest, models: tuple[TinyModel, TinyModel], tmp_path: Path
     ) -> None:
         """The first token after the swap shows it; the engine may compute keys and values of the last block
         again. An answer that is wholly of the new version uses only its weights, also when the engine knew
         the prompt before, or was computing it at the swap."""
         older, newer = models[0].reference, models[1].reference
-        with ServedEngine(self.engine, models[0].folder, tmp_path, on_swap="keep_cache").running() as served:
+        engine = self.serving(under_test, models[0].folder, tmp_path / "run", on_swap="keep_cache")
+        with engine.running() as served:
             served.swap(older)
             prompt = request(300).prompt_ids.numpy().tolist()
             query, repeated = request(prompt, n=4, max_tokens=_LONG), request(prompt, max_tokens=10)
@@ -97,19 +108,20 @@ class SwapTests:
                 switch = sample.versions.index(1)
                 assert sample.versions == [0] * switch + [1] * (_LONG - switch)
                 before = older.logprobs(prompt, sample.tokens)[:switch]
-                np.testing.assert_allclose(sample.logprobs[:switch], before, atol=self.engine.tolerance)
-                if self.engine.recomputes:
+                np.testing.assert_allclose(sample.logprobs[:switch], before, atol=self.tolerance)
+                if self.recomputes:
                     served.assert_own_logprobs(query, sample)
                     continue
                 text = [*prompt, *sample.tokens[: switch + 1]]
                 possible = {*range(160, len(text) - 2, _BLOCK), *range(len(text) - 4, len(text) - 1)}
                 off = {k: abs(newer.last_over(older, text, k) - sample.logprobs[switch]) for k in possible}
-                assert min(off.values()) <= self.engine.tolerance, (
+                assert min(off.values()) <= self.tolerance, (
                     "the first logprob after the swap is that of no number of tokens kept from the older "
                     f"weights (number: difference in nats: {off}); an engine that computes everything anew "
-                    "says `EngineUnderTest(…, recomputes=True)`"
+                    "says `recomputes = True`"
                 )
 
+    @needs_model
     def test_a_prompt_known_from_older_weights_is_computed_anew(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
@@ -139,6 +151,7 @@ class SwapTests:
             assert (sample.finish, set(sample.versions)) == ("length", {now + 1})
             served.assert_own_logprobs(needy, sample)
 
+    @needs_model
     @pytest.mark.parametrize("fault", ["missing", "shape", "unknown"])
     def test_weights_that_do_not_fit_leave_the_old_ones(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel], fault: str

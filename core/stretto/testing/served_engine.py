@@ -18,59 +18,16 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numpy.typing import NDArray
 
 from stretto.array import Array
-from stretto.component import Context
 from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load, Sampling, SwapReport
 from stretto.errors import EngineError, one_job
 from stretto.models.digest import tensor_hash
 from stretto.models.version_files import FolderPublisher, open_version
-from stretto.testing.component import composed_run
-from stretto.testing.tiny_model import SPECIAL, VOCABULARY, Reference
+from stretto.testing.tiny_model import SPECIAL, VOCABULARY, NoModel, Reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EngineUnderTest", "Sample", "ServedEngine"]
-
-
-@dataclass(frozen=True)
-class EngineUnderTest:
-    """The engine under test, named as in a run file, and the options that it supports."""
-
-    use: str
-    """Name of the engine."""
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """More keys of the section `inference`. The tests' model has 1,024 positions; the engine must serve them
-    all."""
-    plugins: tuple[str, ...] = ()
-    """Plugin files to load the engine from, if it is not an installed component."""
-    seeds: bool = False
-    """Whether the same seed gives the same answer, independent of other requests."""
-    refuses: frozenset[str] = frozenset()
-    """Which of `top_p`, `top_k`, `min_p` and `logit_bias` the engine refuses with an error that names them.
-    `top_k+top_p` means that it refuses only both together."""
-    recomputes: bool = False
-    """Whether it computes all keys and values anew with new weights, even where `on_swap` is `keep_cache`:
-    answers in flight then have the logprobs of `recompute`, which are more exact."""
-    tolerance: float = 1e-3
-    """Maximum difference between a logprob and that of the reference, in nats, in float32."""
-    start_s: float = 120.0
-    """Maximum duration of a start, in seconds."""
-
-    def make(self, model: Path, folder: Path, **options: Any) -> InferenceEngine:
-        """Make the engine, not started, in a run whose folder is `folder`."""
-        section = {"use": self.use, **self.options, **options}
-        (folder / "composed").mkdir(parents=True, exist_ok=True)
-        composed = composed_run("inference", section, {}, self.plugins, folder / "composed" / "run")
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        context = Context(
-            run="conformance",
-            name="conformance",
-            seed=0,
-            model=str(model),
-            folder=str(folder),
-            worker="inference-0",
-        )
-        return composed.make("inference", context)
+__all__ = ["Sample", "ServedEngine"]
 
 
 @dataclass
@@ -131,10 +88,15 @@ class ServedEngine:
     It receives weights in folders, as with the transport `file`: version 0, 1, ... in the order of `swap`.
     """
 
-    def __init__(self, under_test: EngineUnderTest, model: Path, folder: Path, **options: Any) -> None:
-        self.engine = under_test.make(model, folder, **options)
-        self.under_test = under_test
-        self.weights: dict[int, Reference] = {}
+    def __init__(
+        self, engine: InferenceEngine, folder: Path, *, tolerance: float = 1e-3, start_s: float = 120.0
+    ) -> None:
+        self.engine = engine
+        self.tolerance = tolerance
+        """Maximum difference between a logprob and that of the reference, in nats."""
+        self.start_s = start_s
+        """Maximum duration of a start, of a swap and of the end, in seconds."""
+        self.weights: dict[int, Reference | NoModel] = {}
         """The reference of each version."""
         self.messages = 0
         """Number of calls of `emit` so far."""
@@ -159,7 +121,7 @@ class ServedEngine:
                 yield self
             finally:
                 portal.call(self._over.set)
-                end.result(self.under_test.start_s)
+                end.result(self.start_s)
                 self._publisher.close()
 
     # -------------------------------------------------------------------------- what a worker does
@@ -185,7 +147,7 @@ class ServedEngine:
         arrays = [np.array(sequence, np.int32) for sequence in sequences]
         return self._portal.call(self.engine.logprobs, arrays)
 
-    def swap(self, reference: Reference) -> SwapReport:
+    def swap(self, reference: Reference | NoModel) -> SwapReport:
         """Make the engine serve the weights of a model as the next version."""
         report = self.swap_tensors(reference.tensors())
         self.weights[report.version] = reference
@@ -241,15 +203,20 @@ class ServedEngine:
         self.until_load(lambda load: load.running == load.waiting == 0)
 
     def assert_own_logprobs(self, asked: GenerateRequest, sample: Sample, begun: Sequence[int] = ()) -> None:
-        """Assert that each token has the logprob that the reference of its version computes."""
+        """Assert that each token has the logprob that the reference of its version computes. Without a model,
+        it is a finite one."""
+        assert all(-np.inf < logprob <= 0 for logprob in sample.logprobs), f"logprobs {sample.logprobs}"
         prompt, answer = asked.prompt_ids.numpy().tolist(), [*begun, *sample.tokens]
         for version in set(sample.versions):
-            forward = self.weights[version].logprobs(prompt, answer, asked.sampling.temperature)[len(begun) :]
+            reference = self.weights[version]
+            if isinstance(reference, NoModel):
+                continue
+            forward = reference.logprobs(prompt, answer, asked.sampling.temperature)[len(begun) :]
             own = np.array(sample.versions) == version
             off = np.abs(forward - sample.logprobs)[own]
-            assert off.max() <= self.under_test.tolerance, (
+            assert off.max() <= self.tolerance, (
                 f"{asked.id}: logprobs differ from version {version}'s by {off.max():.2g}, first at token "
-                f"{np.flatnonzero(own)[off > self.under_test.tolerance][0]} of {len(answer)}"
+                f"{np.flatnonzero(own)[off > self.tolerance][0]} of {len(answer)}"
             )
 
     # --------------------------------------------------------------------------- on the event loop
@@ -257,7 +224,7 @@ class ServedEngine:
     async def _live(self, *, task_status: TaskStatus[None]) -> None:
         try:
             async with one_job() as tasks:
-                with anyio.fail_after(self.under_test.start_s):
+                with anyio.fail_after(self.start_s):
                     await self.engine.start(self._emit, tasks)
                 task_status.started()
                 await self._over.wait()
@@ -304,7 +271,7 @@ class ServedEngine:
         note = self._publisher.publish(version, tensors.items())
         update = open_version(note, Path(note.address))
         try:
-            with anyio.fail_after(self.under_test.start_s):
+            with anyio.fail_after(self.start_s):
                 return await self.engine.swap(update)
         finally:
             update.close()

@@ -145,3 +145,22 @@ class TinyModel:
 
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(self.folder)
         return tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+@dataclass(frozen=True)
+class NoModel:
+    """What stands for a model and its reference where an engine has none: tensors that mean nothing."""
+
+    seed: int
+    folder = Path()
+
+    @property
+    def reference(self) -> NoModel:
+        """Itself: nothing is compared."""
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights of a version."""
+        import torch
+
+        return {"steps": torch.tensor([self.seed])}

@@ -13,7 +13,7 @@ from stretto.algorithm import Loss
 from stretto.component import Kind
 from stretto.engine import TrainingEngine
 from stretto.errors import EngineError
-from stretto.testing.component import ComponentConformance, ComponentUnderTest
+from stretto.testing.component import ComponentConformance, ComponentUnderTest, needs_model
 from stretto.testing.tiny_model import VOCABULARY, make_tiny_model
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = ["TrainingConformance"]
 _NUMBERS = {"lr": 0.1, "eps": 1.0, "clip_norm": None, "warmup_steps": 0}
 """Keys of both engines, if they have them. A large epsilon makes AdamW's step nearly linear."""
 _LENGTHS = (6, 13, 4, 9)
+_needs_training = pytest.mark.usefixtures("training")
 
 
 class TrainingConformance(ComponentConformance):
@@ -45,6 +46,12 @@ class TrainingConformance(ComponentConformance):
         return make_tiny_model(tmp_path_factory.mktemp("model"))
 
     @pytest.fixture
+    def training(self) -> None:
+        """Skip a test of an engine that trains."""
+        if not self.trains:
+            pytest.skip("it trains no model")
+
+    @pytest.fixture
     def engine(self, under_test: ComponentUnderTest, model: Path) -> Iterator[TrainingEngine]:
         """The engine, with the model loaded."""
         engine = self._made(under_test, model)
@@ -61,11 +68,11 @@ class TrainingConformance(ComponentConformance):
         yield engine
         engine.stop()
 
+    @needs_model
     def test_its_outputs_are_those_of_torch(
-        self, under_test: ComponentUnderTest, engine: TrainingEngine, torch_engine: TrainingEngine
+        self, engine: TrainingEngine, torch_engine: TrainingEngine
     ) -> None:
         """The logprob of every token, at two temperatures."""
-        _needs_model(under_test)
         for temperature in (1.0, 0.7):
             found = engine.forward(_batch(), temperature=temperature)
             expected = torch_engine.forward(_batch(), temperature=temperature)
@@ -75,16 +82,13 @@ class TrainingConformance(ComponentConformance):
             assert not found.requires_grad, "`forward` returns a tensor with gradient"
             self._assert_close(f"the logprobs at temperature {temperature}", found, expected)
 
+    @_needs_training
+    @needs_model
     @pytest.mark.parametrize("reduction", ["token", "sequence", "sequence_sum"])
     def test_a_step_is_that_of_torch(
-        self,
-        under_test: ComponentUnderTest,
-        engine: TrainingEngine,
-        torch_engine: TrainingEngine,
-        reduction: Any,
+        self, engine: TrainingEngine, torch_engine: TrainingEngine, reduction: Any
     ) -> None:
         """Loss, norm of the gradient, statistics, and all weights afterwards."""
-        self._needs_training(under_test)
         loss = Loss(_loss, reduction)
         found = engine.train(_batch(), loss, temperature=1.0)
         expected = torch_engine.train(_batch(), loss, temperature=1.0)
@@ -99,12 +103,9 @@ class TrainingConformance(ComponentConformance):
         for name, tensor in right.items():
             self._assert_close(f"tensor {name!r} after the step", weights[name], tensor)
 
-    def test_a_step_reports_its_figures_and_changes_the_weights(
-        self, under_test: ComponentUnderTest, engine: TrainingEngine
-    ) -> None:
+    @_needs_training
+    def test_a_step_reports_its_figures_and_changes_the_weights(self, engine: TrainingEngine) -> None:
         """`loss`, `grad_norm`, `lr` and `micro_batches`. So does an engine without a model."""
-        if not self.trains:
-            pytest.skip("it trains no model")
         import torch
 
         before = _weights(engine)
@@ -114,13 +115,12 @@ class TrainingConformance(ComponentConformance):
         after = _weights(engine)
         assert any(not torch.equal(before[name], after[name]) for name in before), "a step changes no weight"
 
+    @_needs_training
     def test_from_a_checkpoint_it_goes_on_as_before(
         self, under_test: ComponentUnderTest, engine: TrainingEngine, model: Path, tmp_path: Path
     ) -> None:
         """Weights and optimizer: the next step is the same one. `load` also goes back to it. So does a
         checkpoint that is written from a copy, after that step."""
-        if not self.trains:
-            pytest.skip("it trains no model")
         loss, folder = Loss(_loss, "token"), tmp_path / "checkpoint"
         copy = folder / "copy"
         copy.mkdir(parents=True)
@@ -140,11 +140,12 @@ class TrainingConformance(ComponentConformance):
                 self._assert_close(f"tensor {name!r}, one step after `load`,", found[name], tensor)
         other.stop()
 
+    @_needs_training
+    @needs_model
     def test_a_checkpoint_has_a_model_for_other_programs(
-        self, under_test: ComponentUnderTest, engine: TrainingEngine, tmp_path: Path
+        self, engine: TrainingEngine, tmp_path: Path
     ) -> None:
         """In `model/`, in the format of Hugging Face; and no pickle anywhere."""
-        self._needs_training(under_test)
         from transformers import AutoModelForCausalLM
 
         engine.save(tmp_path)
@@ -157,9 +158,9 @@ class TrainingConformance(ComponentConformance):
         for name, tensor in _weights(engine).items():
             self._assert_close(f"tensor {name!r} of `model/`", tensors[name].detach(), tensor)
 
+    @needs_model
     def test_what_cannot_be_loaded_is_an_error(self, under_test: ComponentUnderTest, tmp_path: Path) -> None:
         """`load` raises EngineError for a model that is not there."""
-        _needs_model(under_test)
         engine = self._made(under_test, tmp_path / "nowhere")
         with pytest.raises(EngineError):
             engine.load(None)
@@ -173,11 +174,6 @@ class TrainingConformance(ComponentConformance):
         context = under_test.context(model=str(model), trainable=self.trains)
         return under_test.composed.make("training", context, section)
 
-    def _needs_training(self, under_test: ComponentUnderTest) -> None:
-        _needs_model(under_test)
-        if not self.trains:
-            pytest.skip("it trains no model")
-
     def _assert_close(self, what: str, found: Tensor, expected: Tensor) -> None:
         import torch
 
@@ -185,11 +181,6 @@ class TrainingConformance(ComponentConformance):
         off = (found.double() - expected.double()).abs().max().item()
         close = torch.allclose(found.double(), expected.double(), rtol=self.tolerance, atol=self.tolerance)
         assert close, f"{what}: differs by {off:.2g}"
-
-
-def _needs_model(under_test: ComponentUnderTest) -> None:
-    if not under_test.component.needs_model:
-        pytest.skip("it has no model")
 
 
 def _batch(seed: int = 0) -> Batch:

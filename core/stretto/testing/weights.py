@@ -234,15 +234,6 @@ class WeightsConformance(ComponentConformance):
 
         _run(under_test, body)
 
-    def test_versions_that_evaluations_need_stay(self, under_test: ComponentUnderTest) -> None:
-        """Until no later `publish` names them."""
-
-        async def body(ends: _Ends) -> None:
-            notes = [await ends.publish(version, 1) for version in range(8)]
-            await _assert_arrives(ends.subscriber(), notes[1])
-
-        _run(under_test, body)
-
     def test_a_version_can_be_copied(self, under_test: ComponentUnderTest, tmp_path: Path) -> None:
         """For a checkpoint. One that was never published cannot."""
 

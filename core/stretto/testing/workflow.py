@@ -355,6 +355,9 @@ class _Watch:
                 self.blocked = "".join(traceback.format_stack(frame, limit=3)).rstrip()
 
 
+S = TypeVar("S", bound=FakeSession)
+
+
 class WorkflowConformance(ComponentConformance):
     """The contract of `stretto.workflow.Workflow`: trajectories of what the policy sampled, and nothing kept
     from one prompt to the next."""
@@ -369,18 +372,19 @@ class WorkflowConformance(ComponentConformance):
     """Whether the prompt of a row may be a chat, a list of messages. Most instruct models are trained so."""
 
     @classmethod
-    def session(cls, under_test: ComponentUnderTest, answers: Sequence[str]) -> FakeSession:
+    def session(
+        cls,
+        under_test: ComponentUnderTest,
+        answers: Sequence[str] | Callable[[str, int], str],
+        make: Callable[..., S] = FakeSession,
+        **more: Any,
+    ) -> S:
         """Return a session of the row. It calls the environment or the tools that the section names."""
-        return FakeSession(answers, size=cls.group_size, **_user_code(under_test.config))
+        return make(answers, size=cls.group_size, **_user_code(under_test.config), **more)
 
     def test_its_trajectories_are_what_the_policy_sampled(self, under_test: ComponentUnderTest) -> None:
-        """Each token with the logprob and the version that it was sampled with."""
-        session = self.session(under_test, self.answers)
-        [trajectories] = self._played(under_test, session)
-        assert_valid_trajectories(trajectories, session)
-
-    def test_prompts_at_the_same_time_do_not_mix(self, under_test: ComponentUnderTest) -> None:
-        """A rollout worker runs hundreds of them at once with one object."""
+        """Each token with the logprob and the version that it was sampled with, for prompts at the same time:
+        a rollout worker runs hundreds of them at once with one object."""
         sessions = [
             self.session(under_test, [f"{text} ({number})" for text in self.answers]) for number in range(3)
         ]
@@ -435,11 +439,10 @@ class WorkflowConformance(ComponentConformance):
             turns[number] += 1
             return f"{self.answers[(turns[number] - 1) % len(self.answers)]} ({number})"
 
-        session = FakeSession(
+        session = self.session(
+            under_test,
             answer,
-            size=self.group_size,
             reward=lambda text: rewards.setdefault(text, 2.0 ** len(rewards)),  # no sum is another one
-            **_user_code(under_test.config),
         )
         [trajectories] = self._played(under_test, session)
         numbers = sample_numbers(trajectories)
@@ -466,7 +469,7 @@ class WorkflowConformance(ComponentConformance):
 
     def test_an_error_of_the_engine_fails_the_prompt(self, under_test: ComponentUnderTest) -> None:
         """The workflow does not turn it into a trajectory."""
-        session = _BrokenSession(self.answers, size=self.group_size, **_user_code(under_test.config))
+        session = self.session(under_test, self.answers, _BrokenSession)
         try:
             [made] = self._played(under_test, session)
         except Exception:  # noqa: BLE001 - any exception fails the ticket
@@ -475,7 +478,7 @@ class WorkflowConformance(ComponentConformance):
 
     def test_a_sample_that_fails_costs_no_other(self, under_test: ComponentUnderTest) -> None:
         """What `Session.members` leaves out is missing; the others are the group."""
-        session = _IncompleteSession(self.answers, size=self.group_size, **_user_code(under_test.config))
+        session = self.session(under_test, self.answers, _IncompleteSession)
         [trajectories] = self._played(under_test, session)
         if not session.has_members:
             pytest.skip("the workflow does not make its samples apart from each other")
@@ -492,9 +495,7 @@ class WorkflowConformance(ComponentConformance):
             scored.append(text)
             return math.nan if len(scored) == 1 else 1.0
 
-        session = FakeSession(
-            self.answers, size=self.group_size, reward=reward, **_user_code(under_test.config)
-        )
+        session = self.session(under_test, self.answers, reward=reward)
         [trajectories] = self._played(under_test, session)
         if not scored:
             pytest.skip("the workflow gives the reward itself")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from stretto.testing import EngineUnderTest, InferenceConformance
-
-UNDER_TEST = EngineUnderTest(
-    "my_name", seeds=True, refuses=frozenset({"top_p", "top_k", "min_p", "logit_bias"})
-)
+from stretto.testing import InferenceConformance
 
 
 class TestMyName(InferenceConformance):
     """stretto's own tests of an inference engine, without a run."""
 
-    engine = UNDER_TEST
+    use = "my_name"
+    seeds = True
+    refuses = frozenset({"top_p", "top_k", "min_p", "logit_bias"})
