@@ -1,4 +1,4 @@
-"""Three components of different kinds that break their contract, and the tests that must find it.
+"""Components of several kinds that break their contract, and the tests that must find it.
 
 `test_faults.py` runs this file. `finds` says which tests fail, and words of the message.
 """
@@ -13,13 +13,21 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from stretto import Component, RewardConfig, WorkflowConfig, hookimpl
 from stretto.errors import EngineError
-from stretto.testing import InferenceConformance, RewardConformance, WorkflowConformance
+from stretto.testing import (
+    AlgorithmConformance,
+    InferenceConformance,
+    RewardConformance,
+    WorkflowConformance,
+)
 from stretto.workflow import Trajectory
+from stretto_grpo import GRPO, GRPOConfig
 from stretto_mock import MockInferenceConfig
 from stretto_mock.inference import MockInference
+from stretto_torch import TorchInferenceConfig
 
 HERE = (__file__,)
 
@@ -72,6 +80,39 @@ class Misreporting(MockInference):
         return msgspec.structs.replace(super().load(), generated_tokens=0)
 
 
+def draw_of_50(logits: Any, uniform: Any, settings: Any) -> Any:
+    """As `transformers.generate` does unless told otherwise: draw from the 50 likeliest tokens. Report the
+    logprobs of all."""
+    import torch
+
+    from stretto_torch.sampling import draw
+
+    logprobs = logits.clone()
+    if settings is not None:
+        logprobs /= torch.from_numpy(settings.temperature)[:, None]
+        settings = replace(settings, top_k=np.where(settings.top_k == 0, 50, settings.top_k))
+    tokens, _, kept = draw(logits, uniform, settings)
+    return tokens, logprobs.log_softmax(-1).numpy()[np.arange(len(tokens)), tokens], kept
+
+
+def forgetful(config: Any, context: Any) -> Any:
+    """Does not say that it computes everything anew at a swap, and from how many tokens it draws."""
+    import stretto_torch.slots
+    from stretto_torch.inference import TorchInferenceEngine
+
+    stretto_torch.slots.draw = draw_of_50
+    return TorchInferenceEngine(msgspec.structs.replace(config, on_swap="recompute"), context)
+
+
+class Twice(GRPO):
+    """Compares sequences, where it should compare samples."""
+
+    def advantages(self, batch: Any) -> Any:
+        import torch
+
+        return super().advantages(batch.with_columns({"sample": torch.arange(len(batch))}))
+
+
 @hookimpl
 def stretto_reward() -> Iterable[Component[Any]]:
     yield Component("counting", counting, LooseConfig, "")
@@ -85,6 +126,12 @@ def stretto_workflow() -> Iterable[Component[Any]]:
 @hookimpl
 def stretto_inference() -> Iterable[Component[Any]]:
     yield Component("misreporting", Misreporting, MockInferenceConfig, "", needs_model=False)
+    yield Component("forgetful", forgetful, TorchInferenceConfig, "")
+
+
+@hookimpl
+def stretto_algorithm() -> Iterable[Component[Any]]:
+    yield Component("twice", Twice, GRPOConfig, "")
 
 
 class TestCounting(RewardConformance):
@@ -118,3 +165,18 @@ class TestMisreporting(InferenceConformance):
         "a_request_sent_again_is_the_same_request": "assert (0 - 0) == 500",
         "figures_add_up": "assert (0 - 0) == ",
     }
+
+
+class TestForgetful(InferenceConformance):
+    """At temperature 0.7 the tokens after the 50th have so little weight that 600 answers do not show it."""
+
+    use, plugins, options = "forgetful", HERE, {"slots": 8}
+    finds = {
+        "keep_cache_goes_on_over_what_older_weights_computed": "says `recomputes = True`",
+        "tokens_are_drawn_with_the_probability_they_report[{'temperature': 2.0}]": "chi-squared ",
+    }
+
+
+class TestTwice(AlgorithmConformance):
+    use, plugins, options = "twice", HERE, {"group_size": 4}
+    finds = {"a_sample_in_parts_counts_once": "count a sample once"}

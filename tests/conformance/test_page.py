@@ -18,7 +18,8 @@ TAPES = Path(__file__).parents[1] / "simulation" / "tapes"
 def test_every_test_of_the_page_passes(tmp_path: Path) -> None:
     page = (DOCS / "testing.md").read_text()
     (tmp_path / "test_page.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
-    reward = re.findall(r"```python\n(# my_reward\.py\n.*?)```", plugins_page(), re.DOTALL)
+    plugins = (DOCS / "plugins.md").read_text()
+    reward = re.findall(r"```python\n(# my_reward\.py\n.*?)```", plugins, re.DOTALL)
     (tmp_path / "my_reward.py").write_text(reward[0])
     for name, last in (("rows", 3), ("other", 4)):
         rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(last)]
@@ -32,7 +33,3 @@ def test_every_test_of_the_page_passes(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout
-
-
-def plugins_page() -> str:
-    return (DOCS / "plugins.md").read_text()

@@ -34,11 +34,12 @@ from torch_engine import (
 
 
 async def test_text_that_cannot_be_scored_is_refused_with_the_reason(folders: Folders) -> None:
-    text = np.arange(4, 20, dtype=np.int32)
-    async with serving(folders["qwen2"], version=None) as served:
+    """By a model that transformers computes; the kit scores text with one that the engine computes itself."""
+    text, model = np.arange(4, 20, dtype=np.int32), load(folders["gemma2"])
+    async with serving(folders["gemma2"], version=None) as served:
         with pytest.raises(EngineError, match="no weights are served yet"):
             await served.engine.logprobs([text])
-        await served.engine.swap(Update(weights_of(load(folders["qwen2"])), 0))
+        await served.engine.swap(Update(weights_of(model), 0))
         for wrong, why in (
             (text[:1], "of 1 tokens"),
             (np.tile(text, 40), "2 to 512"),
@@ -46,7 +47,9 @@ async def test_text_that_cannot_be_scored_is_refused_with_the_reason(folders: Fo
         ):
             with pytest.raises(EngineError, match=why):
                 await served.engine.logprobs([text, wrong])
-        assert len((await served.engine.logprobs([text]))[0]) == 15
+        [found] = await served.engine.logprobs([text])
+        own = own_logprobs(model, request(prompt=text[:1]), text[1:].tolist())
+        np.testing.assert_allclose(found, own, atol=1e-4)
         await served.engine.stop()
         with pytest.raises(EngineError, match="was stopped"):
             await served.engine.logprobs([text])

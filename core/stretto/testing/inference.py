@@ -7,7 +7,7 @@ The tests make tiny models and compare every logprob with the forward pass of tr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from stretto.engine import GenerateRequest, Sampling
 from stretto.errors import EngineError
 from stretto.testing.component import ComponentConformance, ComponentUnderTest, needs_model
 from stretto.testing.inference_swaps import SwapTests
-from stretto.testing.served_engine import Sample, ServedEngine, request
+from stretto.testing.served_engine import ServedEngine, request
 from stretto.testing.tiny_model import END, VOCABULARY, NoModel, TinyModel, log_softmax
 
 __all__ = ["InferenceConformance"]
@@ -314,7 +314,8 @@ class InferenceConformance(SwapTests, ComponentConformance):
             long, following = request(n=slots + 2, max_tokens=900), request(max_tokens=5)
             served.ask(long)
             early = served.until(*((long.id, i) for i in range(slots)), tokens=5)
-            start, step_s = time.monotonic(), _step_s(early)
+            start = time.monotonic()
+            step_s = max((s.arrivals[-1] - s.arrivals[0]) / max(1, len(s.tokens) - 1) for s in early)
             served.ask(following)
             served.abort(long.id)
             served.abort(long.id)
@@ -365,18 +366,16 @@ class InferenceConformance(SwapTests, ComponentConformance):
         with pytest.raises(AssertionError):
             served.until((query.id, 1), within_s=0.1)
 
-    @needs_model
-    def test_an_answer_that_came_complete_ends_at_once(self, served: ServedEngine) -> None:
-        """Complete by the end-of-sequence token, a stop token, or its length."""
-        begun = ([5, 6, END], [5, 6, 7], [5] * 20)
-        query = request(n=3, begun=begun, have=(3, 3, 20), ignore_eos=False, stop_token_ids=(7,))
-        (samples,) = served.answers(query)
-        assert [(sample.finish, sample.tokens) for sample in samples] == [
-            ("stop", []),
-            ("stop", []),
-            ("length", []),
-        ]
-        assert [sample.start for sample in samples] == [3, 3, 20]
+    def test_an_answer_that_came_complete_ends_at_once(
+        self, under_test: ComponentUnderTest, served: ServedEngine
+    ) -> None:
+        """Complete by its length, a stop token, or the model's end-of-sequence token."""
+        complete = [([5] * 20, "length")]
+        complete += [([5, 6, 7], "stop"), ([5, 6, END], "stop")] if under_test.component.needs_model else []
+        for begun, finish in complete:
+            have = (len(begun),)
+            sample = served.answer(request(begun=(begun,), have=have, ignore_eos=False, stop_token_ids=(7,)))
+            assert (sample.finish, sample.tokens, sample.start) == (finish, [], len(begun))
 
     def test_a_request_sent_again_is_the_same_request(self, served: ServedEngine) -> None:
         """The engine does not start it twice."""
@@ -438,12 +437,6 @@ class InferenceConformance(SwapTests, ComponentConformance):
             messages = served.messages
             served.stop()
         assert served.messages == messages
-
-
-def _step_s(samples: Sequence[Sample]) -> float:
-    """Estimate the duration of a decode step, in seconds, from the chunks of unfinished samples."""
-    spans = [(s.arrivals[-1] - s.arrivals[0]) / max(1, len(s.tokens) - 1) for s in samples]
-    return max(spans)
 
 
 def _distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:

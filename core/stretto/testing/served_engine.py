@@ -73,10 +73,6 @@ class Sample:
             self.kept += [ids.tolist() for ids in np.split(chunk.kept.ids, ends)] if len(chunk.kept) else []
         self.finish, self.error = chunk.finish, chunk.error
 
-    def copy(self) -> Sample:
-        """Return a copy of the current state."""
-        return deepcopy(self)
-
 
 Key = tuple[str, int]
 """Id of a request, and index of a sample."""
@@ -189,6 +185,8 @@ class ServedEngine:
         """Wait until the load figures fulfil a condition, and return them."""
         deadline = time.monotonic() + within_s
         while not condition(load := self.load()):
+            if self._broken is not None:
+                raise EngineError("the engine has ended") from self._broken
             assert time.monotonic() < deadline, f"the load figures never fulfilled the condition: {load}"
             time.sleep(0.002)
         return load
@@ -261,7 +259,7 @@ class ServedEngine:
         assert not scope.cancelled_caught, (
             f"after {within_s:g} s, these samples are incomplete: {missing[:5]}"
         )
-        return [self._samples[key].copy() for key in keys]
+        return [deepcopy(self._samples[key]) for key in keys]
 
     def _reached(self, key: Key, tokens: int | None) -> bool:
         sample = self._samples.get(key, Sample())

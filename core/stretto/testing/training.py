@@ -47,7 +47,7 @@ class TrainingConformance(ComponentConformance):
 
     @pytest.fixture
     def training(self) -> None:
-        """Skip a test of an engine that trains."""
+        """Skip a test of training for an engine that only computes `forward`."""
         if not self.trains:
             pytest.skip("it trains no model")
 
