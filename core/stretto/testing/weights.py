@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
-import anyio.to_thread
 import msgspec
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from stretto.component import Kind
 from stretto.errors import NoAnswer, Refused, StrettoError, WeightsError
@@ -19,7 +19,14 @@ from stretto.models.digest import digest_of
 from stretto.models.version_files import open_version
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
 from stretto.testing.served_engine import hashes_of
-from stretto.weights import FreezingPublisher, Publisher, Subscriber, WeightsNote, WeightsTransport, Wire
+from stretto.weights import (
+    FreezingPublisher,
+    Publisher,
+    Subscriber,
+    WeightsNote,
+    WeightsTransport,
+    WeightUpdate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,11 +73,9 @@ class _LocalWire:
         self.address = address
 
     def answer(self, handler: _Handler) -> None:
-        """Answer the questions to this address."""
         self._handlers[self.address] = handler
 
     async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
-        """Ask the publisher at an address."""
         if address not in self._handlers:
             raise NoAnswer(address, address, deadline_s)
         with anyio.fail_after(deadline_s):
@@ -83,51 +88,91 @@ class _LocalWire:
 
 
 class _Ends:
-    """The publisher of a run and its subscribers."""
+    """The publisher of a run and its subscribers, in an event loop of their own. The test's thread publishes,
+    as a trainer's does."""
 
-    def __init__(self, under_test: ComponentUnderTest) -> None:
+    def __init__(self, under_test: ComponentUnderTest, portal: BlockingPortal) -> None:
         self._under_test = under_test
+        self._portal = portal
         self._run = f"conformance-{secrets.token_hex(4)}"  # folders have its name; tests run side by side
         self._handlers: dict[str, _Handler] = {}
         self._subscribers: list[Subscriber] = []
-        self.publisher: Publisher = self.transport("trainer-0").publisher(self._wire("trainer-0"))
+        transport = self.transport("trainer-0")
+        self.publisher: Publisher = portal.call(transport.publisher, self._wire("trainer-0"))
 
     def transport(self, worker: str) -> WeightsTransport:
         """Return the transport as a worker has it."""
-        return self._under_test.make(run=self._run, worker=worker)
+        return self._portal.call(lambda: self._under_test.make(run=self._run, worker=worker))
 
     def subscriber(self) -> Subscriber:
-        """Return the end of one more engine."""
         worker = f"inference-{len(self._subscribers)}"
-        self._subscribers.append(self.transport(worker).subscriber(self._wire(worker)))
+        self._subscribers.append(self._portal.call(self.transport(worker).subscriber, self._wire(worker)))
         return self._subscribers[-1]
 
-    async def publish(
+    def publish(
         self,
         version: int,
         *needed: int,
         frozen: Collection[str] = (),
         tensors_of: Callable[[int], Mapping[str, Tensor]] = _tensors,
     ) -> WeightsNote:
-        """Publish a version in a thread, as a trainer does: without the tensors that are frozen."""
+        """Publish a version without the tensors that are frozen."""
         tensors = iter([pair for pair in tensors_of(version).items() if pair[0] not in frozen])
-        return await anyio.to_thread.run_sync(self.publisher.publish, version, tensors, needed)
+        return self.publisher.publish(version, tensors, needed)
 
-    async def freeze(self, *names: str) -> None:
+    def freeze(self, *names: str) -> None:
         """Make these tensors, as version 0 has them, a part of all versions to come."""
         assert isinstance(self.publisher, FreezingPublisher)
-        frozen = iter([(name, _tensors(0)[name]) for name in names])
-        await anyio.to_thread.run_sync(self.publisher.freeze, frozen)
+        self.publisher.freeze(iter([(name, _tensors(0)[name]) for name in names]))
 
-    async def close(self) -> None:
-        """Close all ends, and remove what they have left."""
+    def receive(self, subscriber: Subscriber, note: WeightsNote) -> WeightUpdate:
+        return self._portal.call(subscriber.receive, note)
+
+    def assert_arrives(
+        self,
+        subscriber: Subscriber,
+        note: WeightsNote,
+        frozen: Collection[str] = (),
+        tensors_of: Callable[[int], Mapping[str, Tensor]] = _tensors,
+    ) -> None:
+        tensors = {**tensors_of(note.version)} | {name: _tensors(0)[name] for name in frozen}
+        update = self.receive(subscriber, note)
+        try:
+            assert update.note.version == note.version, f"received version {update.note.version} for {note}"
+            assert dict(update.hashes()) == hashes_of(tensors), f"the hashes of version {note.version} differ"
+            assert digest_of(update.hashes().items()) == note.digest, (
+                "the digest of the hashes is not the note's"
+            )
+            _assert_equal(update.tensors(), tensors)
+        finally:
+            update.close()
+
+    def assert_refused(self, subscriber: Subscriber, note: WeightsNote, what: str) -> None:
+        try:
+            update = self.receive(subscriber, note)
+        except WeightsError:
+            return
+        update.close()
+        raise AssertionError(f"`receive` returned {what}; expected a WeightsError")
+
+    def close(self) -> None:
         for subscriber in self._subscribers:
-            subscriber.close()
-        await anyio.to_thread.run_sync(self.publisher.close)
+            self._portal.call(subscriber.close)
+        self.publisher.close()
         self.transport("kernel").clean()
 
-    def _wire(self, worker: str) -> Wire:
+    def _wire(self, worker: str) -> _LocalWire:
         return _LocalWire(self._handlers, f"{worker}/nonce")
+
+
+@contextmanager
+def _ends_of(under_test: ComponentUnderTest) -> Generator[_Ends]:
+    with start_blocking_portal("asyncio") as portal:
+        ends = _Ends(under_test, portal)
+        try:
+            yield ends
+        finally:
+            ends.close()
 
 
 class WeightsConformance(ComponentConformance):
@@ -136,6 +181,12 @@ class WeightsConformance(ComponentConformance):
 
     kind: ClassVar[Kind] = "weights"
 
+    @pytest.fixture
+    def ends(self, under_test: ComponentUnderTest) -> Iterator[_Ends]:
+        """The publisher of a run, and its subscribers."""
+        with _ends_of(under_test) as ends:
+            yield ends
+
     @classmethod
     def stored(cls, note: WeightsNote, section: Mapping[str, Any]) -> list[Path]:
         """Return the files with the tensors of a published version, which a test damages. By default, those
@@ -143,180 +194,110 @@ class WeightsConformance(ComponentConformance):
         del section
         return sorted(Path(note.address).glob("*.safetensors"))
 
-    def test_every_version_arrives_as_it_was_published(self, under_test: ComponentUnderTest) -> None:
+    def test_every_version_arrives_as_it_was_published(self, ends: _Ends) -> None:
         """Every tensor of it, with its hash, at two engines."""
+        subscribers = [ends.subscriber(), ends.subscriber()]
+        for version in range(4):
+            note = ends.publish(version)
+            assert note.version == version, f"version {version} has a note of version {note.version}"
+            for subscriber in subscribers:
+                ends.assert_arrives(subscriber, note)
 
-        async def body(ends: _Ends) -> None:
-            subscribers = [ends.subscriber(), ends.subscriber()]
-            for version in range(4):
-                note = await ends.publish(version)
-                assert note.version == version, f"version {version} has a note of version {note.version}"
-                for subscriber in subscribers:
-                    await _assert_arrives(subscriber, note)
-
-        _run(under_test, body)
-
-    def test_frozen_tensors_are_a_part_of_every_version(self, under_test: ComponentUnderTest) -> None:
+    def test_frozen_tensors_are_a_part_of_every_version(self, ends: _Ends) -> None:
         """For an engine that gets every version, and for one that comes later. Others may replace them."""
         names = ("model.embed.weight", "model.steps")
+        if not isinstance(ends.publisher, FreezingPublisher):
+            pytest.skip("its publisher takes all tensors with every version")
+        subscriber = ends.subscriber()
+        ends.freeze(*names)
+        for version in range(3):
+            note = ends.publish(version, frozen=names)
+            for each in (subscriber, ends.subscriber()):
+                ends.assert_arrives(each, note, names)
+        ends.freeze()
+        ends.assert_arrives(subscriber, ends.publish(3))
 
-        async def body(ends: _Ends) -> None:
-            if not isinstance(ends.publisher, FreezingPublisher):
-                pytest.skip("its publisher takes all tensors with every version")
-            subscriber = ends.subscriber()
-            await ends.freeze(*names)
-            for version in range(3):
-                note = await ends.publish(version, frozen=names)
-                for each in (subscriber, ends.subscriber()):
-                    await _assert_arrives(each, note, names)
-            await ends.freeze()
-            await _assert_arrives(subscriber, await ends.publish(3))
-
-        _run(under_test, body)
-
-    def test_a_late_engine_gets_the_newest_version(self, under_test: ComponentUnderTest) -> None:
+    def test_a_late_engine_gets_the_newest_version(self, ends: _Ends) -> None:
         """Publishing did not wait for it. A version that is gone is a WeightsError."""
+        notes = [ends.publish(version) for version in range(8)]
+        subscriber = ends.subscriber()
+        ends.assert_arrives(subscriber, notes[-1])
+        with suppress(WeightsError):  # it may be gone, but it must not be another version
+            ends.assert_arrives(subscriber, notes[0])
 
-        async def body(ends: _Ends) -> None:
-            notes = [await ends.publish(version) for version in range(8)]
-            subscriber = ends.subscriber()
-            await _assert_arrives(subscriber, notes[-1])
-            with suppress(WeightsError):  # it may be gone, but it must not be another version
-                await _assert_arrives(subscriber, notes[0])
-
-        _run(under_test, body)
-
-    def test_small_steps_arrive_as_they_were_published(self, under_test: ComponentUnderTest) -> None:
+    def test_small_steps_arrive_as_they_were_published(self, ends: _Ends) -> None:
         """At an engine that gets every version, at one that gets some, and at those that come later."""
+        always, sometimes = ends.subscriber(), ends.subscriber()
+        note = ends.publish(0, tensors_of=_small_steps)
+        for version in range(40):
+            note = ends.publish(version, tensors_of=_small_steps) if version else note
+            readers = [always, *([sometimes] if version % 7 == 0 else [])]
+            readers += [ends.subscriber()] if version in (1, 12, 33) else []
+            for subscriber in readers:
+                ends.assert_arrives(subscriber, note, tensors_of=_small_steps)
+        ends.assert_arrives(always, note, tensors_of=_small_steps)  # again
+        for version in (38, 39, 40):  # steps that were lost are done again, in another way
+            note = ends.publish(version)
+            ends.assert_arrives(always, note)
+        note = ends.publish(41, tensors_of=_small_steps)
+        ends.assert_arrives(always, note, tensors_of=_small_steps)
 
-        async def body(ends: _Ends) -> None:
-            always, sometimes = ends.subscriber(), ends.subscriber()
-            note = await ends.publish(0, tensors_of=_small_steps)
-            for version in range(40):
-                note = await ends.publish(version, tensors_of=_small_steps) if version else note
-                readers = [always, *([sometimes] if version % 7 == 0 else [])]
-                readers += [ends.subscriber()] if version in (1, 12, 33) else []
-                for subscriber in readers:
-                    await _assert_arrives(subscriber, note, tensors_of=_small_steps)
-            await _assert_arrives(always, note, tensors_of=_small_steps)  # again
-            for version in (38, 39, 40):  # steps that were lost are done again, in another way
-                note = await ends.publish(version)
-                await _assert_arrives(always, note)
-            note = await ends.publish(41, tensors_of=_small_steps)
-            await _assert_arrives(always, note, tensors_of=_small_steps)
-
-        _run(under_test, body)
-
-    def test_a_damaged_copy_of_an_older_version_does_no_harm(
-        self, under_test: ComponentUnderTest, tmp_path: Path
-    ) -> None:
+    def test_a_damaged_copy_of_an_older_version_does_no_harm(self, ends: _Ends, tmp_path: Path) -> None:
         """What an engine's machine keeps may be damaged: then everything is fetched again. Versions that are
         needed stay and can be copied, also if they are stored as what has changed."""
+        subscriber = ends.subscriber()
+        notes: list[WeightsNote] = []
+        for version in range(6):
+            notes.append(ends.publish(version, 2, tensors_of=_small_steps))
+            update = ends.receive(subscriber, notes[-1])
+            folder = update.folder
+            update.close()
+            own = folder is not None and folder.exists() and folder != Path(notes[-1].address)
+            if version == 3 and folder is not None and own:
+                file = sorted(folder.glob("*.safetensors"))[-1]
+                file.write_bytes(file.read_bytes()[:-2] + b"??")
+        ends.assert_arrives(subscriber, notes[-1], tensors_of=_small_steps)
+        ends.assert_arrives(ends.subscriber(), notes[2], tensors_of=_small_steps)
+        for version in (2, 5):
+            copy = tmp_path / f"copy-{version}"
+            ends.publisher.copy(version, copy)
+            _assert_equal(open_version(notes[version], copy).tensors(), _small_steps(version))
 
-        async def body(ends: _Ends) -> None:
-            subscriber = ends.subscriber()
-            notes: list[WeightsNote] = []
-            for version in range(6):
-                notes.append(await ends.publish(version, 2, tensors_of=_small_steps))
-                update = await subscriber.receive(notes[-1])
-                folder = update.folder
-                update.close()
-                own = folder is not None and folder.exists() and folder != Path(notes[-1].address)
-                if version == 3 and folder is not None and own:
-                    file = sorted(folder.glob("*.safetensors"))[-1]
-                    file.write_bytes(file.read_bytes()[:-2] + b"??")
-            await _assert_arrives(subscriber, notes[-1], tensors_of=_small_steps)
-            await _assert_arrives(ends.subscriber(), notes[2], tensors_of=_small_steps)
-            for version in (2, 5):
-                copy = tmp_path / f"copy-{version}"
-                await anyio.to_thread.run_sync(ends.publisher.copy, version, copy)
-                _assert_equal(open_version(notes[version], copy).tensors(), _small_steps(version))
-
-        _run(under_test, body)
-
-    def test_a_version_can_be_copied(self, under_test: ComponentUnderTest, tmp_path: Path) -> None:
+    def test_a_version_can_be_copied(self, ends: _Ends, tmp_path: Path) -> None:
         """For a checkpoint. One that was never published cannot."""
+        note = ends.publish(2)
+        ends.publisher.copy(2, tmp_path / "copy")
+        _assert_equal(open_version(note, tmp_path / "copy").tensors(), _tensors(2))
+        with pytest.raises(WeightsError):
+            ends.publisher.copy(3, tmp_path / "other")
 
-        async def body(ends: _Ends) -> None:
-            note = await ends.publish(2)
-            await anyio.to_thread.run_sync(ends.publisher.copy, 2, tmp_path / "copy")
-            _assert_equal(open_version(note, tmp_path / "copy").tensors(), _tensors(2))
-            with pytest.raises(WeightsError):
-                await anyio.to_thread.run_sync(ends.publisher.copy, 3, tmp_path / "other")
-
-        _run(under_test, body)
-
-    def test_other_weights_than_the_announced_ones_are_refused(self, under_test: ComponentUnderTest) -> None:
+    def test_other_weights_than_the_announced_ones_are_refused(self, ends: _Ends) -> None:
         """The digest of the note decides. The subscriber then continues with the right one."""
+        note = ends.publish(0)
+        subscriber = ends.subscriber()
+        wrong = msgspec.structs.replace(note, digest="0" * len(note.digest))
+        ends.assert_refused(subscriber, wrong, "weights with another digest than the note's")
+        ends.assert_arrives(subscriber, note)
 
-        async def body(ends: _Ends) -> None:
-            note = await ends.publish(0)
-            subscriber = ends.subscriber()
-            wrong = msgspec.structs.replace(note, digest="0" * len(note.digest))
-            await _assert_refused(subscriber, wrong, "weights with another digest than the note's")
-            await _assert_arrives(subscriber, note)
-
-        _run(under_test, body)
-
-    def test_damaged_weights_are_refused(
-        self, under_test: ComponentUnderTest, section: Mapping[str, Any]
-    ) -> None:
+    def test_damaged_weights_are_refused(self, ends: _Ends, section: Mapping[str, Any]) -> None:
         """One bit of one tensor is enough."""
-
-        async def body(ends: _Ends) -> None:
-            note = await ends.publish(0)
-            files = self.stored(note, section)
-            if not files:
-                pytest.skip("it names no files with the tensors of a version (`stored`)")
-            data = bytearray(files[-1].read_bytes())
-            data[-1] ^= 1
-            files[-1].write_bytes(data)
-            await _assert_refused(ends.subscriber(), note, "damaged weights")
-
-        _run(under_test, body)
+        note = ends.publish(0)
+        files = self.stored(note, section)
+        if not files:
+            pytest.skip("it names no files with the tensors of a version (`stored`)")
+        data = bytearray(files[-1].read_bytes())
+        data[-1] ^= 1
+        files[-1].write_bytes(data)
+        ends.assert_refused(ends.subscriber(), note, "damaged weights")
 
     def test_nothing_is_left_after_the_end(self, under_test: ComponentUnderTest) -> None:
         """Neither a version nor a file in the run's folder, also when a publisher was killed."""
-
-        async def body(ends: _Ends) -> None:
-            note = await ends.publish(0)
+        with _ends_of(under_test) as ends:
+            note = ends.publish(0)
             ends.transport("kernel").clean()
-            await _assert_refused(ends.subscriber(), note, "a version that `clean` has removed")
-
-        _run(under_test, body)
+            ends.assert_refused(ends.subscriber(), note, "a version that `clean` has removed")
         left = [file for file in under_test.folder.rglob("*") if file.is_file()]
         assert not left, f"{left[0]} is left after `close` and `clean`"
-
-
-def _run(under_test: ComponentUnderTest, body: Callable[[_Ends], Coroutine[Any, Any, None]]) -> None:
-    """Call `body` with the ends of a run of its own, and close them."""
-
-    async def whole() -> None:
-        ends = _Ends(under_test)
-        try:
-            await body(ends)
-        finally:
-            await ends.close()
-
-    anyio.run(whole)
-
-
-async def _assert_arrives(
-    subscriber: Subscriber,
-    note: WeightsNote,
-    frozen: Collection[str] = (),
-    tensors_of: Callable[[int], Mapping[str, Tensor]] = _tensors,
-) -> None:
-    """Receive a version, and compare it with what was published."""
-    tensors = {**tensors_of(note.version)} | {name: _tensors(0)[name] for name in frozen}
-    update = await subscriber.receive(note)
-    try:
-        assert update.note.version == note.version, f"received version {update.note.version} for {note}"
-        assert dict(update.hashes()) == hashes_of(tensors), f"the hashes of version {note.version} differ"
-        assert digest_of(update.hashes().items()) == note.digest, "the digest of the hashes is not the note's"
-        _assert_equal(update.tensors(), tensors)
-    finally:
-        update.close()
 
 
 def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -326,12 +307,3 @@ def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
     for name, tensor in expected.items():
         same = found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
         assert same, f"tensor {name!r} is not the published one"
-
-
-async def _assert_refused(subscriber: Subscriber, note: WeightsNote, what: str) -> None:
-    try:
-        update = await subscriber.receive(note)
-    except WeightsError:
-        return
-    update.close()
-    raise AssertionError(f"`receive` returned {what}; expected a WeightsError")
