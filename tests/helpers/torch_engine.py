@@ -216,9 +216,6 @@ async def start_as_worker(served: Served, *, task_status: TaskStatus[None]) -> N
         served.failures += errors.exceptions
 
 
-NO_DEADLINE_S = 3600.0
-
-
 def load(folder: Path) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     return model.float().eval().requires_grad_(False)
@@ -233,7 +230,7 @@ def request(
     min_version: int = 0,
     begun: tuple[Array, ...] = (),
     have: tuple[int, ...] = (),
-    deadline_s: float = NO_DEADLINE_S,
+    deadline_s: float = 3600.0,
     max_tokens: int = 20,
     **sampling: Any,
 ) -> GenerateRequest:

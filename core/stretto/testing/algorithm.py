@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from stretto.algorithm import Algorithm, Call, Group, Model, Stateful
+from stretto.algorithm import Algorithm, Call, Group, Loss, Model, Stateful
 from stretto.assembly.dataflow import Graph, graph_of
 from stretto.component import Kind
 from stretto.models.tokenizer import ByteTokenizer
@@ -75,11 +75,7 @@ class _LookupModel:
         return torch.where(first, 0.0, found)
 
     def gradient(self, call: Call, parts: Sequence[Batch]) -> Tensor:
-        """Return the gradient of the mean loss over all parts, computed part by part as by an engine, (V, V).
-
-        Raises:
-            AssertionError: if the loss is not a number for each token.
-        """
+        """Return (V, V) the gradient of the mean loss over all parts, added part by part as by an engine."""
         import torch
 
         from stretto.rl.functional import loss_count, loss_weights
@@ -87,13 +83,11 @@ class _LookupModel:
         loss = call.loss
         assert loss is not None
         self.table.grad = None
-        indices = [part.sequence_index() for part in parts]
         count = sum(
-            loss_count(part["loss_mask"], index, len(part), loss.reduction)
-            for part, index in zip(parts, indices, strict=True)
+            loss_count(part["loss_mask"], part.sequence_index(), len(part), loss.reduction) for part in parts
         )
-        for part, index in zip(parts, indices, strict=True):
-            mask = part["loss_mask"]
+        for part in parts:
+            mask, index = part["loss_mask"], part.sequence_index()
             losses, statistics = loss.function(self.output(part), part)
             for name, column in {"the loss": losses, **statistics}.items():
                 assert column.shape == mask.shape, (
@@ -107,35 +101,34 @@ class _LookupModel:
         return self.table.grad.clone()
 
     def step(self, call: Call, batch: Batch) -> None:
-        """Do one optimizer step."""
         assert self._optimizer is not None
         self.gradient(call, [batch])
         self._optimizer.step()
 
 
 class _Training:
-    """An algorithm with its models, in this process: the calls of its dataflow, in order."""
+    """An algorithm with its models: the calls of its dataflow, in order."""
 
-    def __init__(self, algorithm: Algorithm, rows: Sequence[Mapping[str, Any]], seed: int = 1) -> None:
+    def __init__(self, algorithm: Algorithm, rows: Sequence[Mapping[str, Any]]) -> None:
         self.algorithm = algorithm
         self.graph: Graph = graph_of(algorithm.calls(), algorithm.models)
         self._rows = rows
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(1)
         self.models = {
             name: _LookupModel(model, samples=self.graph.samples) for name, model in algorithm.models.items()
         }
 
     @property
-    def train_calls(self) -> list[Call]:
-        """The calls that train."""
-        return [call for call in self.graph.calls if call.op == "train"]
+    def trained(self) -> list[tuple[Call, _LookupModel, Loss]]:
+        """The calls that train, each with its model and its loss."""
+        return [
+            (call, self.models[call.model], call.loss)
+            for call in self.graph.calls
+            if call.op == "train" and call.model and call.loss
+        ]
 
     def batch(self, *, off_policy: float = 0.0) -> Batch:
-        """Return a batch of the source, with all columns that its calls write.
-
-        Args:
-            off_policy: standard deviation of the noise on the behaviour logprobs, in nats.
-        """
+        """Return a batch of the source, with all columns that its calls write. See `sampled`."""
         return self.completed(self.sampled(off_policy) if self.graph.samples else self._read())
 
     def completed(self, batch: Batch) -> Batch:
@@ -152,24 +145,14 @@ class _Training:
         return batch
 
     def train(self, batch: Batch) -> None:
-        """Run the train calls, with their minibatches and epochs."""
-        for call in self.train_calls:
-            assert call.model is not None
+        for call, model, _ in self.trained:
             for _ in range(call.epochs):
                 for minibatch in _cut(batch, call.minibatches):
-                    self.models[call.model].step(call, _only(call, minibatch))
+                    model.step(call, _only(call, minibatch))
 
     def kept(self, batch: Batch) -> Batch | None:
-        """Return the groups that the algorithm keeps; None if there are none."""
-        numbers = batch["group"].tolist()
-        kept = [
-            index
-            for group in sorted(set(numbers))
-            if self.algorithm.keep(_group([i for i, number in enumerate(numbers) if number == group], batch))
-            for index, number in enumerate(numbers)
-            if number == group
-        ]
-        return batch.select(kept) if kept else None
+        kept = [group for group in _groups(batch) if self.algorithm.keep(_group(group))]
+        return batch.concat(kept) if kept else None
 
     def goal(self) -> float:
         """Return a figure that rises when the algorithm learns: the mean reward of new samples, or minus the
@@ -179,16 +162,15 @@ class _Training:
         import torch
 
         batch, total = self.batch(), 0.0
-        for call in self.train_calls:
-            assert call.model is not None
-            assert call.loss is not None
+        for call, model, loss in self.trained:
             with torch.no_grad():
-                losses, _ = call.loss.function(self.models[call.model].output(batch), _only(call, batch))
+                losses, _ = loss.function(model.output(batch), _only(call, batch))
             total -= losses[batch["loss_mask"]].mean().item()
         return total
 
     def sampled(self, off_policy: float = 0.0) -> Batch:
-        """Sample groups of answers of the actor. The reward is the share of the target token."""
+        """Sample groups of answers of the actor. The reward is the share of the target token. `off_policy` is
+        the standard deviation of the noise on the behaviour logprobs, in nats."""
         import torch
 
         from stretto.rl.batch import Batch
@@ -223,7 +205,6 @@ class _Training:
         return batch.with_columns({"behaviour_logprobs": behaviour})
 
     def _read(self) -> Batch:
-        """Make the sequences of the rows."""
         import torch
 
         from stretto.rl.batch import Batch
@@ -286,18 +267,22 @@ def _only(call: Call, batch: Batch) -> Batch:
     return Batch(batch.lengths, tokens, sequences)
 
 
+def _groups(batch: Batch) -> list[Batch]:
+    return batch.split([count for count, _ in batch.groups()])
+
+
 def _cut(batch: Batch, number: int) -> Iterator[Batch]:
     """Yield the minibatches, whole groups each."""
-    numbers = np.array(batch["group"].tolist())
-    for groups in np.array_split(np.unique(numbers), number):
-        if len(rows := np.flatnonzero(np.isin(numbers, groups))):
-            yield batch.select(rows.tolist())
+    groups = _groups(batch)
+    for places in np.array_split(np.arange(len(groups)), number):
+        if len(places):
+            yield batch.concat([groups[place] for place in places])
 
 
-def _group(indices: Sequence[int], batch: Batch) -> Group:
+def _group(batch: Batch) -> Group:
     rewards = batch["rewards"].tolist() if "rewards" in batch else [0.0] * len(batch)
     lengths = [int(part["loss_mask"].sum()) for part in batch.split([1] * len(batch))]
-    return Group(tuple(rewards[i] for i in indices), tuple(lengths[i] for i in indices))
+    return Group(tuple(rewards), tuple(lengths))
 
 
 class AlgorithmConformance(ComponentConformance):
@@ -352,12 +337,10 @@ class AlgorithmConformance(ComponentConformance):
         training = _Training(under_test.make(), self.rows)
         batch = training.batch(off_policy=0.2)
         random = np.random.default_rng(3)
-        for call in training.train_calls:
-            assert call.model is not None
-            assert call.loss is not None
-            model, seen = training.models[call.model], _only(call, batch)
+        for call, model, loss in training.trained:
+            seen = _only(call, batch)
             whole = model.gradient(call, [seen])
-            unit = np.array(batch["group"].tolist()) if call.loss.unit == "group" else np.arange(len(batch))
+            unit = np.array(batch["group"].tolist()) if loss.unit == "group" else np.arange(len(batch))
             for number in (2, 3, len(np.unique(unit))):
                 owner = random.permutation(len(np.unique(unit))) % number
                 rows = [np.flatnonzero(owner[unit] == part).tolist() for part in range(number)]
@@ -386,12 +369,9 @@ class AlgorithmConformance(ComponentConformance):
         ours = slice(source.lengths[0], source.num_tokens)  # of the others
         trained, of_group = source["loss_mask"][ours], source.sequence_index()[ours]
         of_group = source["group"][of_group][trained] == source["group"][0]
-        for call in training.train_calls:
-            assert call.model is not None
-            assert call.loss is not None
-            output = training.models[call.model].output
+        for call, model, loss in training.trained:
             before, after = (
-                call.loss.function(output(batch), _only(call, batch))[0].detach()[-len(trained) :][trained]
+                loss.function(model.output(batch), _only(call, batch))[0].detach()[-len(trained) :][trained]
                 for batch in (whole, parts)
             )
             fit = torch.stack([before, torch.ones_like(before)], 1).double()

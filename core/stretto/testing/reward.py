@@ -105,11 +105,7 @@ def _columns(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _scores(reward: Any, row: Mapping[str, Any], texts: Sequence[str]) -> _Scores:
-    """Score answers as a scoring process does.
-
-    Raises:
-        AssertionError: if the reward raises, or does not give every answer a finite number.
-    """
+    """Score answers as a scoring process does, which refuses anything but a finite number for each."""
     try:
         return score_group(reward, row, tuple(texts), _columns(texts))
     except Exception as error:

@@ -105,15 +105,8 @@ class TrackerConformance(ComponentConformance):
         *,
         killed: bool = False,
     ) -> Sent | None:
-        """Run one process of the tracker. Return what its `start` returned.
-
-        Args:
-            folder: its working directory, with the run's folder in it.
-            killed: kill the process after the last call.
-
-        Raises:
-            AssertionError: if the process ended by itself with an error; the text has the end of its output.
-        """
+        """Run one process of the tracker in a folder that has the run's, and kill it after the last call if
+        `killed`. Return what its `start` returned."""
         context = under_test.context(folder=str(folder / "run"))
         own = context.path("trackers", under_test.config.folder_name)
         own.mkdir(parents=True, exist_ok=True)

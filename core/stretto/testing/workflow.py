@@ -278,7 +278,6 @@ def _assert_score(trajectory: Trajectory) -> None:
 
 
 def _assert_sampled(trajectory: Trajectory, generated: Sequence[Generated]) -> None:
-    """Go through the trained tokens, one answer after the other."""
     start = 0
     while (trained := np.flatnonzero(trajectory.loss_mask[start:])).size:
         start += int(trained[0])
@@ -308,7 +307,6 @@ class _BrokenSession(FakeSession):
     """A session without an engine that can serve."""
 
     async def generate(self, *_: Any, **__: Any) -> list[Answer]:
-        """Fail."""
         raise EngineError("no engine can serve this request")
 
 
@@ -318,7 +316,6 @@ class _IncompleteSession(FakeSession):
     has_members = False
 
     async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-        """Make all samples but the first."""
         self.has_members = True
         return await together(self.group_size - 1, lambda number: sample(number + 1))
 
@@ -377,10 +374,10 @@ class WorkflowConformance(ComponentConformance):
         under_test: ComponentUnderTest,
         answers: Sequence[str] | Callable[[str, int], str],
         make: Callable[..., S] = FakeSession,
-        **more: Any,
+        reward: Callable[[str], float] = len,
     ) -> S:
         """Return a session of the row. It calls the environment or the tools that the section names."""
-        return make(answers, size=cls.group_size, **_user_code(under_test.config), **more)
+        return make(answers, size=cls.group_size, reward=reward, **_user_code(under_test.config))
 
     def test_its_trajectories_are_what_the_policy_sampled(self, under_test: ComponentUnderTest) -> None:
         """Each token with the logprob and the version that it was sampled with, for prompts at the same time:
@@ -520,26 +517,21 @@ class WorkflowConformance(ComponentConformance):
     ) -> list[Sequence[Trajectory]]:
         """Run a row, or the row of the class, in each session, all at the same time and with one object."""
         row = self.row if row is None else row
-        results: dict[int, Sequence[Trajectory]] = {}
 
-        async def play_all() -> None:
+        async def play_all() -> list[Sequence[Trajectory]]:
             workflow: Workflow = under_test.make(worker="rollout-0")
 
-            async def play(index: int, session: FakeSession) -> None:
-                ids = session.tokenizer.encode_prompt(row["prompt"])
-                results[index] = await workflow.run(Prompt(row, ids), session)
+            async def play(index: int) -> Sequence[Trajectory]:
+                ids = sessions[index].tokenizer.encode_prompt(row["prompt"])
+                return await workflow.run(Prompt(row, ids), sessions[index])
 
             with watch or nullcontext():
-                async with one_job() as tasks:
-                    for index, session in enumerate(sessions):
-                        tasks.start_soon(play, index, session)
+                return await together(len(sessions), play)
 
-        anyio.run(play_all)
-        return [results[index] for index in range(len(sessions))]
+        return anyio.run(play_all)
 
 
 def _user_code(config: Any) -> dict[str, Any]:
-    """Load the environment or the tools that a workflow's section names."""
     code: dict[str, Any] = {}
     if isinstance(config, ENVIRONMENTS):
         code["environment"] = load_importable(config.environment)
