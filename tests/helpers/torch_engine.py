@@ -153,13 +153,11 @@ class Served:
     def __init__(self, engine: TorchInferenceEngine) -> None:
         self.engine = engine
         self.results: dict[tuple[str, int], Sample] = {}
-        self.messages = 0
         self.failures: list[Exception] = []
         self._news = anyio.Event()
 
     def emit(self, chunks: list[Chunk]) -> None:
         assert chunks
-        self.messages += 1
         for chunk in chunks:
             self.results.setdefault((chunk.request, chunk.sample), Sample()).add(chunk)
         self._news.set()
@@ -216,6 +214,9 @@ async def start_as_worker(served: Served, *, task_status: TaskStatus[None]) -> N
         served.failures += errors.exceptions
 
 
+NO_DEADLINE_S = 3600.0
+
+
 def load(folder: Path) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     return model.float().eval().requires_grad_(False)
@@ -230,7 +231,7 @@ def request(
     min_version: int = 0,
     begun: tuple[Array, ...] = (),
     have: tuple[int, ...] = (),
-    deadline_s: float = 3600.0,
+    deadline_s: float = NO_DEADLINE_S,
     max_tokens: int = 20,
     **sampling: Any,
 ) -> GenerateRequest:
