@@ -23,8 +23,7 @@ _STORE_S = 30.0
 async def watch_owner(bus: Bus, names: Subjects, lease_epoch: int, ending: Ending) -> None:
     """End this kernel when the beacon of a newer one says that that one owns the run.
 
-    The server refuses what this one appends to the journal, but not its answers: a kernel that stood still
-    would answer the workers of the other one before it appends anything.
+    The server refuses what this one appends to the journal, but not its answers to the other one's workers.
     """
 
     def hear(beacon: Beacon) -> None:
@@ -36,10 +35,8 @@ async def watch_owner(bus: Bus, names: Subjects, lease_epoch: int, ending: Endin
 
 
 async def watch_bus(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """End the run when the bus has been out for `bus.outage_s`.
-
-    It counts the seconds in which this process ran, so a machine that slept has not missed anything.
-    """
+    """End the run when the bus has been out for `bus.outage_s`. Only seconds in which this process ran count,
+    so a machine that slept has missed nothing."""
     outage_s = setup.config.bus.outage_s
     out_s, poll_s = 0.0, min(1.0, outage_s / 4)
     while out_s <= outage_s:
@@ -53,9 +50,9 @@ async def watch_bus(setup: RunSetup, bus: Bus, ending: Ending) -> None:
 
 
 async def watch_store(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """Start the bundled nats-server again when it answers pings, but not what asks its store.
+    """Start the bundled nats-server again when it answers pings, but not what asks its store: after a write
+    that failed, the server writes to that stream no more, even if its disk has room again.
 
-    After a write that failed, the server writes to that stream no more, even if its disk has room again.
     The run ends a little before workers give up by themselves.
     """
     folder, config = setup.folder, setup.config.bus

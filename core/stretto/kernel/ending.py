@@ -46,7 +46,7 @@ class Ending:
         """Ask the kernel to finish the step under way, write a checkpoint, and end the run.
 
         With the status `repeated` another kernel continues afterwards, unless the run is drained for good
-        meanwhile, or while this kernel dismisses its workers.
+        before this one has dismissed its workers.
         """
         if self.status == "repeated":
             self.status, self.reason = status, reason
@@ -69,11 +69,8 @@ class Ending:
 
 
 class Interruptions:
-    """The signals with which a user or a cluster ends a run. They hold for all kernels of the run in this
-    process: the next kernel obeys what comes between two of them.
-
-    As a context manager it is around these kernels, and gives the signals back at the end.
-    """
+    """The signals with which a user or a cluster ends a run, from the first kernel of the run in this process
+    to the end of the block: the next kernel obeys what comes between two of them."""
 
     def __init__(self) -> None:
         self.received: list[str] = []

@@ -29,29 +29,27 @@ class RunFacts:
         self.started = False
         """Whether the kernel has issued its first tickets."""
         self.begun = resumed is None
-        """Whether the kernel has begun to change the run's files. Up to then a resume can be refused without
-        a trace."""
+        """Whether the kernel has begun to change the run's files. Before, a resume can be refused without a
+        trace."""
         self.ending = Ending()
-        """The end of the run, as far as it is decided."""
         self.bus: Bus | None = None
         """The kernel's connection; None before it is open."""
         self.problems = [*self._resumed.problems]
-        """Problems that did not end the run, for the summary, also those of previous kernels up to the
+        """Problems that did not end the run, for the summary, also of previous kernels up to the
         checkpoint."""
         """Parts of the run that were lost and replaced while it went on, also under previous kernels up to
         the checkpoint."""
         self.checkpoints: list[str] = []
         """Names of the checkpoints that this kernel has written."""
         self.lost = self._resumed.lost
-        """Everything that the run has lost for good."""
         self.trained_tokens = self._resumed.trained_tokens
-        """Number of tokens trained so far, including those of previous kernels up to the checkpoint."""
+        """Tokens trained so far, including those of previous kernels up to the checkpoint."""
         self.events_on_disk = 0
-        """Sequence number in the journal's stream up to which the run's folder has the events as files."""
+        """Sequence number in the journal's stream up to which the run's folder has the events."""
         self.journal = JournalHead(0, "")
         """The newest message of the journal, at the end of the run."""
         self.refused = 0
-        """Number of malformed messages that the kernel has refused, at the end of the run."""
+        """Malformed messages that the kernel has refused, at the end of the run."""
 
     @property
     def wall_s(self) -> float:
@@ -64,8 +62,7 @@ class RunFacts:
         return self._resumed.generated_tokens + self._fleet.generated_tokens()
 
     def add_loss(self, loss: LostData, version: int | None, *, changed: bool) -> None:
-        """Note what does not count any more, because a part of the store is lost, or because other values
-        have begun with an older checkpoint."""
+        """Note what does not count any more, because the store is damaged or the values have changed."""
         self.lost += loss
         parts = [f"{loss.groups} finished groups", f"{loss.messages} messages of the log"]
         parts += ["a part of the journal"] if loss.journals else []

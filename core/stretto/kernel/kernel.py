@@ -146,9 +146,7 @@ class Kernel:
         )
         self._resumption = None if setup.resumed is None else self._make_resumption()
         self._commands: list[Command] = []
-        """Commands of the scheduler that are to be carried out."""
         self._heard = anyio.Event()
-        """Set by each event."""
         self._adopts = False
         """Whether workers of a former kernel live on."""
         self._owned = False
@@ -166,8 +164,8 @@ class Kernel:
         )
 
     async def run(self, former_tickets: int) -> None:
-        """Own the run until it ends, then dismiss the workers. An error also dismisses them. Tickets in the
-        queue up to the number `former_tickets` are those of former kernels."""
+        """Own the run until it ends, then dismiss the workers, also after an error. Tickets in the queue up
+        to the number `former_tickets` are those of former kernels."""
         await self._tickets.clear(former_tickets)
         await self._serve()
         stored: Stored | None = None
@@ -209,7 +207,6 @@ class Kernel:
     # ------------------------------------------------------------------------------------ beginning
 
     async def _serve(self) -> None:
-        """Subscribe to the workers' messages and requests."""
         bus, names = self._bus, self._names
         await watch_owner(bus, names, self._lease_epoch, self._ending)
         await self._admission.serve()
@@ -294,11 +291,8 @@ class Kernel:
     # -------------------------------------------------------------------------------------- the end
 
     async def _drain_when_asked(self) -> None:
-        """Wait for a request to drain. Then issue no ticket and start no batch any more, finish the step
-        under way, write a checkpoint, and end the run.
-
-        A run that has not issued a ticket yet ends at once.
-        """
+        """Once asked, issue no ticket and start no batch any more, finish the step under way, write a
+        checkpoint, and end the run. A run that has not issued a ticket yet ends at once."""
         ending = self._ending
         await ending.drain_requested.wait()
         if self._facts.started:
@@ -316,7 +310,6 @@ class Kernel:
         ending.end(ending.drain_status, ending.drain_reason)
 
     async def _dismiss(self) -> None:
-        """Ask the workers to leave, and stop those that do not leave in time."""
         self._facts.loss, self._facts.note = "", "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
@@ -326,7 +319,6 @@ class Kernel:
         await self._samples.stop(at_once=at_once)
 
     async def _record_end(self) -> None:
-        """Store the last events, and the end of the run. The summary follows at once."""
         if (self._owned or self._scheduler.failure) and self._ending.over.is_set():
             self._journal.hear(RunEnded(self._ending.status, self._ending.reason))
         if self._bus.connected:
@@ -358,11 +350,8 @@ class Kernel:
         *,
         outcome: Outcome | None = None,
     ) -> None:
-        """Let the scheduler take in an event, and queue it for the journal with what is decided.
-
-        Args:
-            measure: returns the figures of the step that the event completes.
-        """
+        """Let the scheduler take in an event, and queue it for the journal with the figures of the step that
+        it completes and with what is decided."""
         if not self._owned:
             return
         apply(self._scheduler, event, outcome)
@@ -377,10 +366,8 @@ class Kernel:
     # ---------------------------------------------------------------------- the scheduler's commands
 
     async def _carry_out(self) -> None:
-        """Carry out the scheduler's commands in order, until cancelled. Tickets are issued concurrently.
-
-        Nothing that follows from an event leaves the kernel before the server has stored the event.
-        """
+        """Carry out the scheduler's commands in order, tickets concurrently. Nothing that follows from an
+        event leaves the kernel before the server has stored the event."""
         known = None
         while True:
             await self._heard.wait()
@@ -401,7 +388,6 @@ class Kernel:
                         await self._do(command)
 
     def _demand(self) -> Demand:
-        """Return what evaluations need from the engines now."""
         scheduler, rounds = self._scheduler, self._scheduler.evaluation
         resting = scheduler.tickets.resting or not self._setup.graph.samples
         return Demand(rounds.under_way, rounds.needed_versions, resting, scheduler.version == 0)

@@ -47,7 +47,6 @@ class Operation:
         return RunStopping("the run finishes the step under way, writes a checkpoint, and ends")
 
     def _check(self, token: str) -> None:
-        """Accept a command only from the run's user."""
         check_operator(self._setup.folder / "bus", token)
         if self._ending.over.is_set():
             raise ConfigError(f"the run is over ({self._ending.status})")

@@ -159,7 +159,7 @@ class TrainerReplacement:
             self._engines.remember([note])
 
     def _explain(self, worker: str) -> str:
-        """Return that trainers end in the same batch again and again, and which rows are its longest."""
+        """Say that trainers end in the same batch again and again, and which rows are its longest."""
         version = self._scheduler.version
         if not worker.startswith("trainer") or self._deaths[version] < 2 or self._steps.under_way is None:
             return ""

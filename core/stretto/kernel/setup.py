@@ -34,7 +34,15 @@ log = structlog.get_logger()
 
 
 class RunSetup:
-    """The parts of one kernel that need no bus."""
+    """The parts of one kernel that need no bus.
+
+    Args:
+        resumed: the checkpoint's folder, or None for the beginning of the run, and its state. None for a new
+            run.
+        values: number of the run's values in `assembly`.
+        expires_batch: whether a batch whose step is not complete expires, and is not trained again.
+        replays: the batches to train if the run is a replay, which is then complete.
+    """
 
     def __init__(
         self,
@@ -46,15 +54,6 @@ class RunSetup:
         expires_batch: bool = False,
         replays: Replay | None = None,
     ) -> None:
-        """Make the components that the kernel uses.
-
-        Args:
-            resumed: the checkpoint's folder, or None for the beginning of the run, and its state. None for a
-                new run.
-            values: number of the run's values in `assembly`.
-            expires_batch: whether a batch whose step is not complete expires, and is not trained again.
-            replays: the batches to train if the run is a replay, which is then complete.
-        """
         self.assembly = assembly
         self.composed = composed = assembly.composed
         self.config = config = assembly.config
@@ -133,13 +132,8 @@ class RunSetup:
         )
 
     def check_datasets(self, *, accept: bool) -> None:
-        """Refuse rows that have changed since the run began: tickets name rows by number.
-
-        A replay evaluates nothing, so it needs only the rows to train on.
-
-        Args:
-            accept: continue with the current rows. The change is logged, and noted in the summary.
-        """
+        """Refuse rows that have changed since the run began: tickets name rows by number. With `accept`,
+        continue with the current ones; the change is logged, and noted in the summary."""
         evaluates = self.replays is None
         datasets = {path: each for path, each in self.datasets.items() if evaluates or path == "dataset"}
         changes = fingerprint_changes(self.folder, datasets, accept=accept)
@@ -168,7 +162,6 @@ def curriculum_of(composed: Composed, dataset: Dataset) -> Curriculum | None:
 
 
 def _no_source(row: int) -> str:
-    """Return the source of a row of a dataset that is not made of several."""
     del row
     return ""
 

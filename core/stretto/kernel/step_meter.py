@@ -109,8 +109,8 @@ class StepMeter:
         )
 
     def recall(self, measured: StepMeasured) -> StepMeasured:
-        """Return the figures of a step that a former kernel has recorded, for this kernel's journal: what its
-        workers had done since that kernel's start does not count."""
+        """Return a step's figures as a former kernel has recorded them. What its workers had done since that
+        kernel's start does not count."""
         self._facts.trained_tokens += measured.tokens
         self._not_trained()  # they have been named
         return msgspec.structs.replace(measured, known=True, generate_busy_s=0.0, verify_busy_s=0.0)
@@ -141,8 +141,8 @@ class StepMeter:
         }
 
     def _of_variants(self, start: StartBatch) -> dict[str, float]:
-        """Return the figures of each variant's part of a batch, such as `variant/short/reward`; empty without
-        variants. A variant without a group in the batch has no figures but the number of its groups."""
+        """Return figures such as `variant/short/reward`. A variant without a group in the batch has no
+        figures but the number of its groups."""
         variants, figures = self._scheduler.variants, dict[str, float]()
         for name in variants.weights:
             groups = [group for group in start.groups if variants.of(group.ticket) == name]
@@ -157,8 +157,7 @@ class StepMeter:
         return figures
 
     def _of_sources(self, start: StartBatch) -> dict[str, float]:
-        """Return the figures of each source's part of a batch, such as `dataset/easy/accuracy`. Rows
-        without a source have none."""
+        """Return figures such as `dataset/easy/accuracy`. Rows without a source have none."""
         groups_of = defaultdict[str, list[GroupDone]](list)
         for row, group in zip(start.rows, start.groups, strict=True):
             groups_of[self._source_of(row)].append(group)
@@ -174,15 +173,13 @@ class StepMeter:
         return figures
 
     def _of_gate(self, divergence: float | None) -> dict[str, float]:
-        """Return the step's divergence and the staleness limit of the gate; empty without a gate."""
         if self._scheduler.settings.max_divergence is None:
             return {}
         known = {} if divergence is None else {"divergence": _figure(divergence)}
         return {**known, "staleness_limit": self._scheduler.staleness_limit}
 
     def _of_engines(self, start: StartBatch) -> dict[str, float]:
-        """Return where the time of the batch's tickets went, and how full the engines were since the step
-        before."""
+        """Where the time of the batch's tickets went, and how full the engines were since the step before."""
         parts = {
             f"ticket_{name}": _mean([getattr(group, name) for group in start.groups])
             for name in ("generate_s", "score_s", "tool_s", "environment_s", "own_s")
@@ -198,16 +195,16 @@ class StepMeter:
         return {name: round(value, 4) for name, value in figures.items()}
 
     def _not_trained(self) -> dict[str, int]:
-        """Return the most frequent causes for which tickets were filtered, expired or failed since the step
-        before, with their numbers."""
+        """The most frequent causes for which tickets were filtered, expired or failed since the step
+        before."""
         reasons = self._scheduler.reasons
         news, self._reasons = reasons - self._reasons, Counter(reasons)
         return dict(causes(news).most_common(_MOST_CAUSES))
 
 
 def _of_kept(members: Sequence[Member]) -> dict[str, float]:
-    """Return from how many ids a token was drawn, and how many bytes of the log these take; empty if tokens
-    were drawn from the whole vocabulary."""
+    """From how many ids a token was drawn, and the bytes that these take in the log; empty if from the whole
+    vocabulary."""
     kept, sampled = sum(member.kept for member in members), sum(member.sampled for member in members)
     tokens = sum(member.length for member in members)
     if not kept:
@@ -216,7 +213,7 @@ def _of_kept(members: Sequence[Member]) -> dict[str, float]:
 
 
 def _of_failures(groups: Iterable[GroupDone]) -> dict[str, float]:
-    """Return how many samples failed, and how many succeeded after a failure, by what was at fault."""
+    """How many samples failed, and how many succeeded after a failure, by what was at fault."""
     failed, retried = Counter[FaultKind](), Counter[FaultKind]()
     for group in groups:
         failed.update(each.kind for each in (*group.missing, *group.penalized))
@@ -228,8 +225,7 @@ def _of_failures(groups: Iterable[GroupDone]) -> dict[str, float]:
 
 
 def causes(reasons: Mapping[str, int]) -> Counter[str]:
-    """Count the reasons. Reasons that differ only in numbers and quoted text count together, under the first
-    of them."""
+    """Count the reasons. Those that differ only in numbers and quoted text count under the first of them."""
     first: dict[str, str] = {}
     counted: Counter[str] = Counter()
     for reason, count in reasons.items():
@@ -243,7 +239,7 @@ def counts(account: VariantAccount) -> dict[str, int]:
 
 
 def _figure(value: float) -> float:
-    """Round a figure to six significant digits: small figures, such as learning rates, keep their digits."""
+    """Round to six significant digits: small figures, such as learning rates, keep their digits."""
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 

@@ -25,11 +25,8 @@ from stretto.weights import WeightsNote
 
 
 class Steps:
-    """The steps of one kernel.
-
-    Args:
-        hear: lets the scheduler take in an event, and then records what the function returns.
-    """
+    """The steps of one kernel. `hear` lets the scheduler take in an event, and then records the figures of
+    the step that the event completes."""
 
     def __init__(
         self,
@@ -82,10 +79,8 @@ class Steps:
         await self._engines.announced(self.reached)
 
     async def take(self, start: StartBatch) -> None:
-        """Train a batch, announce the new weights, and write a checkpoint if one is due.
-
-        The weights are published beside the next step, unless its samples need them.
-        """
+        """Train a batch, announce the new weights, and write a checkpoint if one is due. The weights are
+        published beside the next step, unless its samples need them."""
         waits = self._setup.waits.take()
         self.under_way = refs_of(start.groups)
         version, config = start.version + 1, self._setup.config
@@ -148,12 +143,8 @@ class Steps:
             self.digests.pop(version, None)
 
     async def _train(self, start: StartBatch) -> tuple[StepResult, float]:
-        """Run the calls of a batch's step, and end the step, but not before the version of the previous one
-        is announced.
-
-        Returns:
-            The step's result, and the engines' mean seconds of work so far.
-        """
+        """Run a batch's calls and end the step, but not before the version of the previous one is announced.
+        Return the result, and the engines' mean seconds of work so far."""
         rows, ahead = refs_of(start.groups), refs_of(self._scheduler.tickets.done_groups)
         needed = self._scheduler.evaluation.needed_versions
         figures: list[float] = []
@@ -169,7 +160,6 @@ class Steps:
         return result, figures[0]
 
     async def _note(self, note: WeightsNote) -> None:
-        """Write the digest of a published version to the journal."""
         self._meter.published(note)
         self.digests[note.version] = note.digest
         self._journal.hear(VersionPublished(self._journal.incarnation, note.version, note.digest))

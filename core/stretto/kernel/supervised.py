@@ -29,13 +29,11 @@ async def supervised(
     longest_pause_s: float,
     most: float = math.inf,
 ) -> Failure | None:
-    """Run a process until it ends as expected, and again after each failure. Return the last failure if there
-    were more than `most` in a row.
+    """Run a process with `live` until that returns None, and again after each failure. Return the last
+    failure if there were more than `most` in a row.
 
-    Args:
-        live: runs the process to its end. Returns None if it need not run again.
-        restart: waits for a pause in seconds, which doubles with each failure in a row. Returns whether the
-            process may run again.
+    `restart` waits for a pause, which doubles with each failure in a row, and returns whether the process may
+    run again.
     """
     failures, pause_s = 0, 0.0
     while (failure := await live()) is not None:

@@ -15,12 +15,7 @@ from stretto.bus.messages.events import Cause
 
 
 class Waits:
-    """The waits of one kernel.
-
-    Args:
-        sampled: whether groups come from inference engines.
-        clock: seconds that never go back.
-    """
+    """The waits of one kernel. `sampled` says whether groups come from inference engines."""
 
     def __init__(self, *, sampled: bool, clock: Callable[[], float] = clock.now) -> None:
         self._clock = clock
@@ -45,11 +40,8 @@ class Waits:
         self._change(lambda state: state.put(engine, cause))
 
     def serves(self, engine: str, version: int, pause_s: float) -> None:
-        """An engine serves the newest version from now on, and training may use it.
-
-        Args:
-            pause_s: seconds for which the swap has stopped the engine.
-        """
+        """An engine serves the newest version to training from now on, after a swap that stopped it for
+        `pause_s`."""
         if engine in self._now.engines and self._now.engines[engine] is None:
             swap = Cause("swap", version)
             self._changes.append((self._clock() - pause_s, lambda state: state.put(engine, swap)))
@@ -82,8 +74,6 @@ class Waits:
 
 
 class _State:
-    """What the scheduler and each engine say at one moment."""
-
     def __init__(self, *, sampled: bool) -> None:
         self._sampled = sampled
         self.lacks: Cause | None = None

@@ -13,10 +13,8 @@ _WEIGHT = 0.25
 
 
 class EngineErrors:
-    """The error of each engine: its KL to the trainer at the same version, in nats per token.
-
-    The error changes slowly, but the figure from a few rows is noisy, so it is averaged over swaps.
-    """
+    """The error of each engine: its KL to the trainer at the same version, in nats per token. The figure from
+    a few rows is noisy, so it is averaged over swaps."""
 
     def __init__(self) -> None:
         self._kl: dict[str, float] = {}
@@ -39,9 +37,8 @@ class EngineErrors:
         return sum(self._kl.values()) / len(self._kl) if self._kl else None
 
     def divergence(self, measured: float | None) -> float | None:
-        """Return the divergence between the policies: the trainer's figure of a batch minus the engines' mean
-        error, at least 0. An unknown error counts as 0. None if the trainer measured nothing, or if no engine
-        has tried the comparison yet."""
+        """Return the trainer's figure of a batch minus the engines' mean error, at least 0. An unknown error
+        counts as 0. None if nothing was measured, or no engine has tried the comparison yet."""
         if measured is None or not (self._kl or self._unscored):
             return None
         return max(0.0, measured - (self.mean or 0.0))

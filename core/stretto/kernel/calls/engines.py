@@ -1,9 +1,9 @@
 """The kernel's side of the inference workers. It keeps each engine at the newest weights, or at the weights
-of the evaluation that the engine is lent to. An evaluator is only lent.
+of the evaluation that the engine is lent to.
 
-The kernel names an engine to rollout workers only when the engine serves the right weights. The run fails if
-an engine serves other weights than the announced ones. With `inference.canary.on_drift: stop` it also fails
-if an engine drifts too far from the trainer. The engine's worker has then sent no token of that version.
+Rollout workers hear of an engine only when it serves the right weights. The run fails if an engine serves
+other weights than the announced ones, and with `inference.canary.on_drift: stop` also if it drifts too far
+from the trainer: its worker has then sent no token of that version.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ class Engines:
         lent."""
         self._waits = waits
         self._news: dict[str, anyio.Event] = {}
-        """Worker -> set when the weights that it has to serve may have changed, or when it is lost."""
+        """Worker -> set when its target may have changed, or when it is lost."""
         self._swaps: dict[str, anyio.CancelScope] = {}
-        """Worker -> its swap under way."""
         self._lending_news = anyio.Event()
         self._numbers = count()
         self._lending = Lending(turn_s)
@@ -80,17 +79,15 @@ class Engines:
         """Seconds of work of each engine, by the nonce of its process, at the last call of `busy_s`."""
         self._mean_busy_s = 0.0
         self.trainer: WorkerProcess | None = None
-        """Rank 0 of the lead group; None while trainers are lost. The kernel sets it when all trainers are
-        ready."""
+        """Rank 0 of the lead group; None while trainers are lost."""
         self.note: WeightsNote | None = None
         """The newest weights."""
         self._announced = anyio.Event()
-        """Set by the next announcement."""
         self.notes: dict[int, WeightsNote] = {}
         """By version: the newest weights, and the weights that evaluations need."""
 
     def announce(self, note: WeightsNote) -> None:
-        """Announce new weights. The call does not wait until the engines serve them."""
+        """Announce new weights, without waiting until the engines serve them."""
         self.note = note
         self.remember([note])
         self._notify_engines()
@@ -106,7 +103,7 @@ class Engines:
 
     def publish_again(self, note: WeightsNote) -> None:
         """Take in that the newest weights have another address. Swaps under way, which may ask at the former
-        one, begin again; engines that serve the weights have nothing to do."""
+        one, begin again."""
         for swap in self._swaps.values():
             swap.cancel()
         self.announce(note)
@@ -136,18 +133,16 @@ class Engines:
         self._look_at_lending_in_use()
 
     def _notify_engines(self) -> None:
-        """Check again what each engine has to serve. This costs as much as there are engines."""
+        """This costs as much as there are engines."""
         for news in self._news.values():
             news.set()
 
     def _look_at_lending_in_use(self) -> None:
-        """Check again which engines are lent, if there is an evaluation. Without one, none is lent, and a
-        change of the engines costs nothing."""
+        """Without an evaluation none is lent, and a change of the engines costs nothing."""
         if self._demand.version is not None:
             self._look_at_lending()
 
     def _look_at_lending(self) -> None:
-        """Check again which engines are lent."""
         self._lending_news.set()
         self._lending_news = anyio.Event()
 
@@ -171,9 +166,7 @@ class Engines:
                 await news.wait()
 
     async def keep_current(self, member: FleetMember) -> None:
-        """Keep one worker at the newest weights, or at the weights of the evaluation that it is lent to,
-        until the worker is gone. The worker skips versions in between.
-        """
+        """Keep one worker at its weights until the worker is gone. It skips versions in between."""
         failures = 0
         served: tuple[int, str, bool] | None = None
         if member.again:  # what it did for a former kernel does not count
@@ -241,14 +234,13 @@ class Engines:
         return self._mean_busy_s
 
     def _target(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
-        """Return the weights that a worker has to serve now, and whether only their evaluation may use
-        them."""
+        """Return the weights that a worker has to serve, and whether only their evaluation may use them."""
         if member.worker in self._lending.lent and self._demand.version in self.notes:
             return self.notes[self._demand.version], True
         return (self.note, False) if self.note is not None and not member.is_evaluator else None
 
     async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone | None:
-        """Ask a worker to swap. Return None if the weights are published again meanwhile."""
+        """Return None if the weights are published again meanwhile."""
         if exact and not member.is_evaluator:  # until the next swap, it takes no request of training
             self._waits.away(member.worker, Cause("evaluation", note.version))
         with anyio.CancelScope() as self._swaps[member.worker]:
@@ -269,14 +261,12 @@ class Engines:
 
 
 def _served_by(target: tuple[WeightsNote, bool]) -> tuple[int, str, bool]:
-    """Return what an engine serves after a swap: version, digest, and whether only its evaluation may use
-    them. The same weights may be published again, at another address."""
+    """Return version, digest, and exactness: the same weights may be published again, at another address."""
     note, exact = target
     return note.version, note.digest, exact
 
 
 def _served(began: float, worker: str, done: SwapDone, *, exact: bool, are_new: bool) -> WeightsServed:
-    """Return the event for the answer of an engine that has swapped weights."""
     return WeightsServed(
         *(began, worker, done.report.version, exact, are_new),
         pause_s=done.report.pause_s,

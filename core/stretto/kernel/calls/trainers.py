@@ -1,8 +1,4 @@
-"""The kernel's side of the worker groups: load models, run the calls of a step, save.
-
-A call begins as soon as the calls that it depends on are done. The calls of one group run in order; the calls
-of different groups run at the same time.
-"""
+"""The kernel's side of the worker groups: load models, run the calls of a step, save."""
 
 from __future__ import annotations
 
@@ -74,13 +70,13 @@ class StepResult:
     began: float
     """Unix time at which the step began."""
     divergence: float | None = None
-    """KL(behaviour || policy at the start of the step) of the batch, in nats per token. It includes the
-    engines' error. None if it was not measured."""
+    """KL(behaviour || policy at the start of the step) in nats per token, with the engines' error. None if it was
+    not measured."""
 
     @property
     def skipped(self) -> list[str]:
         """The models that the step did not change, because their gradient was not finite: empty for the lead
-        model, else the model's name and a slash."""
+        model, else the name and a slash."""
         names = [name for name, value in self.statistics.items() if value == 1]
         return [name.removesuffix("skipped") for name in names if name.rpartition("/")[2] == "skipped"]
 
@@ -103,7 +99,7 @@ class Trainers:
         self._lease_epoch = journal.epoch
         self.placement = placement
         self.nonces: Mapping[str, str] = {}
-        """Nonces of the trainers, by worker. The kernel sets them when all trainers have joined."""
+        """Worker -> nonce; set when all trainers have joined."""
         self.journal = journal
         self._present = anyio.Event()
         """Set while no trainer is lost."""
@@ -115,12 +111,12 @@ class Trainers:
     # ------------------------------------------------------------------------------------- losses
 
     async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work with the trainers, and do it again from its beginning if one is lost meanwhile, with those
-        that take their place."""
+        """Do work with the trainers. If one is lost meanwhile, do it again with those that take their
+        place."""
         return await self.until_not_lost(partial(self.once, work))
 
     async def until_not_lost(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do what raises `TrainersLost` if a trainer is lost, until it does not."""
+        """Repeat what raises `TrainersLost` if a trainer is lost."""
         while True:
             await self._present.wait()
             with suppress(TrainersLost):
@@ -157,12 +153,8 @@ class Trainers:
     async def load(
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...] = ()
     ) -> tuple[WeightsNote, ...]:
-        """Load a checkpoint in all groups, or the initial models if `folder` is None.
-
-        Returns:
-            The notes of the published weights: first the `needed` older versions from the checkpoint, then
-            `version`.
-        """
+        """Load a checkpoint in all groups, or the initial models if `folder` is None. Return the notes of the
+        published weights: first the `needed` older versions, then `version`."""
         place, manifest = place_of(folder)
         request = LoadCheckpoint(self._lease_epoch, place, version, needed, manifest)
         answers = await self._ask_all("load", request, Loaded)
@@ -176,7 +168,7 @@ class Trainers:
         rows: tuple[RowRef, ...],
         ahead: tuple[RowRef, ...] = (),
     ) -> StepResult:
-        """Run the calls of one train step on a batch. Then call `end`.
+        """Run the calls of one train step on a batch; `end` has to follow.
 
         Args:
             ahead: rows that the next batches will probably need. The trainers fetch them while the current
@@ -191,12 +183,8 @@ class Trainers:
         return StepResult(step.statistics, step.times, version + 1, step.began, divergence)
 
     async def end(self, version: int, needed: tuple[int, ...] = ()) -> None:
-        """End the step that began at a version. The trainers are then ready for the next one, and have begun
-        to publish the weights.
-
-        Args:
-            needed: published versions that the trainers keep, because evaluations need them.
-        """
+        """End the step that began at a version: the trainers are ready for the next one, have begun to
+        publish, and keep the `needed` published versions."""
         await self._ask_all("end", EndStep(self._lease_epoch, version, needed), StepEnded)
 
     async def published(self, version: int) -> WeightsNote:
@@ -212,9 +200,8 @@ class Trainers:
         return [await self.ask(group, "state", request, TrainerState) for group in asked]
 
     async def save(self, draft: Draft, version: int, needed: tuple[int, ...] = ()) -> None:
-        """Let all groups copy their models and optimizers for a draft of a checkpoint, and write the
-        published weights of the `needed` older versions, which evaluations need. The groups are then ready
-        for the next step. `saved` has to follow."""
+        """Let all groups copy their models and optimizers for a draft, and write the `needed` older versions.
+        The groups are then ready for the next step; `saved` has to follow."""
         await self._ask_all("save", Save(self._lease_epoch, draft.place, version, needed), Copied)
 
     async def saved(self, draft: Draft, version: int) -> None:
@@ -223,11 +210,8 @@ class Trainers:
             draft.uploaded.update(saved.uploaded)
 
     async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:
-        """Ask every rank to fetch these rows.
-
-        Args:
-            complete: also ask them to drop all other rows, except those of the current batch.
-        """
+        """Ask every rank to fetch these rows and, if they are `complete`, to drop all others but those of the
+        current batch."""
         message = Prefetch(rows, complete)
         for group in self.placement.groups.values():
             for worker in group.workers:
@@ -258,8 +242,6 @@ class Trainers:
 
 
 class _Step:
-    """The calls of one step under way."""
-
     def __init__(self, trainers: Trainers, request: RunCall, ahead: tuple[RowRef, ...]) -> None:
         self._trainers = trainers
         self._placement = trainers.placement
@@ -272,7 +254,6 @@ class _Step:
         self.times: list[CallTime] = []
 
     async def run_group(self, group: WorkerGroup) -> None:
-        """Run one group's calls in the graph's order, each after the calls that it depends on."""
         graph = self._placement.graph
         for call in graph.step_calls:
             if self._placement.group_of(call) is not group:

@@ -55,11 +55,7 @@ def values_file(folder: Path, number: int) -> Path:
 
 
 def write_values(folder: Path, composed: Composed) -> None:
-    """Write the values of a composed run as the values in force.
-
-    Raises:
-        OSError: if the files cannot be written.
-    """
+    """Write the values of a composed run as the values in force."""
     references = folder / "references.yaml"
     if composed.references or references.exists():
         _write(references, yaml.safe_dump(dict(composed.references)))
@@ -95,15 +91,8 @@ def is_complete(folder: Path, steps: int) -> bool:
 def fingerprint_changes(
     folder: Path, datasets: Mapping[str, Dataset], *, accept: bool
 ) -> dict[str, tuple[str, str]]:
-    """Compare datasets with their fingerprints in `fingerprints.json`, and record those that are new there.
-
-    Args:
-        datasets: datasets by the key of their section.
-        accept: record the fingerprints that differ, too.
-
-    Returns:
-        Key of each dataset whose rows have changed -> its previous and its new fingerprint.
-    """
+    """Compare datasets, by the key of their section, with `fingerprints.json`. Record those that are new
+    there, and with `accept` also those that differ. Return key -> (previous, new) of those that differ."""
     recorded = _read_fingerprints(folder)
     present = {path: dataset.fingerprint for path, dataset in datasets.items()}
     changed = {
@@ -136,8 +125,8 @@ def compose_changes(current: Assembly, overrides: Sequence[str]) -> Assembly:
 
 
 def document_of(folder: Path, number: int) -> dict[str, Any]:
-    """Return the values with this number as a run file: keys that were written as a reference to another key
-    are references again, so that they follow an override of that key."""
+    """Return the values with this number as a run file: references to another key are references again, so
+    that they follow an override of that key."""
     document: dict[str, Any] = yaml.safe_load(values_file(folder, number).read_text())
     references = folder / "references.yaml"
     if references.exists():
@@ -147,8 +136,8 @@ def document_of(folder: Path, number: int) -> dict[str, Any]:
 
 
 def put_into_force(folder: Path, changed: Composed) -> None:
-    """Replace `config.yaml`, and keep the previous file under its number. If no value differs, do nothing.
-    The caller owns the run."""
+    """Replace `config.yaml`, and keep the previous file under its number; nothing if no value differs. The
+    caller owns the run."""
     changes = differences(yaml.safe_load((folder / "config.yaml").read_text()), changed.document)
     if not changes:
         return
@@ -161,8 +150,8 @@ def put_into_force(folder: Path, changed: Composed) -> None:
 
 
 def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the dotted keys whose values differ, each with its previous and its new value as JSON. A missing
-    value is `null`."""
+    """Return the dotted keys whose values differ, each with its previous and new value as JSON, `null` if
+    missing."""
     before, after = dict(dotted_values(former)), dict(dotted_values(changed))
     return {
         key: values
@@ -175,7 +164,6 @@ def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[s
 
 
 def _faults(former: Assembly, changed: Assembly) -> Iterator[Problem]:
-    """Yield the changes that a resumed run refuses, because they would make it a different run."""
     was, now, folder = former.config, changed.config, former.folder
     fixed = {
         "model": "the run's weights come from it",
@@ -215,7 +203,6 @@ def _faults(former: Assembly, changed: Assembly) -> Iterator[Problem]:
 
 
 def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem]:
-    """Yield the refused changes of the models, their adapters, and the number of samples of a prompt."""
     before, after = former.graph, changed.graph
     if before.source.samples != after.source.samples:
         why = "the groups in the ledger have as many samples"
@@ -228,7 +215,6 @@ def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem
 
 
 def _adapters(placed: Placement) -> dict[str, object]:
-    """Return what says which adapters each model has that has some."""
     return {
         model: (
             section.lora.rank,
@@ -278,8 +264,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def _put(document: dict[str, Any], path: str, value: str) -> None:
-    """Set the value at a dotted key, if the document has that key. A change that was killed may have left
-    references to keys of values that never came into force."""
+    """Set the value at a dotted key that the document has. A change that was killed may have left references
+    to keys that never came into force."""
     *above, last = path.split(".")
     for part in above:
         document = document.get(part) or {}

@@ -49,7 +49,7 @@ _STORE = "store.json"
 
 
 class _StoreEntry(msgspec.Struct, frozen=True):
-    """The content of `store.json`: where the files are that the run's folder does not have."""
+    """The content of `store.json`."""
 
     url: str
 
@@ -101,8 +101,7 @@ class KernelState(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
     """All problems up to the checkpoint that did not end the run."""
     events_after: int = 0
-    """Sequence number in the journal's stream. The snapshot has taken in all events up to it, and later ones
-    go on from it."""
+    """Sequence number in the journal's stream: the snapshot has taken in all events up to it."""
     journal: JournalHead = JournalHead(0, "")
     """The newest message of the journal then."""
     lowest_event: int = 0
@@ -112,17 +111,13 @@ class KernelState(msgspec.Struct, frozen=True):
 
     @classmethod
     def initial(cls) -> KernelState:
-        """Return the state at the beginning of a run, for a resumed run without an intact checkpoint."""
+        """Return the state of a run without an intact checkpoint."""
         return cls(0, 0, "", Snapshot(), 0, 0, "", 0, 0, 0, 0.0, format=FORMAT)
 
 
 def checkpoint_name(version: int, values: int | None = None) -> str:
-    """Return the name of a checkpoint's folder, such as `step-000040`.
-
-    Args:
-        values: number of the changed values, for the first checkpoint with them: `step-000040-values-2`. This
-            name sorts after the checkpoint of the previous values at the same version, which stays.
-    """
+    """Return the name of a checkpoint's folder, such as `step-000040`. The first one with changed values has
+    their number too, `step-000040-values-2`: it sorts after that of the previous values, which stays."""
     return f"{_PREFIX}{version:06d}" + (f"-values-{values}" if values is not None else "")
 
 
@@ -160,14 +155,8 @@ class Draft:
 async def writing(
     root: Path, name: str, state: KernelState, store: RemoteFolder | None = None
 ) -> AsyncGenerator[Draft]:
-    """Yield a draft, for the files of a checkpoint.
-
-    At the end of the block the function adds `state` and the manifest, and renames the folder to
-    `root / name`. If the block raises, the folder is removed.
-
-    Args:
-        store: the run's own folder in the store of checkpoints, if it has one.
-    """
+    """Yield a draft, and make it the checkpoint `root / name` at the end of the block. If the block raises,
+    the draft is removed. `store` is the run's own folder in the store of checkpoints."""
     final = root / name
     # Nothing in a store can be renamed, so each draft has a name of its own there.
     draft = Draft(
@@ -187,8 +176,7 @@ async def writing(
 
 
 def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
-    """Return the newest checkpoint whose files match its manifest, and its state; None if there is none.
-    Damaged checkpoints are logged and skipped."""
+    """Return the newest checkpoint whose files match its manifest. Damaged ones are logged and skipped."""
     for folder in sorted(root.glob(f"{_PREFIX}*"), reverse=True):
         damage = damage_of(folder)
         if damage:
@@ -201,8 +189,8 @@ def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
 def find_checkpoint(
     folder: Path, version: str | None, advice: str = "", *, option: str = "--version"
 ) -> Path:
-    """Return the folder of a checkpoint of a run, which is intact and has all its files. Files that are in a
-    store are downloaded first, into a folder of this user's cache.
+    """Return the folder of an intact checkpoint with all its files. Those in a store are downloaded into a
+    folder of this user's cache.
 
     Args:
         version: a version, or the name of a checkpoint; None for the newest intact one.
@@ -230,8 +218,7 @@ def find_checkpoint(
 
 def damage_of(folder: Path) -> str:
     """Return what is wrong with a checkpoint; empty if it is intact. Files in a store have to be there; who
-    downloads them compares them with their hashes.
-    """
+    downloads them compares them with their hashes."""
     try:
         manifest = (folder / _MANIFEST).read_bytes()
         hashes = msgspec.json.decode(manifest, type=dict[str, str])
@@ -247,9 +234,7 @@ def damage_of(folder: Path) -> str:
 
 
 def place_of(folder: Path | None) -> tuple[str, str]:
-    """Return where the trainers read a checkpoint, a folder or a URL, and the SHA-256 of its manifest. Both
-    are empty without a checkpoint.
-    """
+    """Return where the trainers read a checkpoint, a folder or a URL, and the SHA-256 of its manifest."""
     if folder is None:
         return "", ""
     remote = _remote_of(folder)
@@ -268,13 +253,11 @@ def state_of(folder: Path) -> KernelState:
 
 
 def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> tuple[int, int]:
-    """Remove old checkpoints. Return the sequence numbers of the first messages of log and journal that the
-    newest `keep` need; zeros if none can be read.
+    """Remove old checkpoints but those of the `spared` versions. Return the sequence numbers of the first
+    messages of log and journal that the newest `keep` need, 0 if unknown.
 
-    Args:
-        newest: name of the checkpoint that was written last. Checkpoints with later names stay and do not
-            count: a previous kernel wrote them and they are damaged.
-        spared: versions whose checkpoints stay too.
+    Checkpoints with later names than `newest` stay and do not count: a previous kernel wrote them and they
+    are damaged.
     """
     folders = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= newest]
     names = {checkpoint_name(version) for version in spared}
@@ -295,7 +278,6 @@ def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> t
 
 
 def _remote_of(folder: Path) -> RemoteFolder | None:
-    """Return the folder in a store that has a checkpoint's files; None if they are in the run's folder."""
     entry = folder / _STORE
     return (
         RemoteFolder(msgspec.json.decode(entry.read_bytes(), type=_StoreEntry).url)
@@ -305,11 +287,7 @@ def _remote_of(folder: Path) -> RemoteFolder | None:
 
 
 def _damage_in_store(remote: RemoteFolder, manifest: bytes, names: set[str]) -> str:
-    """Return what a checkpoint lacks in its store; empty if it is complete there.
-
-    Args:
-        names: files that are nowhere else.
-    """
+    """Return what a checkpoint lacks in its store, where `names` must be; empty if it is complete."""
     try:
         same, there = remote.read(_MANIFEST) == manifest, remote.files()
     except FileNotFoundError:
@@ -322,7 +300,6 @@ def _damage_in_store(remote: RemoteFolder, manifest: bytes, names: set[str]) -> 
 
 
 def _with_all_files(folder: Path) -> Path:
-    """Return a checkpoint's folder; if its files are in a store, a complete copy in this user's cache."""
     remote = _remote_of(folder)
     if remote is None:
         return folder
@@ -344,7 +321,7 @@ def _with_all_files(folder: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, also from its store. If the store refuses, the next checkpoint tries again."""
+    """Remove a checkpoint. If its store refuses, the next checkpoint tries again."""
     remote = _named_remote(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if remote is not None:
@@ -352,7 +329,7 @@ def _remove(folder: Path) -> None:
 
 
 def _named_remote(folder: Path) -> RemoteFolder | None:
-    """Return what `_remote_of` does; also None if a damaged checkpoint does not say where its files are."""
+    """Return None also if a damaged checkpoint does not say where its files are."""
     try:
         return _remote_of(folder)
     except (OSError, msgspec.DecodeError) as error:
@@ -368,9 +345,7 @@ def _remove_from_store(remote: RemoteFolder) -> None:
 
 
 def _clear(root: Path, store: RemoteFolder | None) -> None:
-    """Remove the unfinished checkpoints of kernels that were killed. In the store, these are all that the
-    run's folder does not name.
-    """
+    """Remove the drafts of killed kernels; in the store, all that the run's folder does not name."""
     for folder in root.glob(f".{_PREFIX}*"):
         shutil.rmtree(folder, ignore_errors=True)
     if store is not None:
@@ -381,8 +356,7 @@ def _clear(root: Path, store: RemoteFolder | None) -> None:
 
 
 def _put(draft: Draft, final: Path) -> None:
-    """Complete a checkpoint, first in the store. Rename it to its final name, where it replaces a previous
-    kernel's folder."""
+    """Complete a checkpoint, first in the store, and put it in the place of a previous kernel's."""
     _write_manifest(draft)
     if draft.remote is not None:
         for name in ("kernel.json", _MANIFEST):

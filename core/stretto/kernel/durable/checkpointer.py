@@ -84,9 +84,8 @@ class Checkpointer:
         return self._root / self._newest, state_of(self._root / self._newest)
 
     async def save(self) -> None:
-        """Let the trainers copy the current version for a checkpoint, which is then written beside the next
-        steps; one at a time. Do nothing if the version has a checkpoint. If this fails, report the problem
-        and let the run continue."""
+        """Let the trainers copy the current version, unless it has a checkpoint, which is then written beside
+        the next steps, one at a time. If this fails, report the problem and let the run continue."""
         copied = anyio.Event()
         self._tasks.start_soon(self._save_beside, copied)
         await copied.wait()
@@ -106,18 +105,13 @@ class Checkpointer:
         copied.set()
 
     async def save_last(self) -> None:
-        """Write the checkpoint with which the kernel ends, unless there is one of the current version.
-
-        Raises:
-            RunError: if it cannot be written.
-        """
+        """Write the checkpoint with which the kernel ends, unless there is one of the current version."""
         async with self._writing:
             if not self._is_saved():
                 await self.save_required()
 
     async def save_required(self, note: WeightsNote | None = None, name: str | None = None) -> None:
-        """Write a checkpoint that the run cannot do without, at a change of values or at the end. If this
-        fails, try again for some seconds.
+        """Write a checkpoint that the run cannot do without. If this fails, try again for some seconds.
 
         Args:
             note: note of the current weights, if they are not announced.
@@ -139,12 +133,8 @@ class Checkpointer:
             await anyio.sleep(pause_s)
 
     async def prune(self) -> None:
-        """Remove old checkpoints as `checkpoint.keep` says, the part of the log that only they needed and
-        whose samples are on disk, and the part of the journal that they needed and the run's folder has.
-
-        With `checkpoint.keep_best`, the checkpoints of the best version and of versions that still have to be
-        evaluated stay.
-        """
+        """Remove old checkpoints, the part of the log that only they needed and whose samples are on disk,
+        and the part of the journal that only they needed and the run's folder has."""
         config, scheduler = self._setup.config.checkpoint, self._setup.scheduler
         if not self._newest:
             return
@@ -165,12 +155,7 @@ class Checkpointer:
         return self._saved == (self._setup.scheduler.version, self._journal.incarnation)
 
     async def _write(self, name: str, copied: anyio.Event, note: WeightsNote | None = None) -> None:
-        """Write a checkpoint. Set `copied` when the trainers may go on. The weights may still be on their way
-        to the engines.
-
-        Raises:
-            TrainersLost: if a trainer is lost meanwhile.
-        """
+        """Set `copied` when the trainers may go on. The weights may still be on their way to the engines."""
         await self._journal.settle()
         state = self._state()  # no await in between: later events go on from this state
 
@@ -188,8 +173,7 @@ class Checkpointer:
         await self.prune()
 
     def _name(self, version: int) -> str:
-        """Return the name of a checkpoint of this version. A checkpoint of another incarnation replaces the
-        previous one."""
+        """A checkpoint of another incarnation replaces that of the same version."""
         return self._newest if self._saved[0] == version and self._newest else checkpoint_name(version)
 
     def _state(self) -> KernelState:

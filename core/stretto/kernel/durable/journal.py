@@ -30,13 +30,8 @@ OnStored = Callable[[int, EventBatch, Sequence[Event]], None]
 
 
 class JournalWriter:
-    """Appends the events of the kernel that owns the run to the journal.
-
-    Args:
-        epoch: number of the kernel's lease.
-        end: the end of the journal's stream: its lease.
-        head: the newest message of its predecessors.
-    """
+    """Appends the events of a kernel to the journal. The number of its lease is `epoch`, and the lease is the
+    `end` of the journal's stream. `head` is the newest message of its predecessors."""
 
     def __init__(self, bus: Bus, names: Subjects, epoch: int, end: StreamEnd, head: JournalHead) -> None:
         self._bus = bus
@@ -49,10 +44,8 @@ class JournalWriter:
         """Sequence number of its first part; 0 if a former kernel wrote it."""
         self._appending = anyio.Lock()
         self.events_after = end.sequence
-        """Sequence number in the stream: the scheduler has taken in all inputs up to it, and those that
-        wait."""
+        """Sequence number in the stream: the scheduler has taken in all inputs up to it."""
         self._stored = 0
-        """Number of events that the server has stored."""
         self._pending: list[tuple[float, msgspec.Raw, Event]] = []
         """Events that wait, with their times and bytes."""
         self._sent: tuple[EventBatch, tuple[Event, ...]] | None = None
@@ -86,9 +79,7 @@ class JournalWriter:
                 await self._store_events()
 
     async def settle(self) -> None:
-        """Wait until no event waits. A snapshot that is taken before the next await has the state after
-        `events_after`.
-        """
+        """Wait until no event waits. Before the next await, the state is that after `events_after`."""
         while self._waiting:
             await self.flush()
 
@@ -106,11 +97,10 @@ class JournalWriter:
 
     @property
     def _waiting(self) -> int:
-        """Number of events that the server has not acknowledged."""
         return len(self._pending) + (len(self._sent[1]) if self._sent else 0)
 
     async def _store_events(self) -> None:
-        """Store the events that wait. A message that may have been stored is sent again as it was."""
+        """A message that may have been stored is sent again as it was."""
         if self._sent is None:
             times, raw, events = zip(*self._pending, strict=True)
             self._sent = EventBatch(self.epoch, self._stored, raw, times, self.head.digest), events
@@ -127,12 +117,8 @@ class JournalWriter:
 
 
 async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
-    """Take the lease of a run, and return the writer of its journal. The server refuses what a former writer
-    appends from here on.
-
-    Args:
-        place: the run's folder.
-    """
+    """Take the lease of the run in the folder `place`. From here on, the server refuses what a former writer
+    appends."""
     await bus.store.make_log(names.journal_stream, names.of_journal)
     while True:
         end = await bus.store.end(names.journal_stream)
@@ -147,11 +133,7 @@ async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
 
 async def newest_epoch(bus: Bus, names: Subjects) -> int:
     """Return the number of the newest lease. A checkpoint purges the message of an old one, but the messages
-    with events name theirs.
-
-    Raises:
-        BusError: if the server does not answer in time.
-    """
+    with events name theirs."""
     lease = await bus.store.last_sequence(names.journal_stream, names.leases)
     _, newest = await _newest(bus, names)
     return max(lease, newest.lease_epoch if newest else 0)
@@ -163,8 +145,8 @@ async def _head(bus: Bus, names: Subjects) -> JournalHead:
 
 
 async def _newest(bus: Bus, names: Subjects) -> tuple[int, EventBatch | None]:
-    """Return the newest message with events and its sequence number, 0 if there is none. One that cannot be
-    read is None, so that `stretto audit` finds it."""
+    """Return the newest message with events, and its sequence number. One that cannot be read is None, so
+    that `stretto audit` finds it."""
     sequence = await bus.store.last_sequence(names.journal_stream, names.events)
     with suppress(MessageGone, Malformed):
         if sequence:

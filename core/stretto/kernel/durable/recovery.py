@@ -67,8 +67,6 @@ OnRepeated = Callable[[StartBatch, StepResult | StepMeasured | None, float | Non
 
 
 class _RepeatedSteps(Protocol):
-    """The part of `Trainers` that a repetition needs."""
-
     async def attempt(self, work: Callable[[], Awaitable[T]]) -> T: ...
 
     async def load(
@@ -84,10 +82,10 @@ class _RepeatedSteps(Protocol):
 
 @dataclass
 class Heard:
-    """Something that the previous kernels' schedulers heard, and what they decided."""
+    """Something that the previous kernels' schedulers heard."""
 
     sequence: int
-    """Sequence number of the message of the journal that has it."""
+    """Sequence number of the journal's message with the event."""
     event: Input
     batch: BatchStarted | None = None
     """The batch that followed."""
@@ -123,15 +121,12 @@ class Fold:
     position: int
     """Sequence number in the journal's stream up to which they reach."""
     log_sequence: int
-    """Sequence number of the last outcome that has been taken in."""
+    """Sequence number of the last outcome."""
     events: list[tuple[Input, Outcome | None]] = field(default_factory=list[tuple[Input, Outcome | None]])
-    """Each with its outcome if it has one."""
     version: int = 0
     """Training version after the batches that they start."""
     end: Snapshot = field(default_factory=Snapshot)
-    """The state after the events."""
     is_whole: bool = True
-    """Whether each event was taken in."""
     is_left: bool = False
     """Whether weights of another incarnation follow."""
 
@@ -162,15 +157,13 @@ class Stored:
     outcomes: tuple[tuple[int, Outcome], ...]
     """(sequence number, outcome) of the tickets that ended after the checkpoint."""
     fold: Fold
-    """The events that can be repeated."""
     later: tuple[tuple[int, Outcome], ...]
     """The outcomes that no event has taken in, and that can be used."""
     log_is_short: bool
-    """Whether the log ends before the checkpoint's place in it, so that none of its messages can be used."""
+    """Whether the log ends before the checkpoint's place in it: none of its messages can be used."""
     lost: LostData
     lost_from: int | None
-    """Version from which steps are lost, which may be one that was not complete. A new incarnation begins
-    there. None if no step is lost."""
+    """Version from which steps are lost, where a new incarnation begins; None if no step is lost."""
 
     @property
     def is_exact(self) -> bool:
@@ -215,18 +208,15 @@ class Recovered:
     """The result of a repetition."""
 
     notes: tuple[WeightsNote, ...]
-    """Notes of the versions that evaluations still need, and last the note of the newest version."""
+    """Notes of the versions that evaluations still need, and last the newest one."""
     incarnation: int
     log_sequence: int
-    """Sequence number of the last log message that the scheduler has taken in."""
     later: tuple[tuple[int, Outcome], ...]
-    """(sequence number, outcome) of those that it can take in next."""
     repeated: int
     """Number of steps that were trained again."""
     is_exact: bool
     """Whether later events can continue the stored ones. If not, a checkpoint has to come first."""
     retired: tuple[Retire, ...]
-    """What became of tickets meanwhile."""
 
 
 async def read_store(
@@ -244,10 +234,9 @@ async def read_store(
 
     Args:
         scheduler: a scheduler with the kernel's values, to try the events with.
-        values: number of the kernel's values.
         samples: whether the run trains on trajectories in the log, and not on rows of a dataset.
-        reached: the newest version that the run has reported. If the journal does not lead to it, the steps
-            in between are lost.
+        reached: the newest version that the run has reported. Steps up to it that the journal does not lead
+            to are lost.
         epoch: number of the kernel's lease.
     """
     folder, state = checkpoint
@@ -308,15 +297,10 @@ async def read_store(
 
 
 class Repetition:
-    """Trains the batches again that the stored events start.
-
-    Args:
-        scheduler: is brought into the state after the events.
-        on_repeated: called after each repeated step, with the batch, its result, its divergence if that is
-            known, and the digest of its weights. For a step that need not be repeated, they are what the
-            former kernel recorded.
-        living: the state of the trainers, if they need not load the checkpoint.
-    """
+    """Trains the batches again that the stored events start, and brings a scheduler into the state after
+    them. It calls `on_repeated` after each step, with the batch, its result, its divergence if that is known,
+    and the digest of its weights. For a step that need not be repeated, because the trainers are `living`,
+    these are what the former kernel recorded."""
 
     def __init__(
         self,
@@ -337,13 +321,11 @@ class Repetition:
         self._on_repeated = on_repeated
         self._living = living
         self._trained = 0
-        """Number of steps that were trained again."""
         self._notes: list[WeightsNote] = []
         self._retired: list[Retire] = []
         self._differs = False
         """Whether the last step did not reach its recorded digest."""
         self.has_expired = False
-        """Whether the batch that was under way has expired."""
 
     async def load(self) -> None:
         """Load the checkpoint's weights, and bring the scheduler into its state."""
@@ -424,7 +406,6 @@ class Repetition:
         return commands
 
     def _take_in(self, event: Input, outcome: Outcome | None = None) -> list[Command]:
-        """Let the scheduler take in an event. Return its commands."""
         apply(self._scheduler, event, outcome)
         commands = self._scheduler.commands()
         self._retired += (each for each in commands if isinstance(each, Retire))
@@ -435,8 +416,7 @@ class Repetition:
             self._writer.hear(decision)
 
     async def _train(self, start: StartBatch) -> StepResult:
-        """Train a batch again, and compare the digest. No await follows: if a trainer is lost later, those
-        that take its place train the batch, too."""
+        """No await follows the comparison: if a trainer is lost later, the next ones train the batch, too."""
 
         async def train() -> tuple[StepResult, WeightsNote]:
             step = await self._trainers.step(self._state.incarnation, start.version, refs_of(start.groups))
@@ -494,12 +474,8 @@ def _fold(
     scheduler: Scheduler, events: Iterable[Heard], outcomes: Mapping[int, Outcome], state: KernelState
 ) -> Fold:
     """Let a scheduler take in the journal's events, without training: those up to another incarnation, and as
-    long as they start the batches that the journal records.
-
-    Args:
-        outcomes: those that are there, by sequence number in the log. Without its outcome, an event is left
-            out, and if a batch followed from it, the fold ends.
-    """
+    long as they start the recorded batches. An event without its outcome is left out; if a batch followed
+    from it, the fold ends."""
     fold = Fold(state.events_after, state.log_sequence, version=state.version)
     own = state.incarnation, state.values
     for heard in events:
@@ -531,7 +507,6 @@ def _fold(
 
 
 def _batch_in(commands: Iterable[Command]) -> StartBatch | None:
-    """Return the command to start a batch; None if there is none."""
     return next((each for each in commands if isinstance(each, StartBatch)), None)
 
 
@@ -540,7 +515,6 @@ def _rows_of(start: StartBatch | None) -> tuple[RowRef, ...] | None:
 
 
 async def _outcomes(bus: Bus, names: Subjects, after: int, *, samples: bool) -> list[tuple[int, Outcome]]:
-    """Return the outcomes of tickets in the log after a sequence number, in order."""
     last = await bus.store.last_sequence(names.log_stream, names.groups)
     outcomes: list[tuple[int, Outcome]] = []
     if last > after:
@@ -562,8 +536,7 @@ async def _gone(bus: Bus, names: Subjects, extent: Extent, sequences: set[int]) 
 
 
 async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journal:
-    """Read the journal from a checkpoint on. After a missing message, only what must not be done again
-    counts."""
+    """After a missing message, only what must not be done again counts."""
     journal, after, stream = Journal(), state.events_after, names.journal_stream
     last = await bus.store.last_sequence(stream, names.events)
     journal.is_damaged = await _lacks(bus, names, state)
@@ -582,8 +555,7 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journa
 
 
 async def _lacks(bus: Bus, names: Subjects, state: KernelState) -> bool:
-    """Return whether the journal lacks the message that was its newest one at the checkpoint, or ends before
-    the checkpoint's place."""
+    """Return whether the journal lacks its newest message of the checkpoint, or ends before its place."""
     if (await bus.store.end(names.journal_stream)).sequence < state.events_after:
         return True
     if not state.journal.sequence:
@@ -606,7 +578,6 @@ def _events_of(batch: EventBatch, sequence: int) -> list[Event]:
 
 
 def _add(journal: Journal, sequence: int, event: Event, incarnation: int) -> None:
-    """Add the next event to a journal."""
     match event:
         case RowsDrawn(version, draws):  # a new incarnation keeps the draws of the previous one
             journal.draws |= {ticket: RecordedDraw(version, row) for ticket, row in draws}
@@ -633,8 +604,8 @@ def _add(journal: Journal, sequence: int, event: Event, incarnation: int) -> Non
 
 
 def _with_other_values(snapshot: Snapshot, results: Iterable[Evaluation]) -> Snapshot:
-    """Return the state with which a kernel with other values begins. What had ended the run does not count,
-    and evaluations whose results the journal has are not repeated."""
+    """Begin with other values: what had ended the run does not count, and evaluations whose results the
+    journal has are not repeated."""
     former = snapshot.evaluation
     known = [*former.results, *(each for each in results if each.version <= snapshot.version)]
     due = [each for each in former.needed_versions if each not in {result.version for result in known}]
@@ -660,5 +631,4 @@ def _name(outcome: Outcome) -> Name:
 
 
 def _messages_of(group: GroupDone) -> set[int]:
-    """Return the sequence numbers of the messages with a group's trajectories and their images."""
     return {*(member.sequence for member in group.members), *group.images}

@@ -61,11 +61,8 @@ class Resumption:
         journal.incarnation = self._state.incarnation
 
     async def read(self) -> Stored:
-        """Find out what the store still holds. Report what is lost.
-
-        Raises:
-            ConfigError: if nothing is left to continue from. No file has changed.
-        """
+        """Find out what the store still holds, and report what is lost. A `ConfigError` says that nothing is
+        left to continue from; no file has changed then."""
         state, setup = self._state, self._setup
         if setup.replays is not None:
             return Stored.of_replay(state, setup.replays)
@@ -94,12 +91,8 @@ class Resumption:
         return stored
 
     async def living(self, stored: Stored) -> Living | None:
-        """Return the state of the trainers that a former kernel has started; None if they cannot go on: they
-        have other weights than those to which the events lead, or others than they should.
-
-        Raises:
-            BusError: if they do not answer.
-        """
+        """Return the state of the trainers that a former kernel has started; None if they have other weights
+        than those to which the events lead."""
         before, is_training = stored.fold.end.version, stored.fold.version > stored.fold.end.version
         lead, *others = await self._trainers.states()
         versions = {state.version for state in (lead, *others)}
@@ -120,7 +113,7 @@ class Resumption:
 
     async def repeat(self, stored: Stored, living: Living | None) -> Recovered:
         """Load the checkpoint, unless the trainers are `living`, and train the batches again that the later
-        events start. Where the events that follow cannot continue the stored ones, write a checkpoint."""
+        events start. Where new events cannot continue the stored ones, write a checkpoint."""
         setup = self._setup
         setup.facts.note = "repeating the journal" if setup.replays is None else "replaying the batches"
         repetition = Repetition(

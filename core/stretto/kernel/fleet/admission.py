@@ -114,7 +114,6 @@ class Admission:
     # ----------------------------------------------------------------------------------- private
 
     def _look(self, member: FleetMember) -> None:
-        """A worker can be called now, or cannot be called any more."""
         self._routes.look(member)
         self._notify()
 
@@ -154,12 +153,11 @@ class Admission:
         return [worker.id for worker in self._setup.workers if worker.role == "trainer"]
 
     def _nonces_of_trainers(self) -> dict[str, str]:
-        """Return the nonces of the trainers' processes. If one of them is lost, all are replaced, so they
-        belong together."""
+        """If one of them is lost, all are replaced, so they belong together."""
         return {worker: self._fleet.members[worker].nonce for worker in self._trainers}
 
     def _missing(self) -> list[str]:
-        """Return the workers that cannot be called yet. The evaluator can be when it has an evaluation."""
+        """Return who cannot be called yet. The evaluator can be when it has an evaluation."""
         every = (worker.id for worker in self._setup.workers if worker.id != EVALUATOR)
         return sorted(worker for worker in every if not self._is_callable(worker))
 
@@ -169,7 +167,6 @@ class Admission:
 
     @contextmanager
     def _in_time(self) -> Generator[None]:
-        """Wait for workers, at most for `_START_S`."""
         with anyio.move_on_after(_START_S) as waiting:
             yield
         if waiting.cancelled_caught:
@@ -211,6 +208,5 @@ class Admission:
         self._ending.end("failed", f"{worker} was lost while the run was starting ({how})")
 
     def _notify(self) -> None:
-        """Wake the tasks that wait for a change."""
         self._changed.set()
         self._changed = anyio.Event()

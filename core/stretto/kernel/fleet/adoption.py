@@ -25,8 +25,6 @@ _LEAVE_S = 30.0
 
 
 class _Processes(msgspec.Struct, frozen=True):
-    """The workers that a kernel has started."""
-
     values: int
     """Number of the run's values that they have."""
     workers: dict[str, str]
@@ -36,12 +34,8 @@ class _Processes(msgspec.Struct, frozen=True):
 
 
 class Adoption:
-    """Records the processes of one kernel's workers, and finds those of the former one.
-
-    Args:
-        folder: the run's bus folder.
-        values: number of the run's values. Workers with other ones are not adopted.
-    """
+    """Records the processes of one kernel's workers, and finds those of the former one. Workers with other
+    `values` are not adopted."""
 
     def __init__(self, launcher: Launcher, folder: Path, values: int) -> None:
         self._launcher = launcher if isinstance(launcher, AdoptingLauncher) else None
@@ -67,8 +61,8 @@ class Adoption:
             )
 
     async def find(self, jobs: Sequence[Job]) -> list[tuple[Job, Handle]]:
-        """Return the jobs whose processes a former kernel has started, and that run. Trainers belong
-        together: if one is missing, the others are ended."""
+        """Return the jobs whose processes a former kernel has started, and that run. If one trainer is
+        missing, the others are ended."""
         former = self._former()
         if self._launcher is None or former is None or former.values != self._values:
             return []
@@ -87,12 +81,8 @@ class Adoption:
 
     async def until_others_left(self, over: anyio.Event, reconnect_s: float) -> None:
         """If the launcher cannot take over workers, wait until those of a former kernel have left, or until
-        the run is over. They hear this kernel's beacons, may not join again, and end. Without the wait, each
-        would have its GPU together with the process that takes its place.
-
-        Args:
-            reconnect_s: seconds in which a worker may look for another server of a cluster.
-        """
+        the run is over. They hear this kernel's beacons, may not join again, and end. Otherwise each would
+        share its GPU with its successor."""
         if self._launcher is not None:
             return
         log.info("all workers start again: the launcher takes over none of a former kernel")
@@ -104,7 +94,6 @@ class Adoption:
             log.warning("workers of the former kernel do not leave; this kernel takes nothing from them")
 
     def _former(self) -> _Processes | None:
-        """Return what the former kernel has recorded; None if it has recorded nothing about this folder."""
         try:
             former = msgspec.json.decode(self._file.read_bytes(), type=_Processes)
         except FileNotFoundError:
@@ -119,5 +108,5 @@ class Adoption:
 
     def admits(self, join: Join) -> bool:
         """Return whether a process may join again: its worker is adopted, or a user has started it (see
-        `stretto.bus.joining.reserve_worker`). Another process takes the place of any other one."""
+        `stretto.bus.joining.reserve_worker`)."""
         return join.worker in self.absent or join.worker.rpartition("-")[2].startswith("h")

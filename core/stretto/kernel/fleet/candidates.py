@@ -37,11 +37,9 @@ class Candidates:
         """The candidates at the last call of `take_changed`."""
 
     def __len__(self) -> int:
-        """Number of rollout workers."""
         return len(self._rollouts)
 
     def __contains__(self, rollout: str) -> bool:
-        """Whether this is a current rollout worker."""
         return rollout in self._rollouts
 
     @property
@@ -59,11 +57,8 @@ class Candidates:
         self._known = None
 
     def put(self, worker: str, group: Hashable, least: int) -> None:
-        """Add a worker that can be called to a group. It leaves its previous group.
-
-        Args:
-            least: number of candidates of a rollout worker in this group, if the group has that many.
-        """
+        """Add a worker that can be called to a group, of which a rollout worker knows `least` if it has that
+        many. It leaves its previous group."""
         if self._group_of.get(worker) != (group, least):
             self._group_of[worker], self._known = (group, least), None
 
@@ -98,7 +93,6 @@ class Candidates:
 
 
 def _choices(rollouts: list[str], workers: list[str], least: int) -> dict[str, list[str]]:
-    """Return for each rollout worker those of a group that it may call."""
     if len(workers) <= least:
         return dict.fromkeys(rollouts, workers)
     parts: dict[str, list[str]] = {rollout: [] for rollout in rollouts}

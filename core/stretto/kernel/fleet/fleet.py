@@ -44,8 +44,8 @@ _HUNG_S = 600.0
 _STACKS_S = 1.0
 """A worker that is stopped because it hangs has this many seconds to write the stacks of its threads."""
 _KILLED_S = 30.0
-"""The fleet waits at most this many seconds for the end of a process that the launcher has killed. A process
-that hangs in the system, in a driver or on a network disk, ends at no signal."""
+"""Wait this many seconds for the end of a killed process. One that hangs in the system, in a driver or on a
+network disk, ends at no signal."""
 _LONG_LIFE_S = 600.0
 """If a worker ran longer than this many seconds, the count of its restarts begins again at 1."""
 _TAIL_LINES = 15
@@ -64,13 +64,12 @@ class FleetMember:
     heard: float
     ready: bool = False
     callable: bool = False
-    """Whether other workers may call it: the worker is ready, and an engine also serves the right weights."""
+    """Whether other workers may call it: it is ready, and an engine also serves the right weights."""
     leaving: bool = False
-    """Whether it drains: it gets no new work, and leaves when it has finished what it has."""
+    """Whether it drains: it gets no new work."""
     exact_version: int | None = None
-    """The version that an engine serves while it is lent to an evaluation; None otherwise."""
+    """The version that an engine serves while it is lent to an evaluation."""
     tickets: int = 0
-    """Tickets that a rollout worker is working on."""
     busy_s: float = 0.0
     load: Load | None = None
     refused: int = 0
@@ -85,7 +84,7 @@ class FleetMember:
     paused: str = ""
     """Why its reward or environment pauses; empty if it does not."""
     has_beaten: bool = False
-    """Whether it has sent a heartbeat to this kernel."""
+    """Whether this kernel has had a heartbeat of it."""
 
     @property
     def is_evaluator(self) -> bool:
@@ -120,54 +119,48 @@ class Fleet:
         self._handles: dict[str, Handle] = {}
         self._jobs: dict[str, Job] = {}
         self._waits: dict[str, anyio.CancelScope] = {}
-        """Worker -> the wait for the end of its process."""
         self._retired: set[str] = set()
         """Workers that the fleet has started and does not restart, because the run needs fewer."""
         self._ended_busy: dict[str, float] = {}
         self._ended_tokens = 0
         self._ended_refused = 0
         self._loads: list[Load] = []
-        """Load figures of the heartbeats since the last call of `load_figures`."""
         self._verifiers_used: list[float] = []
-        """Used shares of verifiers in the heartbeats since that call."""
         self._sampled = self._lost = 0
-        """Tokens that engines sampled, and that they computed again, since that call."""
+        """Since the last call of `load_figures`: figures of the heartbeats, used shares of verifiers, and
+        tokens that engines sampled and that they computed again."""
         self._lasting: set[str] = set()
         """Workers that did enough since their start that the count of their restarts begins again."""
         self._hanging: set[str] = set()
-        """Workers whose processes are stopped because they hang."""
         self._given_up: set[str] = set()
-        """Workers that said that a restart would fail in the same way. The fleet does not restart them."""
+        """Workers that said that a restart would fail in the same way."""
         self._launching = anyio.Lock()
         self._ending = False
         self.on_ready: Callable[[FleetMember], None] = lambda member: None
-        """Called once for each worker that becomes ready."""
         self.on_lost: Callable[[FleetMember, str, bool], None] = lambda member, how, final: None
-        """Called with each lost worker, the way it was lost, and whether the loss is final. The call comes
-        before a restart; after a final loss there is no restart."""
+        """Gets each lost worker, how it was lost, and whether that is final. A restart comes after the
+        call."""
         self.on_left: Callable[[FleetMember, str], None] = lambda member, why: None
-        """Called with each worker that has left after a drain, and the reason."""
+        """Gets each worker that has left after a drain, and the reason."""
         self.on_change: Callable[[FleetMember], None] = lambda member: None
-        """Called with each worker that begins to drain."""
+        """Gets each worker that begins to drain."""
         self.explain: Callable[[str], str] = lambda worker: ""
         """Returns what is known of why a worker ends again and again."""
         self.needs: Callable[[Role], bool] = lambda role: True
         """Whether lost workers of a role start again."""
         self.hears: Callable[[], bool] = lambda: True
-        """Whether heartbeats can arrive now: the kernel has a connection to the bus."""
+        """Whether heartbeats can arrive now."""
         self.reconnect_s = 0.0
-        """Seconds in which a worker may look for another server of a cluster. They add to the time after
-        which a silent worker is lost."""
+        """Seconds for which a worker may look for another server of a cluster before it counts as silent."""
         self.members: dict[str, FleetMember] = {}
         self.restarts = 0
         self.starting: dict[str, str] = {}
-        """Workers that are not ready yet, with their current state."""
+        """Workers that are not ready yet, with their states."""
 
     # -------------------------------------------------------------------------------- launching
 
     async def adopt(self, workers: Iterable[Worker], tasks: TaskGroup) -> None:
-        """Take over the workers of a former kernel whose processes run, and start a task in `tasks` that
-        watches and restarts each of them."""
+        """Take over the workers of a former kernel whose processes run; tasks watch and restart them."""
         for job, handle in await self.adoption.find([self._job(worker) for worker in workers]):
             self._handles[job.worker], self._jobs[job.worker] = handle, job
             self.starting[job.worker] = "joining again"
@@ -185,12 +178,7 @@ class Fleet:
                 tasks.start_soon(self._kill, worker, self._handles[worker], 0)
 
     async def launch(self, workers: Iterable[Worker], tasks: TaskGroup) -> None:
-        """Start the workers that are not adopted, and start a task in `tasks` that watches and restarts each
-        of them.
-
-        Raises:
-            LaunchError: if a worker cannot be started.
-        """
+        """Start the workers that are not adopted; tasks watch and restart them."""
         jobs = [self._job(worker) for worker in workers if worker.id not in self._handles]
         async with self._launching:
             # Some may be ready, or have failed for good, before all run.
@@ -210,10 +198,8 @@ class Fleet:
             self.adoption.record(self._handles)
 
     async def stop(self, grace_s: float) -> None:
-        """Wait for the workers to leave, and stop those that are still running after `grace_s` seconds.
-
-        A worker that has not joined is stopped at once.
-        """
+        """Wait for the workers to leave, and stop those that run after `grace_s` seconds. A worker that has
+        not joined is stopped at once: it cannot have received the last beacon."""
         async with self._launching:  # after a launch in progress, so that its handles are stopped too
             self._ending = True
 
@@ -230,7 +216,6 @@ class Fleet:
                 tasks.start_soon(end, *each)
 
     async def _look_after(self, job: Job) -> None:
-        """Restart a worker whose process ends unexpectedly."""
         last = await supervised(
             partial(self._live, job),
             partial(self._restart, job),
@@ -278,7 +263,7 @@ class Fleet:
         return Failure(how, lasted)
 
     async def _restart(self, job: Job, pause_s: float) -> bool:
-        """Start a worker again after a pause, and return True, unless it is not needed any more."""
+        """Return whether the worker has started again: it may not be needed any more."""
         await anyio.sleep(pause_s)
         while not self.hears():  # a worker that cannot connect would only end again
             await anyio.sleep(0.2)
@@ -295,14 +280,14 @@ class Fleet:
         return True
 
     async def _until_end(self, worker: str, handle: Handle) -> int | None:
-        """Wait for the end of a process, and return its exit status; None if `_kill` has given it up."""
+        """Return the exit status; None if `_kill` has given the process up."""
         with anyio.CancelScope() as self._waits[worker]:
             return await handle.wait()
         return None
 
     async def _kill(self, worker: str, handle: Handle, grace_s: float) -> None:
-        """End a worker's process. Give it up if it does not end: with its SIGKILL it does nothing more, so
-        another process can take its place."""
+        """Give a process up if it does not end: after SIGKILL it does nothing more, so another one can take
+        its place."""
         with anyio.move_on_after(grace_s + _KILLED_S) as waiting:
             await handle.stop(grace_s)
         if waiting.cancelled_caught:
@@ -315,8 +300,8 @@ class Fleet:
             self._lose(member.worker, why)
 
     async def end_all(self, role: Role) -> None:
-        """End the processes of all workers of a role at once, except those that hang, which end in a moment.
-        They start again."""
+        """End the processes of a role at once, except those that hang, which end in a moment. They start
+        again."""
         async with anyio.create_task_group() as tasks:
             for worker in self.started(role):
                 if worker not in self._hanging:
@@ -334,8 +319,8 @@ class Fleet:
     # ---------------------------------------------------------------------------------- retiring
 
     def started(self, role: Role) -> list[str]:
-        """Return the workers of a role that the fleet has started and that stay, in the order of their
-        numbers. The evaluator has none, and workers that were started by hand are not among them."""
+        """Return the workers of a role that the fleet has started and that stay, by number. The evaluator is
+        not among them."""
         gone = self._retired | {EVALUATOR}
         mine = [each for each in self._handles if each.startswith(f"{role}-") and each not in gone]
         return sorted(mine, key=number_of)
@@ -375,7 +360,6 @@ class Fleet:
         await self._kill(worker, handle, 1.0)
 
     def _forget(self, worker: str) -> None:
-        """A retired worker has ended. Its number is free again."""
         self._retired.discard(worker)
         self._handles.pop(worker, None)
         self._jobs.pop(worker, None)
@@ -384,9 +368,7 @@ class Fleet:
     # ------------------------------------------------------------------------------- membership
 
     def join(self, role: Role, message: Join) -> None:
-        """A process with the credentials of a role joins. If a previous process has the same worker id, the
-        previous one is lost.
-        """
+        """A process with the credentials of a role joins, in the place of one with the same worker id."""
         if message.role != role or not is_token_of(self._bootstraps, role, message.worker, message.token):
             raise Refused(
                 "kernel",
@@ -447,8 +429,7 @@ class Fleet:
         return True
 
     def serves(self, member: FleetMember, version: int) -> None:
-        """Record that an engine has swapped to a version, because routing must not wait for its next
-        heartbeat."""
+        """Record that an engine has swapped: routing must not wait for its next heartbeat."""
         if member.load is not None:
             member.load = msgspec.structs.replace(member.load, version=version)
 
@@ -528,8 +509,7 @@ class Fleet:
         return frozenset([EVALUATOR] if member is not None and member.ready and not member.leaving else ())
 
     def busy_s(self, role: Role) -> float:
-        """Return the seconds of work of a role since the start: the sum over its workers, including previous
-        ones, without the evaluator."""
+        """Return the seconds of work of a role since the start, over all its workers but the evaluator."""
         now = sum(member.busy_s for member in self.members.values() if member.kind == role)
         return self._ended_busy.get(role, 0.0) + now
 
@@ -539,12 +519,10 @@ class Fleet:
         return self._ended_tokens + sum(load.generated_tokens for load in loads)
 
     def load_figures(self) -> dict[str, float]:
-        """Return the mean load of the engines and verifiers over their heartbeats since the last call; no
-        figure without a heartbeat.
+        """Return the mean load of the engines and verifiers over their heartbeats since the last call.
 
-        `slots_used`, `kv_used` and `verifiers_used` are shares from 0 to 1. `samples_waiting` is the number
-        of waiting samples for each engine, `lost_per_token` that of tokens computed again for each sampled
-        token.
+        `slots_used`, `kv_used` and `verifiers_used` are shares from 0 to 1, `samples_waiting` is per engine,
+        and `lost_per_token` the number of tokens computed again for each sampled token.
         """
         loads, sampled, lost = self._loads, self._sampled, self._lost
         self._loads, self._sampled, self._lost = [], 0, 0
@@ -582,8 +560,8 @@ def number_of(worker: str) -> int:
 
 
 async def receive_heartbeats(role: Role, fleet: Fleet, bus: Bus, names: Subjects, lease_epoch: int) -> None:
-    """Subscribe to the heartbeats of a role. A process that is no worker of the run, or no more, hears that
-    it must leave: it would take tickets, and nobody would call it or stop it."""
+    """Subscribe to the heartbeats of a role. A process that is no worker of the run hears that it must leave:
+    it would take tickets, and nobody would call it or stop it."""
 
     async def take(message: Heartbeat) -> None:
         if not fleet.beat(message):

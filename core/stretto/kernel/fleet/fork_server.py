@@ -35,8 +35,6 @@ _PACKET = 2**16
 
 @dataclass
 class _ForkOrder:
-    """A process to fork."""
-
     id: int
     module: str
     arguments: list[str]
@@ -46,8 +44,6 @@ class _ForkOrder:
 
 
 class _ForkLoop:
-    """Imports and forks."""
-
     def __init__(self, connection: socket.socket, modules: list[str]) -> None:
         self._socket = connection
         self._to_import = modules
@@ -128,7 +124,6 @@ def _import(module: str) -> None:
 
 
 def _write_to(file: int) -> None:
-    """Use an open file for stdout and stderr."""
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)

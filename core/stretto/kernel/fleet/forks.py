@@ -55,8 +55,7 @@ class ForkedProcess:
         self._loop.add_reader(self._descriptor, self._end)
 
     async def wait(self) -> int:
-        """Wait for the end, and return the exit status, negative for a signal. May be called more than
-        once."""
+        """Wait for the end, and return the exit status, negative for a signal."""
         await self._ended.wait()
         assert self._status is not None
         return self._status
@@ -110,12 +109,8 @@ def fork_server(assembly: Assembly) -> Generator[ForkServer | None]:
 
 
 class ForkServer:
-    """A running fork server, until `close`.
-
-    Args:
-        folder: the run's folder. The server only shows it, for `ps`.
-        modules: modules that all processes need.
-    """
+    """A running fork server, until `close`, which imports the `modules` that all processes need. It shows the
+    run's folder only for `ps`."""
 
     def __init__(self, folder: Path, modules: Sequence[str] = _MODULES) -> None:
         self._env = process_environment(Resources(), ())
@@ -157,8 +152,7 @@ class ForkServer:
         return not resources.gpus and process_environment(resources, ()) == self._env
 
     def can_fork(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether the server can start a command: the server runs, the command is `python -m MODULE`, and the
-        environment is the server's."""
+        """Whether the server runs and can start a command: `python -m MODULE` in the server's environment."""
         return self.is_open and [*command[:2]] == [sys.executable, "-m"] and env == self._env
 
     @property
@@ -169,12 +163,8 @@ class ForkServer:
     async def fork(
         self, command: Sequence[str], log_file: Path, imports: Sequence[str]
     ) -> ForkedProcess | None:
-        """Start `python -m MODULE ARGUMENT ...` in its own session. Return None if the server starts no
-        process any more. When it ends or refuses, a line in the log says so.
-
-        Args:
-            log_file: file to which stdout and stderr are appended.
-        """
+        """Start `python -m MODULE ARGUMENT ...` in its own session, with its output appended to `log_file`.
+        None if the server starts no process any more; when it ends or refuses, the log says so."""
         if not self.is_open:
             return None  # a killed server takes requests until it has ended, but nobody reads its answers
         loop = asyncio.get_running_loop()
@@ -226,7 +216,6 @@ class ForkServer:
             waiting.set_result(ForkedProcess(answer["pid"]))
 
     def _lose_server(self) -> None:
-        """The server has ended: start no process any more."""
         self.is_open = False
         adopt_orphans(False)
         if self._loop is not None:

@@ -32,12 +32,8 @@ _GAP_S = 0.05
 
 
 class RouteSender:
-    """The routes of one kernel's rollout workers.
-
-    Args:
-        finish_s: seconds for which a rollout worker may finish its calls to a worker that is no candidate any
-            more, because others have joined.
-    """
+    """The routes of one kernel's rollout workers. They may finish their calls to a former candidate, which is
+    none any more because others have joined, for `finish_s`."""
 
     def __init__(self, bus: Bus, names: Subjects, fleet: Fleet, lease_epoch: int, *, finish_s: float) -> None:
         self._bus = bus
@@ -47,17 +43,15 @@ class RouteSender:
         self._finish_s = finish_s
         self._candidates = Candidates()
         self._sent: dict[str, list[str]] = {}
-        """Rollout worker -> its candidates in the latest routes."""
         self._closed: dict[str, dict[str, float]] = {}
-        """Rollout worker -> its previous candidates, each with the time until which its calls may
-        continue."""
+        """Rollout worker -> its former candidates, each with the time until which its calls may continue."""
         self._stale: set[str] = set()
         """Rollout workers whose candidates serve another version than the routes say."""
         self._changed = anyio.Event()
 
     def look(self, member: FleetMember) -> None:
-        """Take in that a worker can be called now, is lent or taken back, serves another version, drains, has
-        left, or is lost. A rollout worker keeps its routes while it drains."""
+        """Take in that a worker can be called now, is lent, serves another version, drains, or is gone. A
+        rollout worker keeps its routes while it drains."""
         is_callable = member.callable and self._fleet.members.get(member.worker) is member
         is_open = is_callable and not member.leaving
         match member.role:

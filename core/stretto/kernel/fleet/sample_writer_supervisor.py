@@ -61,14 +61,12 @@ class SampleWriterSupervisor:
         self._silent_s = 0.0
         """Seconds since the writer was heard, in which this process ran and had a connection."""
         self._followed = anyio.Event()
-        """Set when a writer has begun to read the log."""
         self._retired: list[tuple[int, str, str]] = []
         self._retired_batches = 0
         self._stopping = False
 
     def purgeable(self, below: int) -> int:
-        """Return up to which sequence number the log may be purged: `below`, or less if the writer still
-        needs a part of it."""
+        """Return up to where the log may be purged: `below`, or less if the writer still needs a part."""
         return min(below, self._kept_below if self.on else below)
 
     def retire(self, ticket: int, account: Account, reason: str) -> None:
@@ -124,7 +122,6 @@ class SampleWriterSupervisor:
         await supervised(self._live, self._restart, **pauses)
 
     async def _live(self) -> Failure | None:
-        """Start a writer and wait for its end. Return how it failed; None at the end of the run."""
         began = clock.now()
         try:
             self._process, self._fault = await self._start(), ""
@@ -143,7 +140,7 @@ class SampleWriterSupervisor:
         return not self._stopping
 
     async def _until_end(self, process: subprocess.Popen[bytes] | ForkedProcess) -> str:
-        """Wait for the end of a writer, and return how it ended. Kill a writer that hangs."""
+        """Return how a writer ended. Kill a writer that hangs."""
         self._silent_s = -_IMPORTS_S
         while (status := process.poll()) is None:
             await anyio.sleep(_POLL_S)

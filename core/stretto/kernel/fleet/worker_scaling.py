@@ -51,10 +51,8 @@ class WorkerScaler:
         """The roles whose numbers can change: those that the run has workers of."""
 
     async def scale(self, numbers: Mapping[str, int]) -> tuple[str, ...]:
-        """Change the numbers of roles and of worker groups. Return what is done, a sentence for each.
-
-        The call returns when the new workers have been started, and the others know that they have to leave.
-        """
+        """Change the numbers of roles and of worker groups. Return what is done, a sentence for each, when
+        the new workers have been started, and the others know that they have to leave."""
         async with self._scaling:
             self._check(numbers)
             roles: dict[Role, int] = {role: numbers[role] for role in self.roles if role in numbers}
@@ -65,8 +63,8 @@ class WorkerScaler:
             return (*done, *self._scale_groups(groups))
 
     def write_groups(self) -> None:
-        """Give worker groups the numbers of processes that were asked for. Called when the kernel's last
-        checkpoint is written: a kernel that repeats steps needs the processes that they were made with."""
+        """Give worker groups the numbers that were asked for, after the kernel's last checkpoint: a kernel
+        that repeats steps needs the processes that they were made with."""
         for path, number in self._next_groups.items():
             self._setup.assembly.numbers.change(f"{path}.processes", number)
 
@@ -83,7 +81,6 @@ class WorkerScaler:
         return [Worker(id, role, resources) for id in ids]
 
     def _check_places(self, added: list[Worker]) -> None:
-        """Refuse workers that the launcher has no resources for."""
         faults = [each.message for each in self._fleet.problems(added) if each.severity != "warning"]
         if faults:
             raise ConfigError("; ".join(faults))
@@ -107,7 +104,7 @@ class WorkerScaler:
         return change
 
     async def _dismiss(self, role: Role, worker: str) -> None:
-        """Let a worker drain and leave. One that has no work yet is stopped."""
+        """A worker that has no work yet is stopped."""
         member = self._fleet.retire(worker)
         limit_s = self._setup.config.launcher.drain_s + _LEAVE_S
         if member is None or not member.ready:

@@ -79,8 +79,7 @@ class Draws:
 
     def next(self, ticket: int, version: int) -> Draw:
         """Draw the row of a new ticket: the one that the journal records, else a row to draw again, else a
-        new one.
-        """
+        new one."""
         recorded, drops = self._recorded.pop(ticket, None), 0
         if recorded is not None:
             # A run that has lost steps may be at an earlier version now.
@@ -137,11 +136,8 @@ class Draws:
         again: Sequence[tuple[int, int]],
         recorded: Mapping[int, RecordedDraw],
     ) -> None:
-        """Take over a previous kernel's state.
-
-        Args:
-            recorded: draws of the tickets that were issued after the state, by ticket.
-        """
+        """Take over a previous kernel's state, and the `recorded` draws of the tickets that were issued after
+        it."""
         self.cursor = cursor
         self.again = deque((row % self._rows, drops) for row, drops in again)  # there may be fewer rows now
         self._recorded = dict(recorded)
@@ -174,8 +170,6 @@ class Draws:
             self._curriculum.ended(end)
 
     def _next_in_epoch(self) -> int:
-        """Return the next row of the dataset. With `shuffle`, each epoch has its own order, drawn from the
-        seed."""
         epoch, place = divmod(self.cursor, self._rows)
         if self._order[0] != epoch:
             order = np.arange(self._rows)

@@ -81,13 +81,8 @@ class EvaluationState(msgspec.Struct):
 
 
 class EvaluationRounds:
-    """The held-out evaluations of a run: the complete ones, the one under way, and the versions that wait.
-
-    Args:
-        source: from a row of the evaluation's dataset to the name of its source.
-        reasons: number of rows without a result, by reason; shared with the scheduler.
-        commands: the scheduler's commands.
-    """
+    """The held-out evaluations of a run. `source` gives the name of a row's source; `reasons`, the number of
+    rows without a result, and the `commands` are the scheduler's."""
 
     def __init__(
         self,
@@ -217,7 +212,7 @@ class EvaluationRounds:
             self.finish(ticket, None, refusal)
 
     def finish(self, ticket: OpenTicket, group: GroupDone | None, reason: str = "") -> None:
-        """One row is finished. `group` is its result; without one, `reason` says why."""
+        """One row is finished with its group as the result; without one, `reason` says why."""
         under_way = self._round
         assert under_way is not None
         self.tickets.remove(ticket.id)

@@ -35,11 +35,7 @@ _LONGEST_NAME = 80
 
 
 def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) -> None:
-    """Let a scheduler take in an event. Its commands then say what follows.
-
-    Args:
-        outcome: for `OutcomeRead`: the outcome at that place of the log, as `admit` returns it.
-    """
+    """Let a scheduler take in an event, an `OutcomeRead` with its `outcome` as `admit` returns it."""
     match event:
         case RunOwned():
             scheduler.owned(event.attempts_from)

@@ -42,12 +42,8 @@ class DivergenceGate(msgspec.Struct):
     """Whether the last change was a widening."""
 
     def observe(self, divergence: float, *, bound: float, max_staleness: int) -> None:
-        """Take in the figure of one step, and perhaps move the limit.
-
-        Args:
-            divergence: KL(behaviour || current) of the batch minus the engines' error, in nats per token.
-            bound: `queue.max_divergence`, in the same unit.
-        """
+        """Take in the figure of one step, KL(behaviour || current) minus the engines' error, and perhaps move
+        the limit. `bound` is `queue.max_divergence`; both are in nats per token."""
         capped = divergence if divergence < _CAP * bound else _CAP * bound
         self.recent = (*self.recent[1:], capped)
         median = sorted(self.recent)[_WINDOW // 2]
@@ -63,16 +59,16 @@ class DivergenceGate(msgspec.Struct):
                 self._widen()
 
     def _narrow(self, factor: float) -> None:
-        """Lower the limit in proportion to the excess, by at least one step. The reason is that KL grows at
-        least as fast as the lag."""
+        """Lower the limit in proportion to the excess, by at least one step: KL grows at least as fast as the
+        lag."""
         if self.limit == 0:
             return
         self.patience = min(2 * self.patience, _MAX_PATIENCE) if self.widened else self.patience
         self._move(min(self.limit - 1, int(self.limit * factor)), widened=False)
 
     def _widen(self) -> None:
-        """Raise the limit by one step. If the last change was a widening too, it has held, so the patience
-        returns to its initial value."""
+        """If the last change was a widening too, it has held, so the patience returns to its initial
+        value."""
         self.patience = _PATIENCE if self.widened else self.patience
         self._move(self.limit + 1, widened=True)
 

@@ -50,7 +50,7 @@ class HeldOutScore(NamedTuple):
 
 def held_out(evaluations: Iterable[Evaluation]) -> list[HeldOutScore]:
     """Return what the evaluations with a result say, in order: accuracies, if all of them have one; otherwise
-    rewards. The two are different measures, so there is no list with both."""
+    rewards. No list has both measures."""
     known = [each for each in evaluations if (each.accuracy, each.reward) != (None, None)]
     accuracies = [
         HeldOutScore(each.version, each.accuracy, each.samples) for each in known if each.accuracy is not None
@@ -84,8 +84,7 @@ class Window(msgspec.Struct, frozen=True):
         return cls(float(values.mean()), error, newest[0][0], newest[-1][0])
 
     def rise(self, earlier: Window) -> tuple[float, float]:
-        """Return the difference between this mean and an earlier one, and the standard error of the
-        difference."""
+        """Return the difference of the means, and its standard error."""
         return self.mean - earlier.mean, math.hypot(self.error, earlier.error)
 
 
@@ -125,11 +124,7 @@ class RewardHistory(msgspec.Struct):
             self.spread = max(self.spread, spread.mean)
 
     def fall(self, evaluations: Sequence[HeldOutScore]) -> Fall | None:
-        """Return the fall that the newest step shows; None if it shows none.
-
-        Args:
-            evaluations: the complete ones, in order.
-        """
+        """Return the fall that the newest step shows, with the complete evaluations in order."""
         return (
             self._fall(self.best, 8, spreads=0.5, errors=5)
             or self._fall(self.start, 10, spreads=0.2, errors=3.5)
@@ -144,8 +139,8 @@ class RewardHistory(msgspec.Struct):
         return Window(math.fsum(rewards[:3]) / 3, error, steps[0], steps[2])
 
     def _fall(self, before: Window | None, count: int, *, spreads: float, errors: float) -> Fall | None:
-        """Find that the mean reward of the newest `count` steps is below that of an earlier window, by this
-        part of the spread and this number of standard errors."""
+        """Find that the mean of the newest `count` steps is below an earlier one, by this part of the spread
+        and this number of standard errors."""
         now = Window.of(self.newest, count)
         if before is None or now is None or now.since <= before.until:
             return None
@@ -202,12 +197,8 @@ class Health(msgspec.Struct):
         skipped: bool,
         stops_on_collapse: bool,
     ) -> Fail | None:
-        """Take in a step. Return a command to end the run if it cannot go on.
-
-        Args:
-            rewards: those of the step's samples.
-            evaluations: the complete ones, in order.
-        """
+        """Take in a step, the rewards of its samples, and the complete evaluations in order. Return a command
+        to end the run if it cannot go on."""
         fall = self.collapse.observe(step, rewards, held_out(evaluations))
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped == _MOST_SKIPPED:
@@ -218,7 +209,6 @@ class Health(msgspec.Struct):
 
 
 def _lower(evaluations: Sequence[HeldOutScore]) -> Fall | None:
-    """Find that the newest evaluation is below the first by five standard errors."""
     if len(evaluations) < 2:
         return None
     first, now = evaluations[0], evaluations[-1]

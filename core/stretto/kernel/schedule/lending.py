@@ -33,11 +33,7 @@ class Demand:
 
 
 class Lending:
-    """The lending of one kernel's inference workers.
-
-    Args:
-        turn_s: length of an evaluation's first turn, in seconds.
-    """
+    """The lending of one kernel's inference workers. `turn_s` is the length of an evaluation's first turn."""
 
     def __init__(self, turn_s: float) -> None:
         self._turn_s = turn_s
@@ -58,8 +54,8 @@ class Lending:
         Args:
             workers: worker -> the version that it serves only to an evaluation; None if it serves training.
             now: seconds, of any clock.
-            own: other workers, which serve evaluations alone; None if the run has none. It has one that is
-                not ready while this is empty: then the evaluation waits.
+            own: other workers, which serve evaluations alone; None if the run has none. While this is empty,
+                the evaluation waits for one to be ready.
 
         Returns:
             The time of the next call if nothing changes before; infinite if no such call is needed.
@@ -86,11 +82,7 @@ class Lending:
         return math.inf
 
     def _take_turns(self, worker: str, now: float, *, is_loaded: bool) -> float:
-        """Set `lent` for the current turn, and return the time at which the turn ends.
-
-        Args:
-            is_loaded: whether the worker serves the weights of the turn, so that the turn has begun.
-        """
+        """Return the time at which the turn ends. It begins when the worker has loaded its weights."""
         if now >= self._ends:
             self._number, self._ends = self._number + 1, math.inf
         elif is_loaded:

@@ -149,6 +149,6 @@ def _sum(counts: dict[FaultKind, int], more: dict[FaultKind, int]) -> dict[Fault
 
 
 def _add_reason(reasons: Counter[str], account: str, reason: str) -> None:
-    """Count a reason. Each answer may have its own, so the number of different ones is limited."""
+    """Each answer may have its own reason, so the number of different ones is limited."""
     text = f"{account}: {reason}"
     reasons[text if text in reasons or len(reasons) < _MOST_REASONS else f"{account}: other reasons"] += 1

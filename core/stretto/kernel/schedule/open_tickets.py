@@ -21,8 +21,8 @@ _SPARE = 64
 class DeadlineQueue:
     """Tickets in the order of training: earliest deadline first, then by ticket number.
 
-    A ticket whose deadline changes, or that leaves, stays behind in the heap as an invalid entry. Such
-    entries go when they reach the top, or when they are more than half of the heap.
+    A ticket whose deadline changes, or that leaves, stays in the heap as an invalid entry, which goes when it
+    reaches the top, or when such entries are more than half of the heap.
     """
 
     def __init__(self) -> None:
@@ -187,8 +187,8 @@ class OpenTickets:
                 self._holders.put(ticket.id, ticket.worker)
 
     def take_over(self, held: Iterable[TicketStarted]) -> None:
-        """Keep the attempts of a former kernel on which its workers go on. Nobody works on the other
-        unfinished tickets, which the caller issues again."""
+        """Keep the attempts of a former kernel on which its workers go on. The caller issues the other
+        unfinished tickets again."""
         for ticket in self.open.values():
             if ticket.done is None:
                 ticket.worker, ticket.tries = "", 0
@@ -229,14 +229,12 @@ class OpenTickets:
         }
 
     def issue(self, ticket: OpenTicket, version: int, reason: str, variant: str = "") -> str:
-        """Issue the next attempt of a ticket, unless `max_attempts` attempts have been begun.
+        """Issue the next attempt of a ticket, unless `max_attempts` have been begun. Return why there is
+        none; empty if there is one.
 
         Args:
             version: lower bound on the version of the attempt's oldest token.
             reason: why the previous attempt ended.
-
-        Returns:
-            Why there is no further attempt; empty if there is one.
         """
         if ticket.tries == self._max_attempts:
             return reason if ticket.tries == 1 else f"begun {ticket.tries} times; at last {reason}"
@@ -272,13 +270,12 @@ class TrainingTickets(OpenTickets):
 
     @property
     def resting(self) -> bool:
-        """Return whether training neither computes nor waits for a group, so that it needs no engine."""
+        """Whether training neither computes nor waits for a group, so that it needs no engine."""
         return not self.batch and not self.unfinished
 
     @property
     def done_groups(self) -> list[GroupDone]:
-        """Finished groups that wait for training, in the order in which batches take them. With n groups this
-        takes O(n log n): call it once per step at most."""
+        """Finished groups that wait for training, in the order in which batches take them, in O(n log n)."""
         ordered = (self.open[id].done for id in self.finished.in_order())
         return [group for group in ordered if group is not None]
 
@@ -287,11 +284,7 @@ class TrainingTickets(OpenTickets):
         return group.ticket in self.finished and self.open[group.ticket].done is group
 
     def restore(self, tickets: Iterable[OpenTicket], attempts_from: int, batch: Iterable[int] = ()) -> None:
-        """Take over open tickets, and no others.
-
-        Args:
-            batch: those of the batch that is being trained.
-        """
+        """Take over open tickets, those of the `batch` that is being trained among them, and no others."""
         super().restore(tickets, attempts_from)
         self.unfinished, self.finished = DeadlineQueue(), DeadlineQueue()
         for ticket in self.open.values():
@@ -342,8 +335,7 @@ class TrainingTickets(OpenTickets):
         return [self.open[id] for id in sorted(self.batch)]
 
     def blocking(self, version: int) -> OpenTicket | None:
-        """Return the unfinished ticket that the next batch has to wait for, or None if the batch is
-        admissible.
+        """Return the unfinished ticket that the next batch has to wait for, or None if it is admissible.
 
         The batch takes the first B finished groups. It is admissible at version v if, after it, for every j
         in -1..η at most (j + 1)·B of the remaining tickets have a deadline of v + 1 + j or earlier. Then

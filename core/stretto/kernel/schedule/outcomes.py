@@ -40,11 +40,7 @@ def without_details(reason: str) -> str:
 async def follow_outcomes(
     bus: Bus, names: Subjects, *, start: int, samples: bool
 ) -> AsyncIterator[tuple[int, Outcome]]:
-    """Yield (sequence number, outcome) of every outcome in the log from `start` on, in order. It never ends.
-
-    Args:
-        samples: see `admit`.
-    """
+    """Yield (sequence number, outcome) of every outcome in the log from `start` on. It never ends."""
     async for sequence, outcome in bus.store.follow(names.log_stream, names.groups, Outcome, start=start):
         yield sequence, admit(outcome, sequence, samples=samples)
 
@@ -80,11 +76,7 @@ def refs_of(groups: Iterable[GroupDone]) -> tuple[RowRef, ...]:
 
 
 def _faults(group: GroupDone, sequence: int, *, stored: bool) -> Iterator[str]:
-    """Yield why a group cannot be trained or counted as an evaluation's result.
-
-    Args:
-        stored: whether a rollout worker wrote the group's data to the log.
-    """
+    """Yield why a group, whose data a rollout worker wrote to the log if it is `stored`, cannot be used."""
     if not group.members:
         yield "it has no member"
     for name in ("seconds", "generate_s", "score_s", "tool_s", "environment_s", "own_s"):
@@ -105,7 +97,6 @@ def _faults(group: GroupDone, sequence: int, *, stored: bool) -> Iterator[str]:
 
 
 def _failure_faults(group: GroupDone) -> Iterator[str]:
-    """Yield what is wrong with the account of samples that failed."""
     for failed in (*group.missing, *group.penalized):
         is_odd = len(failed.reason) > _LONGEST_REASON or printable(failed.reason) != failed.reason
         if is_odd or failed.kind not in get_args(FaultKind) or failed.tries < 1:
@@ -121,7 +112,6 @@ def _failure_faults(group: GroupDone) -> Iterator[str]:
 
 
 def _sample_faults(group: GroupDone, member: Member, sequence: int) -> Iterator[str]:
-    """Yield what is wrong with a member whose tokens the policy sampled."""
     # The data comes before the outcome. Those of an evaluation have the number 0.
     if not (0 if group.purpose == "eval" else 1) <= member.sequence < sequence:
         yield f"{member.id} lies at {member.sequence} of the log; its outcome lies at {sequence}"

@@ -150,14 +150,8 @@ def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
 
 
 class Scheduler:
-    """The scheduler of one kernel, with the same lifetime. Its parts are `tickets`, the open
-    training tickets, and `evaluation`, the rounds of evaluation.
-
-    Args:
-        keep: the algorithm's filter on finished groups.
-        curriculum: what chooses the rows of training tickets; None for epochs of all rows.
-        evaluation_source: from a row of the evaluation's dataset to the name of its source.
-    """
+    """The scheduler of one kernel, with the same lifetime. `keep` is the algorithm's filter on finished
+    groups. The `curriculum` chooses the rows of training tickets; without one they come in epochs."""
 
     def __init__(
         self,
@@ -210,19 +204,18 @@ class Scheduler:
 
     @property
     def training(self) -> bool:
-        """Return whether a batch is being trained."""
+        """Whether a batch is being trained."""
         return bool(self.tickets.batch)
 
     @property
     def staleness_limit(self) -> int:
-        """η_eff: number of train steps that generation may run ahead now. It is η without a bound on
-        divergence."""
+        """η_eff: number of train steps that generation may run ahead now. η without a bound on divergence."""
         return self._gate.limit
 
     @property
     def room(self) -> int:
-        """Number of training tickets that may be in flight now: (η_eff + 1)·B, but no more than the remaining
-        steps use."""
+        """Training tickets that may be in flight now: (η_eff + 1)·B, but no more than the remaining steps
+        use."""
         wanted = (self.settings.steps - self.version) * self.settings.batch_size
         return min((self.staleness_limit + 1) * self.settings.batch_size, wanted)
 
@@ -266,11 +259,8 @@ class Scheduler:
 
     def owned(self, attempts_from: int) -> None:
         """Another kernel owns the run from here on. Until `start` it takes in what the workers of the former
-        one finished, and nothing begins. After `start`, groups of the former attempts are ignored.
-
-        Args:
-            attempts_from: `start` numbers the attempts of unfinished tickets from here + 1.
-        """
+        one finished, and nothing begins. `start` numbers the attempts of unfinished tickets from
+        `attempts_from` + 1, and groups of former attempts are ignored afterwards."""
         self._phase = "waiting"
         self.tickets.attempts_from = self.evaluation.tickets.attempts_from = attempts_from
 
@@ -294,11 +284,8 @@ class Scheduler:
         self._proceed()
 
     def restore(self, snapshot: Snapshot, recorded: Mapping[int, RecordedDraw] | None = None) -> None:
-        """Take over the state of a snapshot, and no other state.
-
-        Args:
-            recorded: draws in the journal of tickets that are not in the snapshot yet, by ticket.
-        """
+        """Take over the state of a snapshot, and no other. `recorded` has the draws in the journal of tickets
+        that are not in the snapshot yet."""
         self.version = snapshot.version
         self._phase = snapshot.phase
         self._held, self._closing = snapshot.held, snapshot.closing
@@ -333,11 +320,8 @@ class Scheduler:
 
     def fit(self, expire: str = "") -> None:
         """Continue with other values than before, or without what is lost. An evaluation under way begins
-        again. As after `owned`, nothing begins before `start`.
-
-        Args:
-            expire: expire all finished groups, for this reason; none if it is empty.
-        """
+        again. As after `owned`, nothing begins before `start`. With a reason to `expire`, all finished groups
+        do."""
         assert not self.training
         self._phase = "waiting"
         finished = [ticket for ticket in self.tickets.open.values() if ticket.done is not None]
@@ -351,8 +335,8 @@ class Scheduler:
 
     def ticket_started(self, purpose: Purpose, ticket: int, attempt: int, worker: str) -> None:
         """A rollout worker has taken an attempt. If nobody waits for it, the worker has to stop: the server
-        delivers a ticket that has ended again if the acknowledgement was late or lost, a former kernel may
-        issue one more, and the engines of an evaluation that is over do not return."""
+        delivers a ticket that has ended again if the acknowledgement was lost, a former kernel may issue one
+        more, and the engines of an evaluation that is over do not return."""
         tickets = self._tickets_of[purpose]
         found = tickets.find(ticket)
         is_current = found is not None and found.attempt == attempt and found.done is None
@@ -435,9 +419,9 @@ class Scheduler:
     def worker_gone(self, worker: str, *, drained: bool) -> None:
         """A rollout worker is lost, or has left after a drain. Its tickets are issued again.
 
-        If it is lost, the tickets that no worker has begun are issued again too, because they may have been
-        on their way to it. If it has left, such an attempt does not count as one of `max_attempts`: nothing
-        went wrong in it.
+        If it is lost, the tickets that no worker has begun are issued again too: they may have been on their
+        way to it. If it has left, such an attempt does not count as one of `max_attempts`: nothing went wrong
+        in it.
         """
         if self._phase == "waiting":
             return  # `start` issues all of them
@@ -457,9 +441,8 @@ class Scheduler:
         """The batch that was started is trained and its weights are published.
 
         Args:
-            hold: start no further batch before `release`, so that the kernel can write a checkpoint between
-                two steps.
-            divergence: divergence of the batch, in nats per token; None if it is unknown or was not measured.
+            hold: start no further batch before `release`, so that the kernel can write a checkpoint.
+            divergence: that of the batch, in nats per token; None if it was not measured.
             skipped: whether the step did not change some model, because its gradient was not finite.
         """
         self._held = hold
@@ -504,12 +487,7 @@ class Scheduler:
 
     def replay(self, tickets: Iterable[int], groups: Iterable[GroupDone]) -> StartBatch:
         """Start the batch that a record names, instead of composing one, in a run that only trains recorded
-        batches again.
-
-        Args:
-            tickets: numbers of the batch's tickets.
-            groups: the groups of these tickets in the log, from the attempts that were trained.
-        """
+        batches again. The groups of its tickets are those of the attempts that were trained."""
         assert not self.training
         ids, finished = sorted(tickets), {group.ticket: group for group in groups}
         for id in ids:
@@ -522,7 +500,6 @@ class Scheduler:
     # ----------------------------------------------------------------------------------- private
 
     def _proceed(self) -> None:
-        """Do what the state allows: start a batch, issue tickets, begin an evaluation, end the run."""
         evaluation = self.evaluation
         if self._phase == "training":
             self._start_batch()
@@ -544,14 +521,13 @@ class Scheduler:
     # ------------------------------------------------------------------------- tickets and ledger
 
     def _admit(self) -> None:
-        """Issue tickets while there is room."""
         room, admitted = self.room, list[OpenTicket]()
         while len(self.tickets.open) < room and not self._closing:
             admitted.append(self._open_next())
         self._issue(admitted)
 
     def _issue(self, tickets: Iterable[OpenTicket]) -> None:
-        """Issue tickets. Record their draws before, also those whose records a damaged store has lost."""
+        """Record the draws before, also those whose records a damaged store has lost."""
         if draws := self.draws.take_unrecorded():
             self._commands.append(RecordDraws(self.version, draws))
         for ticket in tickets:
@@ -568,7 +544,7 @@ class Scheduler:
         return ticket
 
     def _expire_unfit(self) -> None:
-        """Expire the tickets that cannot be trained in time with the settings. See `start`."""
+        """See `start`."""
         settings, kept = self.settings, 0
         for ticket in self.tickets.open.values():
             if ticket.done is not None or ticket.worker:
@@ -589,8 +565,7 @@ class Scheduler:
                 self.draws.again.append((ticket.row, ticket.drops))
 
     def _reissue(self, ticket: OpenTicket, reason: str) -> bool:
-        """Issue the next attempt of a ticket, or give the ticket up after `max_attempts` begun attempts.
-        Return whether it was issued."""
+        """Issue the next attempt of a ticket, or give the ticket up. Return whether it was issued."""
         if refusal := self.tickets.issue(ticket, self.version, reason, self.variants.of(ticket.id)):
             self._retire(ticket, "failed", refusal)
             self.given_up[ticket.row] += 1
@@ -607,7 +582,7 @@ class Scheduler:
             self.members.count(account, ticket.done)
 
     def _count(self, setback: Setback, row: int, reason: str) -> None:
-        """Count a setback. End the run if there were too many of them."""
+        """End the run if there were too many setbacks."""
         if self._phase != "waiting":  # with `start` the count begins
             too_many = self._setbacks.add(setback, row, reason, self.settings)
             if too_many and not (self._closing and setback == "left out"):

@@ -20,9 +20,8 @@ log = structlog.get_logger()
 class TicketQueue:
     """Puts the scheduler's tickets on the bus and follows their outcomes.
 
-    Args:
-        samples: whether the policy samples the sequences of the run. Otherwise the trainers read them from
-            the dataset, and a training ticket is finished as soon as it is issued.
+    Unless the policy `samples` the sequences, the trainers read them from the dataset, and a training ticket
+    is finished as soon as it is issued.
     """
 
     def __init__(self, bus: Bus, names: Subjects, lease_epoch: int, *, samples: bool) -> None:
@@ -33,27 +32,19 @@ class TicketQueue:
         self._queued: dict[tuple[Purpose, int, int], int] = {}
         """(purpose, ticket, attempt) -> sequence number in the work queue."""
         self._log_at_issue: dict[int, int] = {}
-        """Training ticket -> `log_sequence` when the ticket was first issued. The ticket's data comes later
-        in the log."""
+        """Training ticket -> `log_sequence` at its first issue. The ticket's data comes later in the log."""
         self._log_at_evaluation: int | None = None
-        """`log_sequence` when the first ticket of the evaluation under way was issued; None if none is under
-        way."""
+        """`log_sequence` at the first ticket of the evaluation under way; None if none is under way."""
         self._left_out = Counter[str]()
-        """Reason -> number of rows that were left out for it."""
         self.log_sequence = 0
         """Sequence number of the last log message that the scheduler has taken in."""
 
     def continue_from(
         self, log_sequence: int, lowest_sequence: int, *, tickets: Iterable[int], evaluating: bool
     ) -> None:
-        """Continue the queue of a former kernel. Workers may go on with its tickets, and may have stored some
-        of their data.
-
-        Args:
-            lowest_sequence: sequence number of the first log message that the run's newest checkpoint needs.
-            tickets: training tickets of the kernel before that have no outcome yet.
-            evaluating: whether an evaluation is under way.
-        """
+        """Continue the queue of a former kernel, whose workers may go on with the training `tickets` that
+        have no outcome yet, and may have stored some of their data. The newest checkpoint needs the log from
+        `lowest_sequence` on."""
         self.log_sequence = log_sequence
         self._log_at_issue = dict.fromkeys(tickets, lowest_sequence - 1)
         self._log_at_evaluation = lowest_sequence - 1 if evaluating else None
@@ -80,14 +71,14 @@ class TicketQueue:
         await self._bus.publish(self._names.abort_ticket, abort)
 
     async def clear(self, last: int) -> None:
-        """Remove the tickets that a previous kernel left in the queue, up to this sequence number. No worker
-        of this kernel may take them: no engine is ever lent to an evaluation of the previous kernel, so its
-        tickets would never end. Those of a kernel that has replaced this one meanwhile stay."""
+        """Remove the tickets that a previous kernel left in the queue, up to this sequence number: no engine
+        is ever lent to an evaluation of the previous kernel, so its tickets would never end. Those of a
+        kernel that has replaced this one meanwhile stay."""
         await self._bus.store.purge(self._names.tickets_stream, below=last + 1)
 
     async def follow(self, accept: Callable[[int, Outcome], None]) -> None:
-        """Call `accept` with (sequence number, outcome) of every later outcome of a ticket, in the order of
-        the log. It never ends."""
+        """Call `accept` with (sequence number, outcome) of every later outcome, in the log's order. It never
+        ends."""
         start = self.log_sequence + 1
         outcomes = follow_outcomes(self._bus, self._names, start=start, samples=self._samples)
         async for sequence, outcome in outcomes:
@@ -97,7 +88,7 @@ class TicketQueue:
             self.take_in(sequence, outcome, accept)
 
     def _log(self, outcome: GroupFailed) -> None:
-        """Log a failure; of the rows that are left out for one reason, which may be all, only some."""
+        """Of the rows that are left out for one reason, which may be all, log only some."""
         fields = {"ticket": outcome.ticket, "worker": outcome.worker, "reason": outcome.reason}
         if not outcome.filtered:
             log.warning("ticket failed", **fields)
@@ -134,8 +125,7 @@ class TicketQueue:
 
 
 def _dataset_group(ticket: Ticket) -> GroupDone:
-    """Return the outcome of a ticket whose sequences come from the dataset. Its members name the row from
-    which the trainers make the sequences."""
+    """The members name the row from which the trainers make the sequences."""
     members = tuple(
         messages.Member(
             id=f"{ticket.name}/{index}",

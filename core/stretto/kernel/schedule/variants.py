@@ -114,9 +114,8 @@ def figures_of(members: tuple[Member, ...]) -> dict[str, float]:
 
 
 def metric_figures(samples: Sequence[Member], beginning: str, names: Iterable[str]) -> dict[str, float]:
-    """Return the mean of each of these metrics over the samples that have it, such as `reward/accuracy`. If
-    others have not, `reward/accuracy/answers` is the number of those that have: a mean over some answers says
-    nothing of all."""
+    """Return the mean of each metric over the samples that have it, such as `reward/accuracy`. If others have
+    not, `reward/accuracy/answers` is the number of those that have."""
     figures: dict[str, float] = {}
     for name in names:
         values = [each.metrics[name] for each in samples if name in each.metrics]
