@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,8 +20,10 @@ from stretto.bus.messages.events import (
     TicketsRetired,
     WeightsServed,
 )
-from stretto.bus.messages.tickets import Purpose
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Purpose, Ticket
 from stretto.bus.payloads import encode
+from stretto.kernel.schedule.commands import Command, Issue
+from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.records.event_files import FOLDER, file_name, record_of
 from stretto.records.event_reader import TimedEvent
 
@@ -71,6 +73,34 @@ def done(
         oldest=0,
     )
     return OutcomeRead(sequence=1, group=group)
+
+
+def finished(
+    ticket: Ticket, rewards: Sequence[float] = (1.0,), *, oldest: int = 0, newest: int | None = None
+) -> GroupDone:
+    """The group of a ticket, with a sample for each reward."""
+    newest = oldest if newest is None else newest
+    members = tuple(
+        Member(f"{ticket.name}/{index}", 1, index, 9, 5, oldest, newest, reward, {}, "stop")
+        for index, reward in enumerate(rewards)
+    )
+    return GroupDone(ticket.purpose, ticket.id, ticket.attempt, "w", members, 0.1)
+
+
+def report(scheduler: Scheduler, outcome: GroupDone | GroupFailed) -> None:
+    if isinstance(outcome, GroupDone):
+        scheduler.group_done(outcome)
+    else:
+        scheduler.group_failed(outcome)
+
+
+def issued_by(commands: Iterable[Command]) -> list[Ticket]:
+    return [command.ticket for command in commands if isinstance(command, Issue)]
+
+
+def stored(scheduler: Scheduler) -> Snapshot:
+    """A scheduler's state, as the next kernel reads it in a checkpoint."""
+    return msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()), type=Snapshot)
 
 
 def issued(ticket: int, attempt: int = 1, purpose: Purpose = "train", version: int = 0) -> TicketsIssued:

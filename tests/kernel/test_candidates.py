@@ -49,17 +49,13 @@ def test_everyone_is_known_and_the_same_events_give_the_same_candidates(
         apply(candidates, event, number)
         gone = ""
         match event:
-            case "add":
-                rollouts.add(f"rollout-{number}")
-            case "drop":
-                rollouts.discard(f"rollout-{number}")
-            case "engine" | "lent":
-                groups[f"inference-{number}"] = ("inference", 3 if event == "lent" else None)
-            case "verifier":
-                groups[f"verifier-{number}"] = "verifier"
-            case _:
+            case "add" | "drop":
+                (rollouts.add if event == "add" else rollouts.discard)(f"rollout-{number}")
+            case "gone":
                 gone = f"{'inference' if number % 2 else 'verifier'}-{number}"
                 groups.pop(gone, None)
+            case _:
+                groups[f"{'verifier' if event == 'verifier' else 'inference'}-{number}"] = event
         changed = set(candidates.take_changed())
         assert changed <= rollouts
         for rollout in rollouts - changed:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernel_events import finished, issued_by, report, stored
 from stretto.algorithm import Group
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.dataset import Curriculum, TicketEnd
@@ -22,7 +22,7 @@ from stretto.kernel.schedule.commands import Fail, Finish, Issue, RecordDraws, S
 from stretto.kernel.schedule.draws import Draws, RecordedDraw
 from stretto.kernel.schedule.evaluation import Round
 from stretto.kernel.schedule.health import held_out
-from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
+from stretto.kernel.schedule.scheduler import Scheduler
 from stretto_mix.curriculum import MixCurriculum, Pool
 
 ROWS = 12
@@ -92,7 +92,6 @@ class World:
         self.lives = 0
         self.over = False
         self.scheduler = self.new_scheduler()
-        self.checkpoint = b""
         self.queue: list[Ticket] = []
         self.training: StartBatch | None = None
 
@@ -101,7 +100,7 @@ class World:
 
     def run(self) -> Mapping[int, int]:
         self.scheduler.start()
-        self.checkpoint = msgspec.json.encode(self.scheduler.snapshot())
+        self.checkpoint = stored(self.scheduler)
         self.obey()
         for event in range(10_000):
             if self.over:
@@ -149,16 +148,14 @@ class World:
             self.scheduler.step_finished(hold=True)
         elif event == "release":
             self.scheduler.release()
-        elif isinstance(event, GroupDone):
-            self.scheduler.group_done(event)
         else:
-            self.scheduler.group_failed(event)
+            report(self.scheduler, event)
 
     def step(self) -> None:
         self.training = None
         self.hear("step")
         if self.scheduler.version % 2 == 0:
-            self.checkpoint = msgspec.json.encode(self.scheduler.snapshot())
+            self.checkpoint = stored(self.scheduler)
             self.events.clear()
         self.hear("release")
 
@@ -171,9 +168,9 @@ class World:
             self.events.append("step")
         self.queue, self.training = [], None
         self.scheduler = self.new_scheduler()
-        snapshot = msgspec.json.decode(self.checkpoint, type=Snapshot)
-        recorded = {ticket: each for ticket, each in self.draws.items() if ticket >= snapshot.ledger.issued}
-        self.scheduler.restore(snapshot, recorded)
+        first = self.checkpoint.ledger.issued
+        recorded = {ticket: each for ticket, each in self.draws.items() if ticket >= first}
+        self.scheduler.restore(self.checkpoint, recorded)
         for event in self.events:
             self.apply(event)
             for command in self.scheduler.commands():
@@ -186,12 +183,8 @@ class World:
         assert stored(self.scheduler) == stored(former)
         self.scheduler.owned(1000 * self.lives)
         self.scheduler.start()
-        self.checkpoint = msgspec.json.encode(self.scheduler.snapshot())
+        self.checkpoint = stored(self.scheduler)
         self.events.clear()
-
-
-def stored(scheduler: Scheduler) -> Snapshot:
-    return msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()), type=Snapshot)
 
 
 def keep(group: Group) -> bool:
@@ -200,31 +193,30 @@ def keep(group: Group) -> bool:
 
 def done(ticket: Ticket, version: int) -> GroupDone:
     rewards = (0.0, 0.0) if ticket.row % 4 == 2 else (ticket.row / ROWS, 1.0)
-    members = tuple(
-        Member(f"{ticket.name}/{i}", 1, i, 9, 5, version, version, reward, {}, "stop")
-        for i, reward in enumerate(rewards)
-    )
-    return GroupDone("train", ticket.id, ticket.attempt, "w", members, 0.1)
+    return finished(ticket, rewards, oldest=version)
 
 
 def run_of(max_staleness: int, batch_size: int) -> SchedulerSettings:
-    return SchedulerSettings(
-        steps=9, batch_size=batch_size, max_staleness=max_staleness, rows=ROWS, max_failures=10_000,
-        max_filtered=10_000, max_attempts=1,
-    )  # fmt: skip
+    never: Any = {"max_failures": 10_000, "max_filtered": 10_000}
+    return SchedulerSettings(9, batch_size, max_staleness, ROWS, max_attempts=1, **never)
+
+
+def started(**options: Any) -> Scheduler:
+    scheduler = Scheduler(run_of(0, 1), **options)
+    scheduler.start()
+    return scheduler
 
 
 @settings(max_examples=60)
 @given(
     make=st.sampled_from([Chain, pools, documented]),
-    batch_size=st.integers(1, 4),
+    run=st.builds(run_of, st.just(0), st.integers(1, 4)),
     orders=st.tuples(st.integers(0, 99), st.integers(0, 99)),
     kill_every=st.integers(2, 30),
 )
 def test_synchronous_draws_depend_on_neither_kills_nor_the_order_of_groups(
-    make: Any, batch_size: int, orders: tuple[int, int], kill_every: int
+    make: Any, run: SchedulerSettings, orders: tuple[int, int], kill_every: int
 ) -> None:
-    run = run_of(0, batch_size)
     undisturbed = World(run, make, random.Random(orders[0]), 0).run()
     assert World(run, make, random.Random(orders[1]), kill_every).run() == undisturbed
 
@@ -232,15 +224,14 @@ def test_synchronous_draws_depend_on_neither_kills_nor_the_order_of_groups(
 @settings(max_examples=60)
 @given(
     make=st.sampled_from([Chain, pools, documented]),
-    max_staleness=st.integers(1, 3),
-    batch_size=st.integers(1, 4),
+    run=st.builds(run_of, st.integers(1, 3), st.integers(1, 4)),
     order=st.integers(0, 99),
     kill_every=st.integers(2, 30),
 )
 def test_a_ticket_keeps_its_row_through_kills(
-    make: Any, max_staleness: int, batch_size: int, order: int, kill_every: int
+    make: Any, run: SchedulerSettings, order: int, kill_every: int
 ) -> None:
-    rows = World(run_of(max_staleness, batch_size), make, random.Random(order), kill_every).run()
+    rows = World(run, make, random.Random(order), kill_every).run()
     assert list(rows) == list(range(len(rows)))  # `World` holds each row against its record
 
 
@@ -250,7 +241,7 @@ def test_all_tickets_of_an_admission_have_one_record_which_comes_first() -> None
     record, *issues = scheduler.commands()
     assert isinstance(record, RecordDraws)
     assert [ticket for ticket, _ in record.draws] == [0, 1, 2, 3]
-    assert [each.ticket.id for each in issues if isinstance(each, Issue)] == [0, 1, 2, 3]
+    assert [ticket.id for ticket in issued_by(issues)] == [0, 1, 2, 3]
 
 
 def test_without_a_curriculum_rows_come_in_epochs_and_nothing_is_recorded() -> None:
@@ -285,10 +276,8 @@ def test_an_evaluation_has_the_accuracy_of_each_source() -> None:
     run = SchedulerSettings(steps=0, batch_size=1, max_staleness=0, rows=1, evaluation_rows=3)
     scheduler = Scheduler(run, evaluation_source=["easy", "hard", "hard"].__getitem__)
     scheduler.start()
-    tickets = [each.ticket for each in scheduler.commands() if isinstance(each, Issue)]
-    for ticket, reward in zip(tickets, (1.0, 0.0, 0.5), strict=True):
-        member = Member(f"{ticket.name}/0", 1, 0, 9, 5, 0, 0, reward, {}, "stop")
-        scheduler.group_done(GroupDone("eval", ticket.id, ticket.attempt, "w", (member,), 0.1))
+    for ticket, reward in zip(issued_by(scheduler.commands()), (1.0, 0.0, 0.5), strict=True):
+        scheduler.group_done(finished(ticket, [reward]))
     [evaluation] = scheduler.evaluation.results
     assert (evaluation.reward, evaluation.sources) == (0.5, {"easy": 1.0, "hard": 0.25})
 
@@ -320,9 +309,8 @@ def test_rows_that_no_policy_sampled_have_no_reward() -> None:
             raise AssertionError("a group without rewards")
 
     chain = Strict()
-    scheduler = Scheduler(run_of(0, 1), curriculum=chain)
-    scheduler.start()
-    [ticket] = [each.ticket for each in scheduler.commands() if isinstance(each, Issue)]
+    scheduler = started(curriculum=chain)
+    [ticket] = issued_by(scheduler.commands())
     member = Member(f"{ticket.name}/0", 1, 0, 0, 0, 0, 0, 0.0, {}, "stop")
     scheduler.group_done(GroupDone("train", ticket.id, ticket.attempt, "dataset", (member,), 0.0))
     scheduler.step_finished()
@@ -334,10 +322,9 @@ def test_a_run_ends_when_its_curriculum_draws_nothing_but_rows_that_are_not_fit(
         def choose(self, ticket: int, version: int) -> int:
             return ticket % 2
 
-    scheduler = Scheduler(run_of(0, 1), curriculum=Stubborn())
-    scheduler.start()
+    scheduler = started(curriculum=Stubborn())
     for _ in range(2 * ROWS):
-        [ticket] = [each.ticket for each in scheduler.commands() if isinstance(each, Issue)]
+        [ticket] = issued_by(scheduler.commands())
         failure = GroupFailed("train", ticket.id, ticket.attempt, "w", "prompt too long", filtered=True)
         scheduler.group_failed(failure)
     [reason] = [each.reason for each in scheduler.commands() if isinstance(each, Fail)]

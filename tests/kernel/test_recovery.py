@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import anyio
 import msgspec
@@ -16,6 +15,7 @@ from fixture_types import OpenBus
 from kernel_setup import make_setup
 from patience import patience
 from stretto.bus.client import Bus
+from stretto.bus.messages.base import Message
 from stretto.bus.messages.events import (
     Evaluation,
     EvaluationEnded,
@@ -60,7 +60,6 @@ from stretto.records.metrics_file import MetricsFile
 from stretto.weights import WeightsNote
 
 T = TypeVar("T")
-Checkpoint = tuple[Path | None, KernelState]
 FOLDER = Path("checkpoint")
 """Of every checkpoint here; nothing is read from it."""
 
@@ -80,12 +79,15 @@ class History:
         self.log_sequence = 0
         self.events = 0
         self.head = JournalHead(0, "")
+        self.newest: tuple[Path | None, KernelState] = None, KernelState.initial()
+        """The newest checkpoint."""
+        self.values, self.reported = 1, 0
 
-    async def begin(self) -> None:
-        """Make the streams, and start the run."""
-        await self.make_streams()
-        await self.hear(RunOwned(0, 0, 1, "", 0))
-        await self.hear(ScheduleStarted())
+    async def tell(self, story: str) -> None:
+        """Do what a story says, such as `run_to 2; finish 4 5; checkpoint`: each word is a method."""
+        for sentence in filter(None, story.split("; ")):
+            name, *numbers = sentence.split()
+            await getattr(self, name)(*map(int, numbers))
 
     async def hear(self, event: Input, outcome: Outcome | None = None) -> None:
         """Append an event that the scheduler takes in, with what it decides."""
@@ -100,40 +102,105 @@ class History:
         self.head = JournalHead(sequence, batch.digest)
 
     async def make_streams(self) -> None:
-        names = self.names
-        await self.bus.store.make_log(names.log_stream, [names.trajectories, names.groups])
-        await self.bus.store.make_log(names.journal_stream, names.of_journal)
+        await self.bus.store.make_log(self.names.log_stream, self.names.of_log)
+        await self.bus.store.make_log(self.names.journal_stream, self.names.of_journal)
 
-    async def finish(self, ticket: int, images: tuple[int, ...] = ()) -> None:
-        oldest = max(0, ticket // 2 - 1)
-        bundle = TrajectoryBundle(ticket, 1, ticket, ())
-        sequence = await self.bus.store.append(self.names.trajectories, bundle, id=f"{ticket}/1/0")
-        self.bundles[ticket] = sequence
-        member = Member(f"{ticket}/1/0", sequence, 0, 9, 5, oldest, oldest, 1.0, {}, "stop")
-        group = GroupDone("train", ticket, 1, "rollout-0", (member,), 1.0, images=images)
-        self.log_sequence = await self.bus.store.append(self.names.groups, group, id=f"{ticket}/1/end")
-        await self.hear(OutcomeRead(self.log_sequence), group)
+    async def log(self, message: Message, subject: str, id: str) -> int:
+        return await self.bus.store.append(subject, message, id=id)
 
-    async def train(self) -> None:
-        """Complete the step of the batch that has been started."""
-        version = self.scheduler.version + 1
-        await self.store(VersionPublished(0, version, f"digest {version}"))
-        await self.hear(StepTrained(version, hold=False))
+    async def finish(self, *tickets: int, data: int | None = None, images: tuple[int, ...] = ()) -> None:
+        for ticket in tickets:
+            bundle = TrajectoryBundle(ticket, 1, ticket, ())
+            sequence = data or await self.log(bundle, self.names.trajectories, f"{ticket}/1/0")
+            self.bundles[ticket] = sequence
+            oldest = max(0, ticket // 2 - 1)
+            member = Member(f"{ticket}/1/0", sequence, 0, 9, 5, oldest, oldest, 1.0, {}, "stop")
+            group = GroupDone("train", ticket, 1, "rollout-0", (member,), 1.0, images=images)
+            self.log_sequence = await self.log(group, self.names.groups, f"{ticket}/1/end")
+            await self.hear(OutcomeRead(self.log_sequence), group)
 
     async def run_to(self, version: int) -> None:
         for step in range(self.scheduler.version, version):
-            for ticket in (2 * step, 2 * step + 1):
-                if ticket not in self.bundles:
-                    await self.finish(ticket)
-            await self.train()
+            await self.finish(*(each for each in (2 * step, 2 * step + 1) if each not in self.bundles))
+            await self.store(VersionPublished(0, step + 1, f"digest {step + 1}"))
+            await self.hear(StepTrained(step + 1, hold=False))
 
-    async def checkpoint(self) -> Checkpoint:
+    async def checkpoint(self) -> None:
         end = (await self.bus.store.end(self.names.journal_stream)).sequence
         data = msgspec.json.encode(self.scheduler.snapshot())
         snapshot = msgspec.json.decode(data, type=Snapshot)
         version = snapshot.version
         state = KernelState(version, 0, f"digest {version}", snapshot, self.log_sequence, 1, "", 1, 0, 0, 0.0)
-        return FOLDER, msgspec.structs.replace(state, events_after=end, journal=self.head)
+        self.newest = FOLDER, msgspec.structs.replace(state, events_after=end, journal=self.head)
+
+    def change(self, **changes: Any) -> None:
+        """Change the checkpoint's state."""
+        self.newest = self.newest[0], msgspec.structs.replace(self.newest[1], **changes)
+
+    # ---- what may happen to the run
+
+    async def change_values(self) -> None:
+        self.values = 2
+
+    async def report(self, version: int) -> None:
+        self.reported = version
+
+    async def delete(self, sequence: int) -> None:
+        await self.bus.store.delete(self.names.log_stream, sequence)
+
+    async def lose(self, ticket: int) -> None:
+        await self.delete(self.bundles[ticket])
+
+    async def lose_outcome(self) -> None:
+        await self.delete(self.log_sequence)
+
+    async def lose_part(self, ticket: int) -> None:
+        """A bundle of several messages lacks one."""
+        whole = await self.log(StoredImage(b"x" * 3_000_000), self.names.trajectories, "parts")
+        await self.finish(ticket, data=whole)
+        await self.delete(whole - 1)
+
+    async def finish_with_image(self, ticket: int) -> int:
+        subject = self.names.image(f"{ticket:064}")
+        whole = await self.log(StoredImage(b"x" * 3_000_000), subject, f"image {ticket}")
+        newest = await self.bus.store.read_newest(self.names.log_stream, subject, StoredImage)
+        assert len(newest.file) == 3_000_000
+        await self.finish(ticket, images=(whole,))
+        return whole
+
+    async def lose_image(self, ticket: int) -> None:
+        await self.delete(await self.finish_with_image(ticket) - 1)  # a part of it
+
+    async def purge_log(self, below: int | None = None) -> None:
+        await self.bus.store.purge(self.names.log_stream, below=below)
+
+    async def purge_journal(self, below: int | None = None) -> None:
+        await self.bus.store.purge(self.names.journal_stream, below=below)
+
+    async def cut_journal(self, version: int, left: int) -> None:
+        """Lose the events after a version, but the last `left` messages."""
+        stream = self.names.journal_stream
+        await self.run_to(version)
+        first = (await self.bus.store.end(stream)).sequence + 1
+        await self.tell("run_to 5; finish 10")  # 10 has tokens of version 4, which is lost
+        end = (await self.bus.store.end(stream)).sequence
+        for sequence in range(first, end + 1 - left):
+            await self.bus.store.delete(stream, sequence)
+
+    async def begin_incarnation(self, number: int) -> None:
+        await self.hear(RunOwned(number, 2, 1, "", 1000))
+
+    async def fail_unheard(self, ticket: int, attempt: int) -> None:
+        """A failure is in the log, and in no event."""
+        await self.log(GroupFailed("train", ticket, attempt, "rollout-0", "why"), self.names.groups, "failed")
+
+    async def fail_unlogged(self, ticket: int) -> None:
+        """The scheduler takes in a failure that is in no event."""
+        apply(self.scheduler, OutcomeRead(0), GroupFailed("train", ticket, 1, "rollout-0", "is in no event"))
+
+    async def train_unstarted(self, version: int) -> None:
+        """A step follows that no event starts, as with a filter that is not deterministic."""
+        await self.store(StepTrained(version, hold=False))
 
 
 class Trainers:
@@ -157,33 +224,19 @@ class Trainers:
         return WeightsNote(version, "", f"digest {version}")
 
 
-@pytest.fixture
-def beginning() -> Checkpoint:
-    return None, KernelState.initial()
-
-
-async def recovered(
-    history: History, checkpoint: Checkpoint, *, reached: int = 0, values: int = 1
-) -> tuple[Stored, Recovered, Scheduler]:
+async def recovered(history: History) -> tuple[Stored, Recovered, Scheduler]:
     """Recover like a kernel, and start the scheduler."""
-    scheduler = Scheduler(SETTINGS)
-    writer = await own_journal(history.bus, history.names, "here")
-    stored = await read_store(
-        history.bus,
-        history.names,
-        checkpoint,
-        scheduler,
-        values=values,
-        samples=True,
-        reached=reached,
-        epoch=writer.epoch,
-    )
+    scheduler, bus, names = Scheduler(SETTINGS), history.bus, history.names
+    writer = await own_journal(bus, names, "here")
+    reached = max(history.scheduler.version, history.reported)
+    options: Any = {"values": history.values, "samples": True, "reached": reached, "epoch": writer.epoch}
+    stored = await read_store(bus, names, history.newest, scheduler, **options)
     digests: dict[int, str] = {}
 
     def report(start: StartBatch, result: Any, divergence: float | None, digest: str) -> None:
         digests[start.version + 1] = digest
 
-    repetition = Repetition(*(writer, scheduler, Trainers(), checkpoint, stored), on_repeated=report)
+    repetition = Repetition(writer, scheduler, cast(Any, Trainers()), *history.newest, stored, report)
     await repetition.load()
     result = await repetition.fold()
     # Trainers that take the place of lost ones have to reach them.
@@ -209,40 +262,22 @@ def assert_fits(scheduler: Scheduler) -> None:
         assert count <= (deadline + 1 - scheduler.version) * SETTINGS.batch_size
 
 
-async def delete(history: History, *sequences: int) -> None:
-    for sequence in sequences:
-        await history.bus.store.delete(history.names.log_stream, sequence)
-
-
-@asynccontextmanager
-async def open_history(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[History]:
+@pytest.fixture
+async def history(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[History]:
+    """A run that has started."""
     async with open_bus("kernel") as bus:
         history = History(bus, names)
-        await history.begin()
+        await history.make_streams()
+        await history.hear(RunOwned(0, 0, 1, "", 0))
+        await history.hear(ScheduleStarted())
         yield history
-
-
-@asynccontextmanager
-async def history_at(
-    open_bus: OpenBus, names: Subjects, version: int
-) -> AsyncGenerator[tuple[History, Checkpoint]]:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(version)
-        yield history, await history.checkpoint()
-
-
-def issued(scheduler: Scheduler) -> set[int]:
-    return {command.ticket.id for command in scheduler.commands() if isinstance(command, Issue)}
 
 
 async def test_tickets_of_a_former_kernel_are_gone_before_a_worker_can_take_them(
     open_bus: OpenBus, names: Subjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup, ending, newest = (
-        make_setup(tmp_path, "test-run", steps=1, samples={"keep": "none"}),
-        Ending(),
-        list[int](),
-    )
+    setup = make_setup(tmp_path, "test-run", steps=1, samples={"keep": "none"})
+    ending, newest = Ending(), list[int]()
     setup.resumed = None, KernelState.initial()
     async with open_bus("kernel") as bus:
         subject = names.ticket("eval")
@@ -272,294 +307,133 @@ async def test_tickets_of_a_kernel_that_has_replaced_this_one_stay(
         assert (former in extent, later in extent) == (False, True)
 
 
-async def test_a_lost_log_costs_the_steps_since_the_checkpoint(open_bus: OpenBus, names: Subjects) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        await history.finish(4)  # finished before the checkpoint, trained after it
-        checkpoint = await history.checkpoint()
-        await history.run_to(4)
-        await history.bus.store.purge(history.names.log_stream)
-        stored, result, scheduler = await recovered(history, checkpoint, reached=4)
-        assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 2)
-        assert (result.repeated, result.incarnation > 0) == (0, True)
-        assert scheduler.version == 2
-        assert 4 in issued(scheduler)
+class Found(NamedTuple):
+    """What a run continues from, at the checkpoint of version 2 if nothing else is said."""
+
+    lost: LostData = LostData()
+    lost_from: int | None = None
+    begins_incarnation: bool = False
+    is_exact: bool = False
+    """If not, a checkpoint comes first."""
+    repeated: int = 0
+    version: int = 2
+    done: tuple[int, ...] = ()
+    """Finished groups that wait for training."""
 
 
-async def test_a_new_log_in_the_place_of_a_lost_one_is_not_taken_for_it(
-    open_bus: OpenBus, names: Subjects
-) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        await history.finish(4)
-        checkpoint = await history.checkpoint()
-        await history.bus.store._jetstream.delete_stream(names.log_stream)  # pyright: ignore[reportPrivateUsage]
-        await history.make_streams()
-        lost = (await recovered(history, checkpoint, reached=2))[0]
-        assert (lost.log_is_short, lost.lost) == (True, LostData(groups=1))
-        await history.bus.store.purge(
-            names.log_stream, below=checkpoint[1].log_sequence + 1
-        )  # as the kernel does
-        extent = await history.bus.store.extent(names.log_stream)
-        assert extent.last == checkpoint[1].log_sequence
-        sequence = await history.bus.store.append(
-            names.trajectories, TrajectoryBundle(4, 1001, 4, ()), id="new"
-        )
-        assert sequence == checkpoint[1].log_sequence + 1
-        again = (await recovered(history, checkpoint, reached=2))[0]
-        assert (again.log_is_short, again.lost) == (False, LostData(groups=1))
+@pytest.mark.parametrize(
+    ("story", "found"),
+    [
+        ("", Found(is_exact=True, version=0)),
+        ("run_to 3", Found(is_exact=True, repeated=3, version=3)),
+        # What the log has lost: the steps since the checkpoint, or groups, which are issued again.
+        ("run_to 2; finish 4; checkpoint; run_to 4; purge_log", Found(LostData(2, 1), 2, True)),
+        ("run_to 2; finish 4; checkpoint; finish 6 7; lose 4; lose 6", Found(LostData(0, 2, 1), done=(7,))),
+        ("run_to 2; checkpoint; finish 4; lose_part 6", Found(LostData(0, 1, 1), done=(4,))),
+        ("run_to 2; checkpoint; lose_image 4; finish_with_image 6", Found(LostData(0, 1, 1), done=(6,))),
+        ("run_to 3; lose 3", Found(LostData(2, 1, 1), 1, True, repeated=1, version=1, done=(5,))),
+        # A batch that was not complete is no lost step, but the journal has another one of this version.
+        ("run_to 2; checkpoint; finish 4 5; lose 5", Found(LostData(0, 1, 1), 2, True, done=(4,))),
+        # The next kernel gives the number of a lost outcome to another one.
+        ("run_to 2; checkpoint; finish 4; lose_outcome", Found()),
+        # What the journal has lost: steps, and what they sampled. Only what follows a hole shows that there
+        # was more. Groups of the lost steps that weights up to version 3 have sampled are trained again.
+        ("run_to 2; checkpoint; cut_journal 3 0", Found(LostData(2, 1), 3, True, False, 1, 3, (8, 9))),
+        ("run_to 2; checkpoint; cut_journal 3 1", Found(LostData(2, 1, 0, 1), 3, True, False, 1, 3, (8, 9))),
+        # Other values begin with the checkpoint or the initial model. They lose nothing if no batch follows.
+        ("run_to 2; checkpoint; finish 4; change_values", Found(done=(4,))),
+        ("run_to 3; change_values", Found(LostData(3, 2), 0, True, version=0, done=(2, 3))),
+        # The newest checkpoint is damaged, and an older one of another incarnation is taken.
+        ("run_to 2; checkpoint; begin_incarnation 41", Found(lost_from=2, begins_incarnation=True)),
+        # Events that do not fit: another batch than the recorded one is not trained, nor what follows it.
+        (
+            "run_to 2; checkpoint; finish 4; fail_unlogged 5; finish 6 7",
+            Found(LostData(), 2, True, done=(7,)),
+        ),
+        ("run_to 2; checkpoint; train_unstarted 3", Found()),
+    ],
+)
+async def test_a_run_continues_from_what_is_left(history: History, story: str, found: Found) -> None:
+    await history.tell(story)
+    stored, result, scheduler = await recovered(history)
+    done = tuple(group.ticket for group in scheduler.tickets.done_groups)
+    begins = result.incarnation not in (0, 41)
+    facts = (stored.lost, stored.lost_from, begins, result.is_exact, result.repeated)
+    assert Found(*facts, scheduler.version, done) == found
+    issued = {each.ticket.id for each in scheduler.commands() if isinstance(each, Issue)}
+    assert issued == scheduler.tickets.open.keys() - {*done, *scheduler.tickets.batch}
 
 
-async def test_groups_whose_data_is_gone_are_issued_again(open_bus: OpenBus, names: Subjects) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        await history.finish(4)
-        checkpoint = await history.checkpoint()
-        await history.finish(6)
-        await history.finish(7)
-        await delete(history, history.bundles[4], history.bundles[6])
-        stored, result, scheduler = await recovered(history, checkpoint, reached=2)
-        assert stored.lost == LostData(groups=2, messages=1)
-        assert (result.repeated, result.incarnation) == (0, 0)
-        assert [group.ticket for group in scheduler.tickets.done_groups] == [7]
-        assert issued(scheduler) == {4, 5, 6}
-
-
-async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(open_bus: OpenBus, names: Subjects) -> None:
-    async with history_at(open_bus, names, 2) as (history, checkpoint):
-        part = history.log_sequence + 1
-        whole = await history.bus.store.append(names.trajectories, StoredImage(b"x" * 3_000_000), id="parts")
-        await history.finish(4)
-        member = Member("5/1/0", whole, 0, 9, 5, 1, 1, 1.0, {}, "stop")
-        group = GroupDone("train", 5, 1, "rollout-0", (member,), 1.0)
-        await history.bus.store.append(names.groups, group, id="5/1/end")
-        await delete(history, part)
-        stored, _, scheduler = await recovered(history, checkpoint, reached=2)
-        assert stored.lost == LostData(groups=1, messages=1)
-        assert [group.ticket for group in scheduler.tickets.done_groups] == [4]
-
-
-async def test_a_group_of_which_an_image_is_gone_is_issued_again(open_bus: OpenBus, names: Subjects) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.bus.store.make_log(names.log_stream, names.of_log)
-        await history.run_to(2)
-        checkpoint = await history.checkpoint()
-        for ticket in (4, 5):
-            subject = names.image(f"{ticket:064}")
-            whole = await history.bus.store.append(
-                subject, StoredImage(b"x" * 3_000_000), id=f"image {ticket}"
-            )
-            newest = await history.bus.store.read_newest(names.log_stream, subject, StoredImage)
-            assert len(newest.file) == 3_000_000
-            await history.finish(ticket, images=(whole,))
-            if ticket == 4:
-                await delete(history, whole - 1)  # a part of it
-        stored, _, scheduler = await recovered(history, checkpoint, reached=2)
-        assert stored.lost == LostData(groups=1, messages=1)
-        assert [group.ticket for group in scheduler.tickets.done_groups] == [5]
-
-
-@pytest.mark.parametrize("newest_is_there", [True, False])
-async def test_a_journal_without_its_end_costs_its_steps_and_what_they_sampled(
-    open_bus: OpenBus, names: Subjects, newest_is_there: bool
-) -> None:
-    async with history_at(open_bus, names, 2) as (history, checkpoint):
-        await history.run_to(3)
-        stream = history.names.journal_stream
-        journal = await history.bus.store.end(stream)
-        await history.run_to(5)
-        await history.finish(10)  # tokens of version 4, which is lost
-        end = (await history.bus.store.end(stream)).sequence
-        for sequence in range(journal.sequence + 1, end + 1 - newest_is_there):
-            await history.bus.store.delete(stream, sequence)
-        stored, result, scheduler = await recovered(history, checkpoint, reached=5)
-        # Only what follows a hole shows that messages were there.
-        assert stored.lost == LostData(steps=2, groups=1, journals=int(newest_is_there))
-        assert stored.lost_from == 3
-        assert (result.repeated, result.incarnation > 0) == (1, True)
-        assert scheduler.version == 3
-        # Groups of the lost steps that weights up to version 3 have sampled are trained again.
-        assert scheduler.training
-        assert [group.ticket for group in scheduler.tickets.done_groups] == [8, 9]
-
-
-async def test_a_journal_that_is_not_that_of_the_checkpoint_is_a_loss(
-    open_bus: OpenBus, names: Subjects
-) -> None:
-    async with history_at(open_bus, names, 2) as (history, (folder, state)):
-        for sequence, digest in (
-            (history.head.sequence, "of another message"),
-            (history.head.sequence + 1, history.head.digest),
-        ):
-            other = msgspec.structs.replace(state, journal=JournalHead(sequence, digest))
-            stored, result, _ = await recovered(history, (folder, other), reached=2)
-            assert (stored.lost, stored.lost_from) == (LostData(journals=1), None)
-            assert not result.is_exact
-
-
-async def test_other_values_begin_with_the_checkpoint(open_bus: OpenBus, names: Subjects) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(2)
-        await history.finish(4)
-        folder, state = await history.checkpoint()
-        snapshot = msgspec.structs.replace(state.snapshot, failure="why the run was to end")
-        snapshot.evaluation.due = [2]
-        state = msgspec.structs.replace(state, snapshot=snapshot)
-        results = [Evaluation(version, 0.5, 1, 0) for version in (2, 3)]
-        await history.store(*map(EvaluationEnded, results))
-        await history.run_to(4)
-        stored, result, scheduler = await recovered(history, (folder, state), reached=4, values=2)
-        assert (stored.lost, stored.lost_from) == (LostData(steps=2), 2)
-        assert (result.repeated, result.is_exact, result.incarnation > 0) == (0, False, True)
-        assert (scheduler.version, scheduler.failure) == (2, "")
-        assert scheduler.tickets.batch == {4, 5}
-        assert (scheduler.evaluation.results, scheduler.evaluation.needed_versions) == (results[:1], ())
-
-
-async def test_other_values_lose_nothing_where_no_batch_follows(open_bus: OpenBus, names: Subjects) -> None:
-    async with history_at(open_bus, names, 2) as (history, checkpoint):
-        await history.finish(4)
-        stored, result, scheduler = await recovered(history, checkpoint, reached=2, values=2)
-        assert (stored.lost, stored.lost_from) == (LostData(), None)
-        assert (result.is_exact, result.incarnation) == (False, 0)  # a checkpoint comes first
-        assert [group.ticket for group in scheduler.tickets.done_groups] == [4]
-
-
-async def test_other_values_begin_with_the_initial_model_if_there_was_no_checkpoint(
-    open_bus: OpenBus, names: Subjects, beginning: Checkpoint
-) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(3)
-        stored, _, scheduler = await recovered(history, beginning, reached=3, values=2)
-        assert (stored.lost.steps, stored.lost_from, scheduler.version) == (3, 0, 0)
-        await history.bus.store.purge(names.journal_stream, below=8)  # as after a checkpoint
-        with pytest.raises(ConfigError, match="nothing is left to continue from"):
-            await recovered(history, beginning, reached=3, values=2)
-
-
-async def test_an_outcome_that_the_log_has_lost_is_not_taken_for_another_one(
-    open_bus: OpenBus, names: Subjects
-) -> None:
-    """The next kernel gives its number to another outcome, so a checkpoint has to come first."""
-    async with history_at(open_bus, names, 2) as (history, checkpoint):
-        await history.finish(4)
-        await delete(history, history.log_sequence)
-        stored, result, _ = await recovered(history, checkpoint, reached=2)
-        assert (stored.fold.is_whole, result.is_exact) == (False, False)
-
-
-async def test_weights_of_another_incarnation_that_follow_begin_a_new_one(
-    open_bus: OpenBus, names: Subjects
-) -> None:
-    """The newest checkpoint is damaged, and an older one of another incarnation is taken."""
-    async with history_at(open_bus, names, 2) as (history, checkpoint):
-        await history.hear(RunOwned(41, 2, 1, "", 1000))
-        stored, result, _ = await recovered(history, checkpoint, reached=2)
-        assert (stored.lost.steps, stored.lost_from) == (0, 2)
-        assert result.incarnation not in (0, 41)
-
-
-async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(
-    open_bus: OpenBus, names: Subjects
-) -> None:
-    async with history_at(open_bus, names, 2) as (history, checkpoint):
-        await history.run_to(6)
-        failure = GroupFailed("train", 11, 2, "rollout-0", "why")
-        await history.bus.store.append(history.names.groups, failure, id="failed")
-        await history.bus.store.purge(history.names.journal_stream)
-        stored, _, scheduler = await recovered(history, checkpoint, reached=6)
-        assert stored.lost.steps == 4
-        assert scheduler.ledger.issued == 8
-        assert scheduler.ledger.failed == 0
-
-
-async def test_an_incarnation_number_is_never_used_twice(open_bus: OpenBus, names: Subjects) -> None:
-    async with history_at(open_bus, names, 2) as (history, checkpoint):
-        await history.run_to(4)
-        await history.bus.store.purge(history.names.log_stream)
-        numbers = [(await recovered(history, checkpoint, reached=4))[1].incarnation for _ in range(3)]
-        assert 0 < numbers[0] < numbers[1] < numbers[2]
-        folder, state = checkpoint
-        later = folder, msgspec.structs.replace(state, incarnation=99)  # the stream may have been lost
-        assert (await recovered(history, later, reached=4))[0].next_incarnation == 100
-
-
-async def test_another_batch_than_the_recorded_one_is_not_trained(open_bus: OpenBus, names: Subjects) -> None:
-    async with history_at(open_bus, names, 2) as (history, checkpoint):
-        await history.finish(4)
-        apply(history.scheduler, OutcomeRead(0), GroupFailed("train", 5, 1, "rollout-0", "is in no event"))
-        await history.finish(6)
-        await history.finish(7)
-        stored, result, _ = await recovered(history, checkpoint, reached=2)
-        assert (stored.fold.is_whole, result.is_exact) == (False, False)
-        assert (stored.lost, stored.lost_from, result.repeated) == (LostData(), 2, 0)
-
-
-async def test_what_follows_events_that_do_not_fit_is_not_continued(
-    open_bus: OpenBus, names: Subjects
-) -> None:
-    """A filter that is not deterministic would do this: the step was trained, and these events start none."""
-    async with history_at(open_bus, names, 2) as (history, checkpoint):
-        await history.store(StepTrained(3, hold=False))
-        stored, result, scheduler = await recovered(history, checkpoint, reached=2)
-        assert (stored.lost, stored.lost_from, stored.fold.is_whole) == (LostData(), None, False)
-        assert (result.is_exact, scheduler.version) == (False, 2)
-
-
-async def test_a_batch_that_was_not_complete_is_no_lost_step(open_bus: OpenBus, names: Subjects) -> None:
-    async with history_at(open_bus, names, 2) as (history, checkpoint):
-        await history.finish(4)
-        await history.finish(5)
-        await delete(history, history.bundles[5])
-        stored, result, scheduler = await recovered(history, checkpoint, reached=2)
-        assert (stored.lost, stored.lost_from) == (LostData(groups=1, messages=1), 2)
-        assert result.incarnation > 0  # the journal has another batch of this version in the previous one
-        assert [group.ticket for group in scheduler.tickets.done_groups] == [4]
-
-
+@pytest.mark.parametrize(
+    ("story", "message"),
+    [
+        ("run_to 3; purge_log 8", r"was at version 3, but it has no intact checkpoint.*put back"),
+        ("run_to 3; purge_journal 8", "nothing is left to continue from"),  # a damaged checkpoint was there
+        ("run_to 3; purge_journal 8; change_values", "nothing is left to continue from"),
+        ("report 5", "was at version 5, but it has no intact checkpoint"),
+    ],
+)
 async def test_without_a_checkpoint_the_first_steps_must_be_there(
-    open_bus: OpenBus, names: Subjects, beginning: Checkpoint
+    history: History, story: str, message: str
 ) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(3)
-        stored, result, _ = await recovered(history, beginning, reached=3)
-        assert (stored.lost, result.repeated) == (LostData(), 3)
-        await history.bus.store.purge(history.names.log_stream, below=history.bundles[3])
-        with pytest.raises(ConfigError, match=r"was at version 3, but it has no intact checkpoint.*put back"):
-            await recovered(history, beginning, reached=3)
+    await history.tell(story)
+    with pytest.raises(ConfigError, match=message):
+        await recovered(history)
 
 
-async def test_without_a_checkpoint_steps_after_the_first_may_be_lost(
-    open_bus: OpenBus, names: Subjects, beginning: Checkpoint
+async def test_a_new_log_in_the_place_of_a_lost_one_is_not_taken_for_it(history: History) -> None:
+    store, names = history.bus.store, history.names
+    await history.tell("run_to 2; finish 4; checkpoint")
+    await store._jetstream.delete_stream(names.log_stream)  # pyright: ignore[reportPrivateUsage]
+    await history.make_streams()
+    lost = (await recovered(history))[0]
+    assert (lost.log_is_short, lost.lost) == (True, LostData(groups=1))
+    end = history.newest[1].log_sequence
+    await history.purge_log(end + 1)  # as the kernel does
+    assert (await store.extent(names.log_stream)).last == end
+    assert await history.log(TrajectoryBundle(4, 1001, 4, ()), names.trajectories, "new") == end + 1
+    again = (await recovered(history))[0]
+    assert (again.log_is_short, again.lost) == (False, LostData(groups=1))
+
+
+@pytest.mark.parametrize(("further", "digest"), [(0, "of another message"), (1, "")])
+async def test_a_journal_that_is_not_that_of_the_checkpoint_is_a_loss(
+    history: History, further: int, digest: str
 ) -> None:
-    async with open_history(open_bus, names) as history:
-        await history.run_to(3)
-        await delete(history, history.bundles[3])
-        stored, result, scheduler = await recovered(history, beginning, reached=3)
-        assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1, messages=1), 1)
-        assert (result.repeated, scheduler.version) == (1, 1)
+    await history.tell("run_to 2; checkpoint")
+    head = history.head
+    history.change(journal=JournalHead(head.sequence + further, digest or head.digest))
+    stored, result, _ = await recovered(history)
+    assert (stored.lost, stored.lost_from, result.is_exact) == (LostData(journals=1), None, False)
 
 
-async def test_a_journal_without_its_beginning_is_none_without_a_checkpoint(
-    open_bus: OpenBus, names: Subjects, beginning: Checkpoint
-) -> None:
-    """All checkpoints are damaged. The store has lost what the oldest of them did not need."""
-    async with open_history(open_bus, names) as history:
-        await history.run_to(3)
-        await history.bus.store.purge(names.journal_stream, below=8)
-        with pytest.raises(ConfigError, match="nothing is left to continue from"):
-            await recovered(history, beginning, reached=3)
+async def test_other_values_begin_with_the_checkpoint(history: History) -> None:
+    await history.tell("run_to 2; finish 4; checkpoint")
+    snapshot = history.newest[1].snapshot
+    snapshot.failure, snapshot.evaluation.due = "why the run was to end", [2]
+    results = [Evaluation(version, 0.5, 1, 0) for version in (2, 3)]
+    await history.store(*map(EvaluationEnded, results))
+    await history.tell("run_to 4; change_values")
+    stored, result, scheduler = await recovered(history)
+    assert (stored.lost, stored.lost_from) == (LostData(steps=2), 2)
+    assert (result.repeated, result.is_exact, result.incarnation > 0) == (0, False, True)
+    assert (scheduler.version, scheduler.failure) == (2, "")
+    assert scheduler.tickets.batch == {4, 5}
+    assert (scheduler.evaluation.results, scheduler.evaluation.needed_versions) == (results[:1], ())
 
 
-async def test_a_run_that_has_lost_its_store_without_a_checkpoint_is_refused(
-    open_bus: OpenBus, names: Subjects, beginning: Checkpoint
-) -> None:
-    async with open_history(open_bus, names) as history:
-        with pytest.raises(ConfigError, match="was at version 5, but it has no intact checkpoint"):
-            await recovered(history, beginning, reached=5)
-        assert (await recovered(history, beginning, reached=0))[
-            0
-        ].lost == LostData()  # nothing was trained yet
+async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(history: History) -> None:
+    await history.tell("run_to 2; checkpoint; run_to 6; fail_unheard 11 2; purge_journal")
+    stored, _, scheduler = await recovered(history)
+    assert (stored.lost.steps, scheduler.ledger.issued, scheduler.ledger.failed) == (4, 8, 0)
+
+
+async def test_an_incarnation_number_is_never_used_twice(history: History) -> None:
+    await history.tell("run_to 2; checkpoint; run_to 4; purge_log")
+    numbers = [(await recovered(history))[1].incarnation for _ in range(3)]
+    assert 0 < numbers[0] < numbers[1] < numbers[2]
+    history.change(incarnation=99)  # the stream may have been lost
+    assert (await recovered(history))[0].next_incarnation == 100
 
 
 # ------------------------------------------------------------------------------- files of the run
@@ -571,12 +445,11 @@ def test_a_resume_with_other_values_says_which_steps_are_trained_again(
     assembly = make_setup(tmp_path, "test-run", steps=9).assembly
     (assembly.folder / "config.yaml").write_text("steps: 9")
     (assembly.folder / "metrics.jsonl").write_text(line(1) + line(2))
-    (assembly.folder / "config-1.yaml").write_text(
-        "steps: 9"
-    )  # the change was killed before it came into force
+    former = assembly.folder / "config-1.yaml"
+    former.write_text("steps: 9")  # the change was killed before it came into force
     checkpoint_to_resume(assembly)
     assert capsys.readouterr().out == ""
-    (assembly.folder / "config-1.yaml").write_text("steps: 8")
+    former.write_text("steps: 8")
     checkpoint_to_resume(assembly)
     said = "other values begin with the initial model: steps 1 to 2 are trained again\n"
     assert capsys.readouterr().out == said

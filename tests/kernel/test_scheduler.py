@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kernel_events import finished, issued_by, report, stored
 from stretto.algorithm import Group
 from stretto.bus.messages.events import Cause, Evaluation, RunEnded
-from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Purpose, Ticket, TicketStarted
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose, Ticket, TicketStarted
 from stretto.kernel.schedule.commands import (
     Command,
     EvaluationDone,
@@ -35,23 +36,11 @@ from stretto.kernel.schedule.commands import (
 from stretto.kernel.schedule.fold import apply
 from stretto.kernel.schedule.gate import DivergenceGate
 from stretto.kernel.schedule.members import MemberLedger
-from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
+from stretto.kernel.schedule.scheduler import Scheduler
 
 
-def done(ticket: Ticket, oldest: int, newest: int | None = None, reward: float = 1.0) -> GroupDone:
-    member = Member(
-        id=f"{ticket.name}/0",
-        sequence=1,
-        index=0,
-        length=9,
-        sampled=5,
-        oldest=oldest,
-        newest=oldest if newest is None else newest,
-        reward=reward,
-        metrics={},
-        finish="stop",
-    )
-    return GroupDone(ticket.purpose, ticket.id, ticket.attempt, "w", (member,), 0.1)
+def done(ticket: Ticket, oldest: int = 0, newest: int | None = None, reward: float = 1.0) -> GroupDone:
+    return finished(ticket, (reward,), oldest=oldest, newest=newest)
 
 
 def failed(ticket: Ticket, reason: str = "raised", *, filtered: bool = False) -> GroupFailed:
@@ -62,7 +51,7 @@ def issued(scheduler: Scheduler) -> list[Ticket]:
     """Tickets given out by the commands so far; beside retirements, other commands must not be there."""
     commands = scheduler.commands()
     assert all(isinstance(command, Issue | Retire) for command in commands), commands
-    return [command.ticket for command in commands if isinstance(command, Issue)]
+    return issued_by(commands)
 
 
 def started(keep: Callable[[Group], bool] = lambda group: True, **settings: Any) -> Scheduler:
@@ -72,8 +61,25 @@ def started(keep: Callable[[Group], bool] = lambda group: True, **settings: Any)
     return scheduler
 
 
-def batches(commands: list[object]) -> list[StartBatch]:
-    return [command for command in commands if isinstance(command, StartBatch)]
+def batches(scheduler: Scheduler) -> list[list[int]]:
+    """The tickets of the batches that the scheduler starts."""
+    starts = [each for each in scheduler.commands() if isinstance(each, StartBatch)]
+    return [[group.ticket for group in start.groups] for start in starts]
+
+
+def continued(scheduler: Scheduler, **changes: Any) -> Scheduler:
+    """A scheduler of the next kernel, with other settings."""
+    other = Scheduler(replace(scheduler.settings, **changes), keep=lambda group: group.rewards[0] >= 0)
+    other.restore(stored(scheduler))
+    return other
+
+
+def resumed(scheduler: Scheduler, **changes: Any) -> Scheduler:
+    """The same, when its run goes on without workers of the former one."""
+    other = continued(scheduler, **changes)
+    other.owned(1000)
+    other.start()
+    return other
 
 
 # ------------------------------------------------------------------------------- generated events
@@ -278,13 +284,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.report(self.sent[index] if again else self.sent.pop(index))
 
     def report(self, message: GroupDone | GroupFailed) -> None:
-        if isinstance(message, GroupDone):
-            self.scheduler.group_done(message)
-        else:
-            name = (message.purpose, message.ticket)
-            if self.attempts.get(name) == message.attempt:
-                del self.attempts[name]  # nobody works on it any more
-            self.scheduler.group_failed(message)
+        name = (message.purpose, message.ticket)
+        if isinstance(message, GroupFailed) and self.attempts.get(name) == message.attempt:
+            del self.attempts[name]  # nobody works on it any more
+        report(self.scheduler, message)
         self.obey()
 
     @rule(worker=st.sampled_from("ab"), with_message=st.booleans(), unlucky=st.integers(0, 7))
@@ -367,17 +370,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         workers of the previous kernel may still send theirs."""
         if unlucky:
             return
+        steps = self.scheduler.version + more_steps
         self.settings = replace(
-            self.settings,
-            batch_size=batch_size,
-            max_staleness=max_staleness,
-            steps=self.scheduler.version + more_steps,
+            self.settings, batch_size=batch_size, max_staleness=max_staleness, steps=steps
         )
-        snapshot = msgspec.json.decode(msgspec.json.encode(self.scheduler.snapshot()), type=Snapshot)
-        before = self.scheduler.ledger
+        snapshot, before = stored(self.scheduler), self.scheduler.ledger
         deadlines = {ticket.id: ticket.deadline for ticket in snapshot.open if ticket.done}
-        self.scheduler = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
-        self.scheduler.restore(snapshot)
+        self.scheduler = continued(self.scheduler, **asdict(self.settings))
         assert self.scheduler.snapshot().open == snapshot.open
         self.scheduler.fit()
         self.scheduler.owned(1000 * self.lives)
@@ -408,8 +407,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             *(("train", ticket.id, ticket.attempt) for ticket in before.open if ticket.done is None),
             *(("eval", ticket.id, ticket.attempt) for ticket in before.evaluation.open),
         }
-        self.scheduler = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
-        self.scheduler.restore(before)
+        self.scheduler = continued(self.scheduler)
         self.scheduler.owned(1000 * self.lives)
         tickets = [(worker, ticket) for worker in sorted(alive) for ticket, _ in self.held[worker]]
         held = [TicketStarted(worker, each.purpose, each.id, each.attempt) for worker, each in tickets]
@@ -428,11 +426,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fold_from_a_snapshot(self) -> None:
         """A scheduler that is restored from a snapshot goes on in the place of the first one."""
-        snapshot = self.scheduler.snapshot()
-        restored = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
-        restored.restore(msgspec.json.decode(msgspec.json.encode(snapshot), type=Snapshot))
-        assert restored.snapshot() == snapshot
-        self.scheduler = restored
+        snapshot, self.scheduler = self.scheduler.snapshot(), continued(self.scheduler)
+        assert self.scheduler.snapshot() == snapshot
 
     # ---- what must hold after each
 
@@ -562,12 +557,10 @@ def test_admission_fills_the_queue_and_follows_retirement() -> None:
 def test_synchronous_training_waits_for_the_whole_batch() -> None:
     scheduler = started(steps=2, batch_size=2)
     first, second = issued(scheduler)
-    scheduler.group_done(done(second, 0))
+    scheduler.group_done(done(second))
     assert scheduler.commands() == []
-    scheduler.group_done(done(first, 0))
-    [start] = scheduler.commands()
-    assert isinstance(start, StartBatch)
-    assert [group.ticket for group in start.groups] == [first.id, second.id]  # in ticket order
+    scheduler.group_done(done(first))
+    assert batches(scheduler) == [[first.id, second.id]]  # in ticket order
     scheduler.step_finished()
     assert [ticket.min_version for ticket in issued(scheduler)] == [1, 1]
 
@@ -576,19 +569,19 @@ def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs()
     scheduler = started(steps=9, max_staleness=1)
     slow, quick = issued(scheduler)  # both due by version 1
     assert scheduler.waits_for == Cause("groups")
-    scheduler.group_done(done(quick, 0))
-    [start] = scheduler.commands()  # at version 0: afterwards one group is due by 1, which is in time
-    assert isinstance(start, StartBatch)
+    scheduler.group_done(done(quick))
+    assert batches(scheduler) == [[quick.id]]  # afterwards one group is due by version 1, which is in time
     scheduler.step_finished()
     [newer] = issued(scheduler)  # due by version 2
     scheduler.group_done(done(newer, 1))
     assert scheduler.commands() == []  # `slow` is due now: a batch of `newer` would make it late
     assert scheduler.waits_for == Cause("late_ticket", slow.id)
-    scheduler.group_done(done(slow, 0))
-    [start] = scheduler.commands()
-    assert isinstance(start, StartBatch)
-    assert start.groups[0].ticket == slow.id
+    other = continued(scheduler)
+    scheduler.group_done(done(slow))
+    assert batches(scheduler) == [[slow.id]]
     assert scheduler.waits_for is None
+    other.first_token(slow.id, slow.attempt, 1)  # it has no token of version 0: there is time
+    assert batches(other) == [[newer.id]]
 
 
 def test_drop_expires_a_late_group_and_issues_its_prompt_again() -> None:
@@ -596,28 +589,15 @@ def test_drop_expires_a_late_group_and_issues_its_prompt_again() -> None:
     slow, quick = issued(scheduler)
     scheduler.group_done(done(quick, 0))
     scheduler.step_finished()
-    newer = next(command.ticket for command in scheduler.commands() if isinstance(command, Issue))
+    newer = issued_by(scheduler.commands())[0]
     scheduler.group_done(done(newer, 1))
     commands = scheduler.commands()
     assert Withdraw("train", slow.id, slow.attempt) in commands
-    assert batches(list(commands))[0].groups[0].ticket == newer.id
-    again = [command.ticket for command in commands if isinstance(command, Issue)]
+    assert any(isinstance(each, StartBatch) and each.groups[0].ticket == newer.id for each in commands)
+    again = issued_by(commands)
     assert [ticket.row for ticket in again] == [slow.row]
     assert again[0].id != slow.id
     assert scheduler.ledger.expired == 1
-
-
-def test_first_token_moves_a_deadline_back() -> None:
-    scheduler = started(steps=9, max_staleness=1)
-    late_start, quick = issued(scheduler)
-    scheduler.group_done(done(quick, 0))
-    scheduler.commands()
-    scheduler.step_finished()
-    [newer] = issued(scheduler)
-    scheduler.group_done(done(newer, 1))
-    assert scheduler.commands() == []  # `late_start` may hold tokens of version 0
-    scheduler.first_token(late_start.id, late_start.attempt, 1)
-    assert len(batches(list(scheduler.commands()))) == 1  # it does not: there is time
 
 
 def test_a_ticket_that_is_taken_after_its_end_is_withdrawn() -> None:
@@ -646,7 +626,7 @@ def test_the_first_complete_attempt_wins_and_doubles_change_nothing() -> None:
     scheduler.group_done(done(first, 0))  # the first attempt had been finished after all
     commands = scheduler.commands()
     assert Withdraw("train", first.id, 2) in commands
-    assert batches(list(commands))[0].groups[0].attempt == 1
+    assert any(isinstance(each, StartBatch) and each.groups[0].attempt == 1 for each in commands)
     scheduler.group_done(done(issue.ticket, 0))
     scheduler.group_failed(failed(issue.ticket))
     scheduler.step_finished()
@@ -660,7 +640,7 @@ def test_what_nobody_has_begun_is_issued_again_when_a_worker_is_lost() -> None:
     scheduler.ticket_started("train", begun.id, begun.attempt, "alive")
     for _ in range(5):  # a ticket that was never begun does not use up its attempts
         scheduler.worker_gone("dead", drained=False)
-    again = [command.ticket for command in scheduler.commands() if isinstance(command, Issue)]
+    again = issued_by(scheduler.commands())
     assert {ticket.id for ticket in again} == {waiting.id}
     assert again[-1].attempt == 6
     assert scheduler.ledger.failed == 0
@@ -675,14 +655,14 @@ def test_a_worker_that_leaves_hands_back_only_what_it_has_not_finished() -> None
     for attempt in (1, 2, 3):  # none of them uses up the single attempt
         scheduler.ticket_started("train", unfinished.id, attempt, "w")
         scheduler.worker_gone("w", drained=True)
-    commands = list(scheduler.commands())
-    again = [command.ticket for command in commands if isinstance(command, Issue)]
+    commands = scheduler.commands()
+    again = issued_by(commands)
     assert [(ticket.id, ticket.attempt) for ticket in again] == [(unfinished.id, 2 + n) for n in range(3)]
     assert Withdraw("train", unfinished.id, 1) in commands
     assert scheduler.ledger.failed == 0
     scheduler.group_done(done(waiting, 0))
     scheduler.group_done(done(again[-1], 0))
-    assert len(batches(list(scheduler.commands()))) == 1
+    assert len(batches(scheduler)) == 1
 
 
 def test_a_ticket_whose_workers_keep_dying_fails() -> None:
@@ -723,41 +703,46 @@ def test_an_attempt_that_has_ended_before_the_start_is_not_held(ended: str) -> N
         scheduler.ticket_started("train", ticket.id, ticket.attempt, "w")
         assert scheduler.commands() == [Withdraw("train", ticket.id, ticket.attempt)]
     scheduler.start([TicketStarted("w", "train", ticket.id, ticket.attempt)])
-    again = [command.ticket for command in scheduler.commands() if isinstance(command, Issue)]
+    again = issued_by(scheduler.commands())
     assert [(each.id, each.attempt) for each in again] == [(ticket.id, 101)]
 
 
-def test_failures_one_after_the_other_end_the_run() -> None:
-    scheduler = started(steps=5, batch_size=4, max_failures=3)
-    for ticket in issued(scheduler)[:3]:
-        scheduler.group_failed(failed(ticket, "ZeroDivisionError: division by zero"))
-    [end] = [command for command in scheduler.commands() if isinstance(command, Fail)]
-    assert "3 groups failed one after the other" in end.reason
-    assert "division by zero" in end.reason
+@pytest.mark.parametrize(
+    ("settings", "end", "reason"),
+    [
+        ({"max_failures": 3}, lambda ticket: failed(ticket, "1/0"), "3 groups failed one after the other; "),
+        ({"max_filtered": 3}, done, "3 groups were filtered one after the other; the last: by the algorithm"),
+        (
+            {"rows": 5},
+            lambda ticket: failed(ticket, "too long", filtered=True),
+            "all 5 rows of the dataset were left out; the last: too long",
+        ),
+    ],
+    ids=["failed", "filtered", "left out"],
+)
+def test_setbacks_one_after_the_other_end_the_run(
+    settings: dict[str, Any], end: Callable[[Ticket], GroupDone | GroupFailed], reason: str
+) -> None:
+    scheduler = started(lambda group: False, **{"steps": 5, "batch_size": 2, **settings})
+    fails: list[Fail] = []
+    while not fails:
+        commands = scheduler.commands()
+        fails = [each for each in commands if isinstance(each, Fail)]
+        for ticket in issued_by(commands):
+            report(scheduler, end(ticket))
+    assert fails[0].reason.startswith(reason)
 
 
 def test_a_run_that_is_closed_starts_no_batch_and_issues_nothing() -> None:
     scheduler = started(steps=3, max_staleness=1)
     first, second = issued(scheduler)
     scheduler.group_done(done(first, 0))
-    assert len(batches(list(scheduler.commands()))) == 1
+    assert len(batches(scheduler)) == 1
     scheduler.close()
     scheduler.step_finished()
     scheduler.group_done(done(second, 0))
     assert scheduler.commands() == []
     assert scheduler.ledger.trained == 1
-
-
-def test_groups_filtered_one_after_the_other_end_the_run() -> None:
-    scheduler = started(lambda group: False, steps=5, batch_size=2, max_filtered=3)
-    for _ in range(2):
-        for ticket in issued(scheduler):
-            scheduler.group_done(done(ticket, 0))
-            if scheduler.ledger.filtered == 3:
-                break
-    [failure] = [command for command in scheduler.commands() if isinstance(command, Fail)]
-    assert "3 groups were filtered one after the other" in failure.reason
-    assert scheduler.ledger.filtered == 3
 
 
 def test_rows_that_are_left_out_do_not_count_as_filtered_one_after_the_other() -> None:
@@ -769,17 +754,6 @@ def test_rows_that_are_left_out_do_not_count_as_filtered_one_after_the_other() -
     assert scheduler.ledger.filtered == 18
     assert scheduler.reasons == {"filtered: too long": 18}
     assert scheduler.ledger.in_flight == 2  # row 9, twice
-
-
-def test_a_dataset_of_which_every_row_is_left_out_ends_the_run() -> None:
-    scheduler = started(steps=5, batch_size=2, rows=5)
-    commands = scheduler.commands()
-    while tickets := [command.ticket for command in commands if isinstance(command, Issue)]:
-        for ticket in tickets:
-            scheduler.group_failed(failed(ticket, "too long", filtered=True))
-        commands = scheduler.commands()
-    [failure] = [command for command in commands if isinstance(command, Fail)]
-    assert failure.reason == "all 5 rows of the dataset were left out; the last: too long"
 
 
 def test_what_failed_in_a_former_life_does_not_hold_up_the_next() -> None:
@@ -806,31 +780,31 @@ def test_a_group_with_impossible_versions_fails(oldest: int) -> None:
     assert "allowed 0 to 0" in next(iter(scheduler.reasons))
 
 
-def evaluating(steps: int, every: int, max_staleness: int = 0) -> tuple[Scheduler, list[object]]:
+def evaluating(steps: int, every: int, max_staleness: int = 0) -> tuple[Scheduler, list[Command]]:
     """A scheduler of one group a batch and one row an evaluation, that of version 0 being over, and the
     commands so far."""
     scheduler = started(
         steps=steps, max_staleness=max_staleness, rows=9, evaluation_rows=1, evaluation_every=every
     )
-    commands: list[object] = list(scheduler.commands())
+    commands: list[Command] = scheduler.commands()
     first = evaluation_ticket(commands)
     assert first.exact_version == 0
     scheduler.group_done(done(first, 0, reward=0.25))
     return scheduler, [*commands, *scheduler.commands()]
 
 
-def step(scheduler: Scheduler, commands: Sequence[object]) -> list[object]:
+def step(scheduler: Scheduler, commands: Sequence[Command]) -> list[Command]:
     """Finish the tickets of training among the commands, and the step; returns the commands that follow."""
     for command in commands:
         if isinstance(command, Issue) and command.ticket.purpose == "train":
             scheduler.group_done(done(command.ticket, command.ticket.min_version))
-    assert len(batches(list(scheduler.commands()))) == 1
+    assert len(batches(scheduler)) == 1
     scheduler.step_finished()
-    return list(scheduler.commands())
+    return scheduler.commands()
 
 
-def evaluation_ticket(commands: Sequence[object]) -> Ticket:
-    [ticket] = [each.ticket for each in commands if isinstance(each, Issue) and each.ticket.purpose == "eval"]
+def evaluation_ticket(commands: Sequence[Command]) -> Ticket:
+    [ticket] = [ticket for ticket in issued_by(commands) if ticket.purpose == "eval"]
     return ticket
 
 
@@ -854,23 +828,6 @@ def test_the_last_evaluation_is_alone_and_others_run_beside_training() -> None:
     assert isinstance(scheduler.commands()[-1], Finish)
 
 
-def test_one_evaluation_waits_and_a_further_one_holds_training_back() -> None:
-    scheduler, commands = evaluating(steps=9, every=1)
-    commands = step(scheduler, commands)
-    first = evaluation_ticket(commands)
-    commands = step(scheduler, commands)
-    assert scheduler.evaluation.needed_versions == (1, 2)
-    [ticket] = [command.ticket for command in commands if isinstance(command, Issue)]
-    scheduler.group_done(done(ticket, 2))
-    assert list(scheduler.commands()) == [HeldBack(evaluating=1, waiting=2)]  # version 3 would wait too
-    assert scheduler.evaluation.held_back == 1
-    assert scheduler.waits_for == Cause("evaluation", 1)
-    scheduler.group_done(done(first, 1))
-    commands = list(scheduler.commands())
-    assert [type(command) for command in commands] == [EvaluationDone, StartBatch, Issue]
-    assert evaluation_ticket(commands).exact_version == 2
-
-
 @pytest.mark.parametrize(("oldest", "newest"), [(0, 1), (1, 2), (2, 2)])
 def test_an_evaluation_of_other_versions_than_its_own_is_no_result(oldest: int, newest: int) -> None:
     scheduler, commands = evaluating(steps=3, every=1)
@@ -888,8 +845,7 @@ def test_a_finished_row_of_an_evaluation_is_not_asked_for_again() -> None:
     scheduler = started(steps=2, rows=9, evaluation_rows=3)
     tickets = [ticket for ticket in issued(scheduler) if ticket.purpose == "eval"]
     scheduler.group_done(done(tickets[1], 0))
-    again = Scheduler(scheduler.settings)
-    again.restore(scheduler.snapshot())
+    again = continued(scheduler)
     again.owned(1000)
     again.group_done(done(tickets[2], 0))  # what the former kernel's worker had finished
     again.start()
@@ -906,7 +862,7 @@ def test_the_rows_of_an_evaluation_beside_training_begin_as_groups_of_training_e
     training: list[Ticket] = []
 
     def begun() -> list[int]:
-        tickets = [each.ticket for each in scheduler.commands() if isinstance(each, Issue)]
+        tickets = issued_by(scheduler.commands())
         training.extend(ticket for ticket in tickets if ticket.purpose == "train")
         return [ticket.row for ticket in tickets if ticket.purpose == "eval"]
 
@@ -919,10 +875,7 @@ def test_the_rows_of_an_evaluation_beside_training_begin_as_groups_of_training_e
     scheduler.start()
     assert begun() == []
     assert finish_groups() == [*range(128)]
-    again = Scheduler(settings)
-    again.restore(scheduler.snapshot())
-    again.owned(1000)
-    again.start()  # the rows that have begun begin again, and no other
+    again = resumed(scheduler)  # the rows that have begun begin again, and no other
     assert [ticket.row for ticket in issued(again) if ticket.purpose == "eval"] == [*range(128)]
     scheduler.worker_gone("a", drained=False)  # they may have been on their way to it
     assert begun() == [*range(128)]
@@ -940,17 +893,14 @@ def test_the_rows_of_an_evaluation_beside_training_begin_as_groups_of_training_e
 def test_a_run_that_evaluates_no_more_does_not_wait_for_the_evaluations_of_its_former_values() -> None:
     scheduler, commands = evaluating(steps=9, every=1)
     step(scheduler, commands)
-    again = Scheduler(replace(scheduler.settings, steps=1, evaluation_rows=0))
-    again.restore(scheduler.snapshot())
+    again = continued(scheduler, steps=1, evaluation_rows=0)
     again.fit()
     again.start()
     assert isinstance(again.commands()[-1], Finish)
 
 
 def test_the_evaluation_of_the_untrained_model_outlives_a_kernel_without_a_checkpoint() -> None:
-    settings = evaluating(steps=9, every=5)[0].settings
-    again = Scheduler(settings)
-    again.restore(Scheduler(settings).snapshot())
+    again = continued(Scheduler(evaluating(steps=9, every=5)[0].settings))
     again.start()  # the events have the first batch
     ticket = next(ticket for ticket in issued(again) if ticket.purpose == "train")
     again.group_done(done(ticket, 0))
@@ -959,7 +909,7 @@ def test_the_evaluation_of_the_untrained_model_outlives_a_kernel_without_a_check
     again.commands()
     again.owned(1000)
     again.start()
-    assert evaluation_ticket(list(again.commands())).exact_version == 0
+    assert evaluation_ticket(again.commands()).exact_version == 0
 
 
 def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
@@ -973,42 +923,9 @@ def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
     assert scheduler.evaluation.best == Evaluation(4, None, 1, 0, reward=0.1)  # the only reward
 
 
-def test_the_attempts_that_living_workers_hold_go_on_under_the_next_kernel() -> None:
-    scheduler = started(steps=4, max_staleness=1, rows=50)
-    first, second = issued(scheduler)
-    again = Scheduler(scheduler.settings)
-    again.restore(scheduler.snapshot())
-    again.owned(1000)
-    gone = TicketStarted("rollout-0", "train", second.id, second.attempt + 1)
-    again.start([TicketStarted("rollout-0", "train", first.id, first.attempt), gone])
-    withdraw, issue = again.commands()
-    assert withdraw == Withdraw("train", second.id, second.attempt + 1)
-    assert isinstance(issue, Issue)
-    assert (issue.ticket.id, issue.ticket.attempt) == (second.id, 1001)
-    again.group_done(done(first, 0))
-    [start] = batches(list(again.commands()))
-    assert [group.ticket for group in start.groups] == [first.id]
-
-
-def test_a_held_attempt_is_issued_again_when_its_worker_is_lost() -> None:
-    scheduler = started(steps=4, rows=50)
-    [ticket] = issued(scheduler)
-    scheduler.owned(1000)
-    scheduler.start([TicketStarted("rollout-0", "train", ticket.id, ticket.attempt)])
-    assert scheduler.commands() == []
-    scheduler.worker_gone("rollout-0", drained=False)
-    withdraw, issue = scheduler.commands()
-    assert withdraw == Withdraw("train", ticket.id, ticket.attempt)
-    assert isinstance(issue, Issue)
-    assert issue.ticket.attempt == 1001
-
-
 def test_rows_beyond_a_dataset_that_has_become_smaller_are_not_asked_for() -> None:
     scheduler = started(steps=4, batch_size=2, max_staleness=1, rows=50, shuffle=False)
-    again = Scheduler(replace(scheduler.settings, rows=3))
-    again.restore(scheduler.snapshot())
-    again.owned(1000)
-    again.start()
+    again = resumed(scheduler, rows=3)
     assert [ticket.row for ticket in issued(again)] == [0, 1, 2, 0]
 
 
@@ -1017,11 +934,10 @@ def test_a_smaller_bound_expires_what_cannot_be_trained_in_time_and_issues_its_p
     before = started(steps=9, max_staleness=3)
     for ticket in issued(before):
         before.group_done(done(ticket, 0))
-    assert len(batches(list(before.commands()))) == 1
+    assert len(batches(before)) == 1
     before.step_finished(hold=True)
     rows = {ticket.id: ticket.row for ticket in before.snapshot().open}
-    scheduler = Scheduler(replace(before.settings, max_staleness=1))
-    scheduler.restore(before.snapshot())
+    scheduler = continued(before, max_staleness=1)
     scheduler.fit()
     scheduler.owned(1000)
     scheduler.start()
@@ -1139,11 +1055,7 @@ def test_narrowing_lets_the_backlog_drain_and_leaves_issued_tickets_their_deadli
 
 # --------------------------------------------------------------------------- steps that end the run
 
-
-def continued(scheduler: Scheduler) -> Scheduler:
-    other = Scheduler(scheduler.settings)
-    other.restore(msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()), type=Snapshot))
-    return other
+NOT_FINITE = "the gradients of 5 steps in a row were not finite"
 
 
 def take_step(
@@ -1153,7 +1065,7 @@ def take_step(
     scheduler.group_done(done(tickets.popleft(), scheduler.version, reward=reward))
     scheduler.step_finished(skipped=skipped, hold=True)
     commands = scheduler.commands()
-    tickets.extend(each.ticket for each in commands if isinstance(each, Issue))
+    tickets.extend(issued_by(commands))
     return [each.reason for each in commands if isinstance(each, Fail)]
 
 
@@ -1168,17 +1080,11 @@ def test_steps_that_change_nothing_end_the_run_also_when_kernels_change_in_betwe
         assert take_step(scheduler, tickets, 0.0, skipped=skipped) == []
         scheduler = continued(scheduler)
         scheduler.release()
-        tickets.extend(each.ticket for each in scheduler.commands() if isinstance(each, Issue))
-    assert take_step(scheduler, tickets, 0.0, skipped=True) == [
-        "the gradients of 5 steps in a row were not finite"
-    ]
+        tickets.extend(issued_by(scheduler.commands()))
+    assert take_step(scheduler, tickets, 0.0, skipped=True) == [NOT_FINITE]
     scheduler.release()
     assert not scheduler.training
-    assert (
-        continued(scheduler).failure
-        == scheduler.failure
-        == "the gradients of 5 steps in a row were not finite"
-    )
+    assert continued(scheduler).failure == scheduler.failure == NOT_FINITE
     told = continued(scheduler)
     apply(told, RunEnded("interrupted", "a second Ctrl-C"))
     assert told.failure == scheduler.failure  # its user does not know
@@ -1194,12 +1100,12 @@ def test_what_ends_the_run_while_it_closes_is_kept_for_the_next_kernel() -> None
     for _ in range(4):
         assert take_step(scheduler, tickets, 0.0, skipped=True) == []
         scheduler.release()
-        tickets.extend(each.ticket for each in scheduler.commands() if isinstance(each, Issue))
+        tickets.extend(issued_by(scheduler.commands()))
     scheduler.group_done(done(tickets.popleft(), scheduler.version))
     scheduler.close()  # for other numbers of trainers
     scheduler.step_finished(skipped=True)
     assert not any(isinstance(each, Fail) for each in scheduler.commands())
-    assert continued(scheduler).failure == "the gradients of 5 steps in a row were not finite"
+    assert continued(scheduler).failure == NOT_FINITE
 
 
 def test_a_collapse_ends_the_run_at_the_same_step_also_when_kernels_change_in_between() -> None:
@@ -1214,7 +1120,7 @@ def test_a_collapse_ends_the_run_at_the_same_step_also_when_kernels_change_in_be
                 break
             scheduler = continued(scheduler) if kernels_change else scheduler
             scheduler.release()
-            tickets.extend(each.ticket for each in scheduler.commands() if isinstance(each, Issue))
+            tickets.extend(issued_by(scheduler.commands()))
     assert len(ends) == 2
     assert ends[0] == ends[1]
     assert 22 < ends[0][0] < 32

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernel_events import issued_by, stored
 from stretto.bus.messages.tickets import GroupDone, Member
-from stretto.kernel.schedule.commands import Issue, SchedulerSettings
-from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
+from stretto.kernel.schedule.commands import SchedulerSettings
+from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.kernel.schedule.variants import VariantAccounts, variant_of
 
 WEIGHTS = st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), st.floats(0.1, 10), min_size=2, max_size=4)
@@ -36,18 +36,7 @@ def test_another_seed_draws_other_variants() -> None:
 def group(ticket: int, reward: float, **metrics: float) -> GroupDone:
     """A finished group of two samples with rewards around `reward`."""
     members = tuple(
-        Member(
-            id=f"{ticket}/1/{index}",
-            sequence=1,
-            index=index,
-            length=9,
-            sampled=4 + 2 * index,
-            oldest=0,
-            newest=0,
-            reward=reward + offset,
-            metrics=metrics,
-            finish="stop",
-        )
+        Member(f"{ticket}/1/{index}", 1, index, 9, 4 + 2 * index, 0, 0, reward + offset, metrics, "stop")
         for index, offset in enumerate((-0.5, 0.5))
     )
     return GroupDone("train", ticket, 1, "w", members, 2.0)
@@ -79,19 +68,16 @@ def test_a_reward_that_names_ever_new_metrics_does_not_fill_the_memory() -> None
 
 
 def scheduler() -> Scheduler:
-    weights = {"a": 1.0, "b": 1.0}
-    return Scheduler(
-        SchedulerSettings(steps=4, batch_size=4, max_staleness=1, rows=100, seed=7, variants=weights)
-    )
+    return Scheduler(SchedulerSettings(4, 4, 1, 100, seed=7, variants={"a": 1.0, "b": 1.0}))
 
 
 def test_a_resumed_run_gives_tickets_the_same_variants_and_goes_on_counting() -> None:
     first = scheduler()
     first.start()
-    tickets = [command.ticket for command in first.commands() if isinstance(command, Issue)]
+    tickets = issued_by(first.commands())
     for ticket in tickets[:3]:
         first.group_done(group(ticket.id, 1.0))
-    snapshot = msgspec.json.decode(msgspec.json.encode(first.snapshot()), type=Snapshot)
+    snapshot = stored(first)
     first.group_done(group(tickets[3].id, 1.0))  # after the snapshot; the resumed kernel reads it in the log
 
     second = scheduler()
@@ -100,7 +86,7 @@ def test_a_resumed_run_gives_tickets_the_same_variants_and_goes_on_counting() ->
     second.group_done(group(tickets[3].id, 1.0))
     second.start()
     second.step_finished()
-    again = [command.ticket for command in second.commands() if isinstance(command, Issue)]
+    again = issued_by(second.commands())
     drawn = {ticket.id: ticket.variant for ticket in tickets}
     assert all(drawn.get(ticket.id, ticket.variant) == ticket.variant for ticket in again)
     assert {ticket.id for ticket in again} & drawn.keys()

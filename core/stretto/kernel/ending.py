@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import anyio
@@ -88,9 +88,7 @@ class Interruptions:
     def __enter__(self) -> Interruptions:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._former.clear()
@@ -122,5 +120,5 @@ class Interruptions:
         if self._obey is not None:
             self._obey()
         elif len(self.received) > 1:  # no kernel is there to end in order
-            self.__exit__(None, None, None)
+            self.__exit__()
             signal.raise_signal(number)

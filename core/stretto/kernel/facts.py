@@ -29,16 +29,12 @@ class RunFacts:
         self.started = False
         """Whether the kernel has issued its first tickets."""
         self.begun = resumed is None
-        """Whether the kernel has begun to change the run's files. Before, a resume can be refused without a
-        trace."""
+        """Whether the kernel has changed the run's files. Before, a resume is refused without a trace."""
         self.ending = Ending()
         self.bus: Bus | None = None
         """The kernel's connection; None before it is open."""
         self.problems = [*self._resumed.problems]
-        """Problems that did not end the run, for the summary, also of previous kernels up to the
-        checkpoint."""
-        """Parts of the run that were lost and replaced while it went on, also under previous kernels up to
-        the checkpoint."""
+        """Problems that did not end the run, also of previous kernels up to the checkpoint."""
         self.checkpoints: list[str] = []
         """Names of the checkpoints that this kernel has written."""
         self.lost = self._resumed.lost

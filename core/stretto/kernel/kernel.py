@@ -1,15 +1,14 @@
 """The kernel owns a run on the bus. It carries out the scheduler's commands and never touches token data.
 
 A `Kernel` lives as long as one open bus (see `stretto.process.life`). It lets the scheduler take in events,
-writes them into the journal, and carries out the commands. Its parts admit the workers (`Admission`),
-continue a former kernel's run (`Resumption`), train the steps (`Steps`), and obey the run's user
-(`Operation`).
+writes them into the journal, and carries out the commands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby
 
 import anyio
@@ -35,7 +34,7 @@ from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import Trainers
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.durable.recovery import Living, Recovered, Stored
+from stretto.kernel.durable.recovery import Living, Recovered
 from stretto.kernel.durable.resumption import Resumption
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.admission import Admission
@@ -67,10 +66,6 @@ log = structlog.get_logger()
 
 _LEAVE_S = 8.0
 """At the end of the run, workers have this many seconds to leave before the kernel stops them."""
-_TURN_S = 30.0
-"""Maximum length of an evaluation's first turn at a single engine, in seconds."""
-_TURNS_PER_WORKFLOW = 10
-"""The first turn takes at most `workflow.timeout_s` divided by this number."""
 _RECORD_S = 2.0
 """Deadline for the last event. If it is not stored, a resume ends the run for the same reason once more."""
 _JOIN_AGAIN_S = 15.0
@@ -79,123 +74,80 @@ _ATTEMPTS_PER_KERNEL = 1000
 """A resumed kernel numbers the attempts of its tickets from its lease epoch times this number."""
 
 
+@dataclass
 class Kernel:
     """One kernel of a run, from its first message to the end of its workers."""
 
-    def __init__(
-        self, setup: RunSetup, bus: Bus, journal: JournalWriter, ending: Ending, tasks: TaskGroup
-    ) -> None:
-        self._setup = setup
-        self._config = setup.config
-        self._scheduler = setup.scheduler
-        self._facts = setup.facts
+    _setup: RunSetup
+    _bus: Bus
+    _journal: JournalWriter
+    _ending: Ending
+    _tasks: TaskGroup
+
+    def __post_init__(self) -> None:
+        setup, bus, journal, ending, tasks = self._setup, self._bus, self._journal, self._ending, self._tasks
+        names, fleet, epoch = setup.names, setup.fleet, journal.epoch
+        self._scheduler, self._facts, self._fleet, self._names = setup.scheduler, setup.facts, fleet, names
         self._facts.bus = bus
-        self._fleet = setup.fleet
-        self._names = setup.names
-        self._bus = bus
-        self._journal = journal
-        self._lease_epoch = lease_epoch = journal.epoch
-        self._ending = ending
-        self._tasks = tasks
         journal.on_stored = setup.on_stored
-        self._trainers = Trainers(bus, setup.names, setup.placement, journal)
-        self._engines = Engines(
-            bus,
-            setup.names,
-            setup.fleet,
-            journal,
-            waits=setup.waits,
-            turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
-            has_evaluator=setup.assembly.has_evaluator,
-        )
-        self._routes = RouteSender(
-            bus, setup.names, setup.fleet, lease_epoch, finish_s=self._config.workflow.timeout_s
-        )
-        self._tickets = TicketQueue(bus, setup.names, lease_epoch, samples=setup.graph.samples)
-        self._samples = SampleWriterSupervisor(setup, bus, lease_epoch)
-        self._checkpointer = Checkpointer(
-            *(setup, bus, tasks),
-            trainers=self._trainers,
-            engines=self._engines,
-            tickets=self._tickets,
-            journal=self._journal,
-            samples=self._samples,
-        )
-        self._scaler = WorkerScaler(setup, bus, lease_epoch, ending, tasks)
+        trainers = self._trainers = Trainers(bus, names, setup.placement, journal)
+        engines = self._engines = Engines(setup, bus, journal)
+        self._routes = RouteSender(bus, names, fleet, epoch, finish_s=setup.config.workflow.timeout_s)
+        tickets = self._tickets = TicketQueue(bus, names, epoch, samples=setup.graph.samples)
+        samples = self._samples = SampleWriterSupervisor(setup, bus, epoch)
+        checkpointer = Checkpointer(setup, bus, journal, tasks, trainers, engines, tickets, samples)
+        self._checkpointer = checkpointer
+        self._scaler = WorkerScaler(setup, bus, epoch, ending, tasks)
         self._admission = Admission(
-            *(setup, bus, journal, ending, tasks),
-            engines=self._engines,
-            routes=self._routes,
-            on_gone=lambda worker, drained: self._hear(WorkerGone(worker, drained)),
+            setup, bus, journal, ending, tasks, engines, self._routes, self._worker_gone
         )
         self._operation = Operation(setup, bus, ending, self._scaler)
-        self._steps = Steps(
-            *(setup, journal, tasks),
-            trainers=self._trainers,
-            engines=self._engines,
-            checkpointer=self._checkpointer,
-            hear=self._hear,
-        )
+        self._steps = Steps(setup, journal, tasks, trainers, engines, checkpointer, self._hear)
         self._replacement = TrainerReplacement(
-            *(setup, journal, ending),
-            admission=self._admission,
-            trainers=self._trainers,
-            engines=self._engines,
-            checkpointer=self._checkpointer,
-            steps=self._steps,
+            setup, journal, ending, self._admission, trainers, engines, checkpointer, self._steps
         )
-        self._resumption = None if setup.resumed is None else self._make_resumption()
+        self._resumption: Resumption | None = None
+        if setup.resumed is not None:
+            self._resumption = Resumption(
+                setup, bus, journal, ending, trainers, engines, tickets, checkpointer, self._steps, self._do
+            )
         self._commands: list[Command] = []
         self._heard = anyio.Event()
-        self._adopts = False
-        """Whether workers of a former kernel live on."""
         self._owned = False
         """Whether the scheduler hears events. Before, it may be in the state of a former kernel."""
-
-    def _make_resumption(self) -> Resumption:
-        return Resumption(
-            *(self._setup, self._bus, self._journal, self._ending),
-            trainers=self._trainers,
-            engines=self._engines,
-            tickets=self._tickets,
-            checkpointer=self._checkpointer,
-            do=self._do,
-            on_repeated=self._steps.report,
-        )
 
     async def run(self, former_tickets: int) -> None:
         """Own the run until it ends, then dismiss the workers, also after an error. Tickets in the queue up
         to the number `former_tickets` are those of former kernels."""
         await self._tickets.clear(former_tickets)
         await self._serve()
-        stored: Stored | None = None
+        setup, fleet, is_replay = self._setup, self._fleet, self._setup.replays is not None
         if self._resumption is not None:
-            stored = await self._resumption.read()
-        resumed, adopts_trainers = self._setup.resumed, False
-        version = resumed[1].version if resumed else 0
-        self._journal.hear(KernelBegan(self._lease_epoch, version, self._facts.wall_s))
+            await self._resumption.read()
+        version = setup.resumed[1].version if setup.resumed else 0
+        self._journal.hear(KernelBegan(self._journal.epoch, version, self._facts.wall_s))
         await self._journal.flush()  # observers may refuse the run's files
         self._facts.begun = True
-        if self._resumption is not None and self._setup.replays is None:
-            await self._fleet.adopt(self._setup.workers, self._tasks)  # before they hear of this kernel
-            self._adopts = bool(self._fleet.adoption.absent)
-            adopts_trainers = self._fleet.adoption.has_trainers
+        continues = self._resumption is not None and not is_replay
+        if continues:
+            await fleet.adopt(setup.workers, self._tasks)  # before they hear of this kernel
             self._admission.on_trainer_lost = lambda worker, how: None  # new ones take their place
+        adopts, adopts_trainers = bool(fleet.adoption.absent), fleet.adoption.has_trainers
         self._tasks.start_soon(self._beacons)
-        self._tasks.start_soon(self._fleet.watch)
-        self._tasks.start_soon(watch_bus, self._setup, self._bus, self._ending)
-        self._tasks.start_soon(watch_store, self._setup, self._bus, self._ending)
+        self._tasks.start_soon(fleet.watch)
+        self._tasks.start_soon(watch_bus, setup, self._bus, self._ending)
+        self._tasks.start_soon(watch_store, setup, self._bus, self._ending)
         self._tasks.start_soon(self._journal.keep)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
-        if self._setup.replays is None:
+        if not is_replay:
             self._tasks.start_soon(self._samples.run)
         try:
-            if self._resumption is not None and self._setup.replays is None:
-                await self._fleet.adoption.until_others_left(self._ending.over, self._fleet.reconnect_s)
-            await self._fleet.launch(self._setup.workers, self._tasks)
+            if continues:
+                await fleet.adoption.until_others_left(self._ending.over, fleet.reconnect_s)
+            await fleet.launch(setup.workers, self._tasks)
             self._facts.note = ""
-            self._tasks.start_soon(self._begin, stored, adopts_trainers)
+            self._tasks.start_soon(self._begin, adopts, adopts_trainers)
             await self._ending.over.wait()
         finally:
             with anyio.CancelScope(shield=True):
@@ -208,31 +160,31 @@ class Kernel:
 
     async def _serve(self) -> None:
         bus, names = self._bus, self._names
-        await watch_owner(bus, names, self._lease_epoch, self._ending)
+        await watch_owner(bus, names, self._journal.epoch, self._ending)
         await self._admission.serve()
         await self._operation.serve()
         await self._samples.serve()
         await bus.subscribe(names.tickets_started, TicketsStarted, self._take_starts)
         await bus.subscribe(names.progress, Progress, self._hear)
 
-    async def _begin(self, stored: Stored | None, adopts_trainers: bool) -> None:
+    async def _begin(self, adopts: bool, adopts_trainers: bool) -> None:
         """Wait for the workers, load the weights or repeat the journal, and issue the first tickets."""
+        resumption = self._resumption
         living: Living | None = None
-        if self._resumption is not None and stored is not None:
+        recovered: Recovered | None = None
+        if resumption is not None:
             if adopts_trainers:
-                living = await self._living_trainers(self._resumption, stored)
+                living = await self._living_trainers(resumption)
             self._replace_lost_trainers()
         nonces = await self._admission.until_trainers_ready()
         self._trainers.nonces = nonces
         first = self._trainers.placement.lead.workers[0]
         self._engines.trainer = WorkerProcess(first, nonces[first])
-        recovered: Recovered | None = None
-        if self._resumption is not None and stored is not None:
-            recovered = await self._resumption.repeat(stored, living)
-            if self._adopts:
-                version, repeated = self._scheduler.version, recovered.repeated
-                self._journal.hear(Replaced(stored.journal.heard_at, "kernel", "killed", version, repeated))
-        if recovered is not None:
+        if resumption is not None:
+            recovered = await resumption.repeat(living)
+            if adopts:
+                since, version = resumption.stored.journal.heard_at, self._scheduler.version
+                self._journal.hear(Replaced(since, "kernel", "killed", version, recovered.repeated))
             notes = tuple(self._steps.current(note) for note in recovered.notes)
         else:
             notes = await self._trainers.load(None, 0)
@@ -244,7 +196,7 @@ class Kernel:
         self._engines.remember(notes)
         self._engines.announce(notes[-1])
         self._owned = True
-        attempts_from = self._lease_epoch * _ATTEMPTS_PER_KERNEL if recovered else 0
+        attempts_from = self._journal.epoch * _ATTEMPTS_PER_KERNEL if recovered else 0
         self._hear(self._setup.ownership(self._journal.incarnation, attempts_from=attempts_from))
         for sequence, outcome in recovered.later if recovered else ():
             self._tickets.take_in(sequence, outcome, self._take_in)
@@ -269,13 +221,13 @@ class Kernel:
             for each in held:
                 await self._tickets.withdraw(each.purpose, each.ticket, each.attempt)
 
-    async def _living_trainers(self, resumption: Resumption, stored: Stored) -> Living | None:
+    async def _living_trainers(self, resumption: Resumption) -> Living | None:
         """Return the state of the former kernel's trainers. If they cannot go on, end them."""
         living: Living | None = None
         with anyio.move_on_after(_JOIN_AGAIN_S) as waiting, suppress(BusError):
             self._admission.on_trainer_lost = lambda worker, how: waiting.cancel()
             self._trainers.nonces = await self._admission.until_trainers_ready()
-            living = await resumption.living(stored)
+            living = await resumption.living()
         if living is not None and not waiting.cancel_called:
             return living
         log.info("the trainers start again: they cannot go on")
@@ -313,7 +265,7 @@ class Kernel:
         self._facts.loss, self._facts.note = "", "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
-                await self._bus.publish(self._names.beacon, Beacon(self._lease_epoch, "over"))
+                await self._bus.publish(self._names.beacon, Beacon(self._journal.epoch, "over"))
         at_once = self._ending.forced or not self._bus.connected
         await self._fleet.stop(0 if at_once else _LEAVE_S)
         await self._samples.stop(at_once=at_once)
@@ -327,10 +279,13 @@ class Kernel:
 
     async def _beacons(self) -> None:
         while True:
-            await self._bus.publish(self._names.beacon, Beacon(self._lease_epoch, "running"))
+            await self._bus.publish(self._names.beacon, Beacon(self._journal.epoch, "running"))
             await anyio.sleep(1)
 
     # ---------------------------------------------------------------------------- events of tickets
+
+    def _worker_gone(self, worker: str, drained: bool) -> None:
+        self._hear(WorkerGone(worker, drained))
 
     def _take_starts(self, message: TicketsStarted) -> None:
         for started in message.started:
@@ -407,7 +362,7 @@ class Kernel:
                     self._samples.retire(ticket, account, reason)
             case EvaluationDone():
                 self._tickets.evaluation_ended()
-                if self._config.checkpoint.keep_best:
+                if self._setup.config.checkpoint.keep_best:
                     await self._checkpointer.prune()
             case HeldBack(evaluating, waiting):
                 log.warning("evaluations hold training back", evaluating=evaluating, waiting=waiting)

@@ -25,8 +25,7 @@ _LOOK_S = 5.0
 
 
 async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """Take the lease of a run and own the run until `ending.over` is set. Errors of the kernel's tasks come
-    in an exception group."""
+    """Take the lease and own the run until `ending.over` is set. Errors come in an exception group."""
     names = setup.names
     tickets = [names.ticket("train"), names.ticket("eval")]
     await bus.store.make_queue(names.tickets_stream, tickets, redeliver_s=_REDELIVER_S)

@@ -1,15 +1,15 @@
 """Trainers that are lost are replaced while generation, scoring and evaluation go on.
 
 When one process is lost, those of all worker groups end and start again: the others of its group may wait for
-it for ever, and the models of all groups have to be of one version. They load the newest checkpoint and train
-the batches again that followed it. The scheduler does not notice: it takes in no event twice, and no version
-is announced twice. The newest version is published again with the same digest, so that an engine that starts
-later finds it.
+it for ever, and all models have to be of one version. They load the newest checkpoint and train the later
+batches again. The scheduler does not notice: no version is announced twice. The newest one is published again
+with the same digest, so that an engine that starts later finds it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from heapq import nlargest
 
 import anyio
@@ -35,34 +35,25 @@ _NAMED = 3
 """Number of sequences that are named as the longest ones of a batch."""
 
 
+@dataclass
 class TrainerReplacement:
     """Replaces the trainers of one kernel. Where the new ones cannot get the weights of the lost ones, the
     run begins again with its newest checkpoint, as `stretto resume` does."""
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        journal: JournalWriter,
-        ending: Ending,
-        *,
-        admission: Admission,
-        trainers: Trainers,
-        engines: Engines,
-        checkpointer: Checkpointer,
-        steps: Steps,
-    ) -> None:
-        self._setup = setup
-        self._scheduler = setup.scheduler
-        self._journal = journal
-        self._ending = ending
-        self._admission = admission
-        self._trainers = trainers
-        self._engines = engines
-        self._checkpointer = checkpointer
-        self._steps = steps
+    _setup: RunSetup
+    _journal: JournalWriter
+    _ending: Ending
+    _admission: Admission
+    _trainers: Trainers
+    _engines: Engines
+    _checkpointer: Checkpointer
+    _steps: Steps
+
+    def __post_init__(self) -> None:
+        self._scheduler = self._setup.scheduler
         self._deaths = Counter[int]()
         """Version -> number of losses while its batch was trained."""
-        setup.fleet.explain = self._explain
+        self._setup.fleet.explain = self._explain
         self._are_lost = False
         """Whether the others become lost for the sake of one."""
         self._news = anyio.Event()
@@ -116,8 +107,7 @@ class TrainerReplacement:
         self._trainers.replaced()
 
     async def _restore(self) -> int | None:
-        """Load the newest checkpoint and train the later batches again. Return their number; None if the run
-        begins again."""
+        """Return the number of batches that were trained again; None if the run begins again."""
         folder, state = self._checkpointer.newest()
         self._steps.published_again.clear()
         rounds = self._scheduler.evaluation

@@ -37,7 +37,7 @@ class RunSetup:
     """The parts of one kernel that need no bus.
 
     Args:
-        resumed: the checkpoint's folder, or None for the beginning of the run, and its state. None for a new
+        resumed: the checkpoint's folder, None for the beginning of the run, and its state. None for a new
             run.
         values: number of the run's values in `assembly`.
         expires_batch: whether a batch whose step is not complete expires, and is not trained again.

@@ -69,17 +69,14 @@ class StepMeter:
         repeated: bool = False,
     ) -> StepMeasured:
         """Return the figures of a complete step, which the scheduler has taken in. What comes now is a wait
-        for the next one.
-
-        Args:
-            waits: what training waited for before the step, with the seconds; empty for a repeated step.
-            generate_busy_s: the engines' mean seconds of work so far.
-        """
+        for the next one. A repeated step has no `waits`."""
         self._waits.begin()
         statistics = dict(result.statistics)
         of_batch = self._of_samples(start) if self._sampled else {}
         tokens = int(of_batch.pop("tokens", statistics.pop("tokens", 0)))
         self._facts.trained_tokens += tokens
+        statistics |= self._of_variants(start) if self._sampled else {}
+        statistics |= self._of_sources(start) | self._scheduler.draws.figures() | self._of_gate(divergence)
         cores = self._cores.read()
         return StepMeasured(
             version=result.version,
@@ -90,11 +87,7 @@ class StepMeter:
             waits=tuple((cause, round(seconds, 4)) for cause, seconds in waits),
             tokens=tokens,
             of_batch=of_batch,
-            statistics={name: _figure(value) for name, value in statistics.items()}
-            | (self._of_variants(start) if self._sampled else {})
-            | self._of_sources(start)
-            | {name: _figure(value) for name, value in self._scheduler.draws.figures().items()}
-            | self._of_gate(divergence),
+            statistics={name: _figure(value) for name, value in statistics.items()},
             of_engines=self._of_engines(start) if self._sampled else {},
             engines=len(self._fleet.of("inference")),
             generate_busy_s=generate_busy_s,
@@ -153,7 +146,7 @@ class StepMeter:
                 **({"seconds": _mean([group.seconds for group in groups])} if groups else {}),
                 "tokens": sum(member.sampled for member in members),
             }
-            figures |= {f"variant/{name}/{key}": _figure(value) for key, value in of_variant.items()}
+            figures |= {f"variant/{name}/{key}": value for key, value in of_variant.items()}
         return figures
 
     def _of_sources(self, start: StartBatch) -> dict[str, float]:
@@ -168,14 +161,13 @@ class StepMeter:
                 if self._sampled:
                     samples = [each for group in groups for each in group.members if not each.part]
                     figures[f"dataset/{name}/reward"] = _mean([each.reward for each in samples])
-                    accuracy = metric_figures(samples, f"dataset/{name}", ["accuracy"])
-                    figures |= {key: _figure(value) for key, value in accuracy.items()}
+                    figures |= metric_figures(samples, f"dataset/{name}", ["accuracy"])
         return figures
 
     def _of_gate(self, divergence: float | None) -> dict[str, float]:
         if self._scheduler.settings.max_divergence is None:
             return {}
-        known = {} if divergence is None else {"divergence": _figure(divergence)}
+        known = {} if divergence is None else {"divergence": divergence}
         return {**known, "staleness_limit": self._scheduler.staleness_limit}
 
     def _of_engines(self, start: StartBatch) -> dict[str, float]:
@@ -195,15 +187,14 @@ class StepMeter:
         return {name: round(value, 4) for name, value in figures.items()}
 
     def _not_trained(self) -> dict[str, int]:
-        """The most frequent causes for which tickets were filtered, expired or failed since the step
-        before."""
+        """The most frequent causes for which tickets were not trained since the step before."""
         reasons = self._scheduler.reasons
         news, self._reasons = reasons - self._reasons, Counter(reasons)
         return dict(causes(news).most_common(_MOST_CAUSES))
 
 
 def _of_kept(members: Sequence[Member]) -> dict[str, float]:
-    """From how many ids a token was drawn, and the bytes that these take in the log; empty if from the whole
+    """From how many ids a token was drawn, and their bytes in the log; empty without a cut of the
     vocabulary."""
     kept, sampled = sum(member.kept for member in members), sum(member.sampled for member in members)
     tokens = sum(member.length for member in members)

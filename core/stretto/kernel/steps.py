@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -24,31 +25,23 @@ from stretto.kernel.step_meter import StepMeter
 from stretto.weights import WeightsNote
 
 
+@dataclass
 class Steps:
     """The steps of one kernel. `hear` lets the scheduler take in an event, and then records the figures of
     the step that the event completes."""
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        journal: JournalWriter,
-        tasks: TaskGroup,
-        *,
-        trainers: Trainers,
-        engines: Engines,
-        checkpointer: Checkpointer,
-        hear: Callable[[Input, Callable[[], StepMeasured] | None], None],
-    ) -> None:
-        self._setup = setup
-        self._scheduler = setup.scheduler
-        self._journal = journal
-        self._tasks = tasks
-        self._trainers = trainers
-        self._engines = engines
-        self._checkpointer = checkpointer
-        self._hear = hear
-        self._meter = StepMeter(setup)
-        self.reached = setup.resumed[1].version if setup.resumed else 0
+    _setup: RunSetup
+    _journal: JournalWriter
+    _tasks: TaskGroup
+    _trainers: Trainers
+    _engines: Engines
+    _checkpointer: Checkpointer
+    _hear: Callable[[Input, Callable[[], StepMeasured] | None], None]
+
+    def __post_init__(self) -> None:
+        self._scheduler = self._setup.scheduler
+        self._meter = StepMeter(self._setup)
+        self.reached = self._setup.resumed[1].version if self._setup.resumed else 0
         """Version of the weights that the trainers have, or have to have after one was lost."""
         self.under_way: tuple[RowRef, ...] | None = None
         """Rows of the batch that is trained now."""
@@ -61,7 +54,7 @@ class Steps:
         self._engine_errors = EngineErrors()
         self._ended = anyio.Event()
         """Set by the end of each step."""
-        engines.on_swapped = self._swapped
+        self._engines.on_swapped = self._swapped
 
     def begin(self, note: WeightsNote) -> None:
         """Begin with these weights."""

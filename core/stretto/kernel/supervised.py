@@ -30,11 +30,8 @@ async def supervised(
     most: float = math.inf,
 ) -> Failure | None:
     """Run a process with `live` until that returns None, and again after each failure. Return the last
-    failure if there were more than `most` in a row.
-
-    `restart` waits for a pause, which doubles with each failure in a row, and returns whether the process may
-    run again.
-    """
+    failure if there were more than `most` in a row. `restart` waits for a pause, which doubles with each
+    failure in a row, and returns whether the process may run again."""
     failures, pause_s = 0, 0.0
     while (failure := await live()) is not None:
         failures = 1 if failure.lasted else failures + 1

@@ -40,8 +40,7 @@ class Waits:
         self._change(lambda state: state.put(engine, cause))
 
     def serves(self, engine: str, version: int, pause_s: float) -> None:
-        """An engine serves the newest version to training from now on, after a swap that stopped it for
-        `pause_s`."""
+        """An engine serves the newest version to training, after a swap that stopped it for `pause_s`."""
         if engine in self._now.engines and self._now.engines[engine] is None:
             swap = Cause("swap", version)
             self._changes.append((self._clock() - pause_s, lambda state: state.put(engine, swap)))
@@ -56,8 +55,7 @@ class Waits:
         self._began = self._clock()
 
     def take(self) -> tuple[tuple[Cause, float], ...]:
-        """Return what training has waited for since `begin`, in order, with the seconds. Called when a step
-        begins."""
+        """Return what training has waited for since `begin`, in order, with seconds, when a step begins."""
         parts: list[tuple[Cause, float]] = []
         moment, now, state = self._began, self._clock(), self._taken
         for at, change in sorted(self._changes, key=itemgetter(0)):

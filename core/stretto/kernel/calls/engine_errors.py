@@ -31,14 +31,9 @@ class EngineErrors:
                 "engine's error unknown; it counts as divergence", worker=worker, reason=done.rows_unscored
             )
 
-    @property
-    def mean(self) -> float | None:
-        """Mean error over the engines; None if no engine has been compared yet."""
-        return sum(self._kl.values()) / len(self._kl) if self._kl else None
-
     def divergence(self, measured: float | None) -> float | None:
         """Return the trainer's figure of a batch minus the engines' mean error, at least 0. An unknown error
         counts as 0. None if nothing was measured, or no engine has tried the comparison yet."""
         if measured is None or not (self._kl or self._unscored):
             return None
-        return max(0.0, measured - (self.mean or 0.0))
+        return max(0.0, measured - sum(self._kl.values()) / max(1, len(self._kl)))

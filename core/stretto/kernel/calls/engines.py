@@ -19,12 +19,11 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.events import Cause, WeightsServed
 from stretto.bus.messages.inference import AskLoad, LoadReport, Swap, SwapDone
 from stretto.bus.messages.membership import WorkerProcess
-from stretto.bus.messages.subjects import Subjects
 from stretto.errors import BusError, NoAnswer, RunError
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.fleet.fleet import Fleet, FleetMember
+from stretto.kernel.fleet.fleet import FleetMember
 from stretto.kernel.schedule.lending import Demand, Lending
-from stretto.kernel.waits import Waits
+from stretto.kernel.setup import RunSetup
 from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
@@ -33,47 +32,32 @@ _SWAP_S = 300.0
 """Deadline of one swap."""
 _ASKED = 32
 """Up to this many engines, the kernel asks all of them for their figures after each step."""
+_TURN_S = 30.0
+"""Maximum length of an evaluation's first turn at a single engine."""
+_TURNS_PER_WORKFLOW = 10
+"""The first turn takes at most `workflow.timeout_s` divided by this number."""
 _TRIES = 5
 """Number of failed swaps in a row to the same weights after which the run fails."""
 
 
 class Engines:
-    """All inference workers of the run.
+    """All inference workers of the run."""
 
-    Args:
-        waits: receives the engines that sample for training.
-        turn_s: length of an evaluation's first turn at a single engine, in seconds.
-        has_evaluator: whether the run has an engine for evaluations alone.
-    """
-
-    def __init__(
-        self,
-        bus: Bus,
-        names: Subjects,
-        fleet: Fleet,
-        journal: JournalWriter,
-        *,
-        waits: Waits,
-        turn_s: float,
-        has_evaluator: bool,
-    ) -> None:
-        self._bus = bus
-        self._names = names
-        self._fleet = fleet
+    def __init__(self, setup: RunSetup, bus: Bus, journal: JournalWriter) -> None:
+        self._bus, self._names, self._fleet = bus, setup.names, setup.fleet
         self._journal = journal
         self.on_swapped: Callable[[str, SwapDone], None] = lambda worker, done: None
-        """Called after each swap to new weights, with the worker and its answer."""
+        """Gets the worker and its answer after each swap to new weights."""
         self.on_callable: Callable[[FleetMember], None] = lambda member: None
-        """Called with an engine that rollout workers may call, and again when it serves a new version or is
-        lent."""
-        self._waits = waits
+        """Gets an engine that rollout workers may call, also when it serves a new version or is lent."""
+        self._waits = setup.waits
         self._news: dict[str, anyio.Event] = {}
         """Worker -> set when its target may have changed, or when it is lost."""
         self._swaps: dict[str, anyio.CancelScope] = {}
         self._lending_news = anyio.Event()
         self._numbers = count()
-        self._lending = Lending(turn_s)
-        self._has_evaluator = has_evaluator
+        self._lending = Lending(min(_TURN_S, setup.config.workflow.timeout_s / _TURNS_PER_WORKFLOW))
+        self._has_evaluator = setup.assembly.has_evaluator
         self._demand = Demand()
         self._busy: dict[str, float] = {}
         """Seconds of work of each engine, by the nonce of its process, at the last call of `busy_s`."""
@@ -102,8 +86,8 @@ class Engines:
         return self.note
 
     def publish_again(self, note: WeightsNote) -> None:
-        """Take in that the newest weights have another address. Swaps under way, which may ask at the former
-        one, begin again."""
+        """The newest weights have another address: swaps under way, perhaps at the former one, begin
+        again."""
         for swap in self._swaps.values():
             swap.cancel()
         self.announce(note)
@@ -202,7 +186,13 @@ class Engines:
             are_new = served is None or served[:2] != (note.version, note.digest)
             if are_new:
                 self.on_swapped(member.worker, done)
-            self._journal.hear(_served(began, member.worker, done, exact=exact, are_new=are_new))
+            served_event = WeightsServed(
+                *(began, member.worker, done.report.version, exact, are_new, done.report.pause_s),
+                drift=done.drift,
+                engine_kl=done.engine_kl,
+                unscored=done.unscored,
+            )
+            self._journal.hear(served_event)
             failures, served = 0, _served_by(target)
             member.callable, member.exact_version = True, note.version if exact else None
             if not exact:
@@ -264,13 +254,3 @@ def _served_by(target: tuple[WeightsNote, bool]) -> tuple[int, str, bool]:
     """Return version, digest, and exactness: the same weights may be published again, at another address."""
     note, exact = target
     return note.version, note.digest, exact
-
-
-def _served(began: float, worker: str, done: SwapDone, *, exact: bool, are_new: bool) -> WeightsServed:
-    return WeightsServed(
-        *(began, worker, done.report.version, exact, are_new),
-        pause_s=done.report.pause_s,
-        drift=done.drift,
-        engine_kl=done.engine_kl,
-        unscored=done.unscored,
-    )

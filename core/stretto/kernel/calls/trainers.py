@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
-import msgspec
 
 from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.base import clock
@@ -70,8 +69,8 @@ class StepResult:
     began: float
     """Unix time at which the step began."""
     divergence: float | None = None
-    """KL(behaviour || policy at the start of the step) in nats per token, with the engines' error. None if it was
-    not measured."""
+    """KL(behaviour || policy at the start of the step) in nats per token, with the engines' error. None
+    if it was not measured."""
 
     @property
     def skipped(self) -> list[str]:
@@ -100,7 +99,7 @@ class Trainers:
         self.placement = placement
         self.nonces: Mapping[str, str] = {}
         """Worker -> nonce; set when all trainers have joined."""
-        self.journal = journal
+        self._journal = journal
         self._present = anyio.Event()
         """Set while no trainer is lost."""
         self._present.set()
@@ -111,8 +110,7 @@ class Trainers:
     # ------------------------------------------------------------------------------------- losses
 
     async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work with the trainers. If one is lost meanwhile, do it again with those that take their
-        place."""
+        """Do work with the trainers, and again with those that take the place of a lost one."""
         return await self.until_not_lost(partial(self.once, work))
 
     async def until_not_lost(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -159,7 +157,8 @@ class Trainers:
         request = LoadCheckpoint(self._lease_epoch, place, version, needed, manifest)
         answers = await self._ask_all("load", request, Loaded)
         again = [note for answer in answers for note in answer.needed]
-        return (*again, _note_of([answer.note for answer in answers]))
+        [note] = [answer.note for answer in answers if answer.note is not None]
+        return (*again, note)
 
     async def step(
         self,
@@ -168,19 +167,36 @@ class Trainers:
         rows: tuple[RowRef, ...],
         ahead: tuple[RowRef, ...] = (),
     ) -> StepResult:
-        """Run the calls of one train step on a batch; `end` has to follow.
+        """Run the calls of one train step on a batch; `end` has to follow. Meanwhile the trainers fetch the
+        rows `ahead`, which the next batches will probably need."""
+        graph, journal, began_s = self.placement.graph, self._journal, clock.now()
+        began, statistics, times = journal.now(), dict[str, float](), list[CallTime]()
+        done = {call.name: anyio.Event() for call in graph.step_calls}
 
-        Args:
-            ahead: rows that the next batches will probably need. The trainers fetch them while the current
-                rows train.
-        """
-        request = RunCall(self._lease_epoch, incarnation, version, "", rows)
-        step = _Step(self, request, ahead)
+        async def run_group(group: WorkerGroup) -> None:
+            for call in graph.step_calls:
+                if self.placement.group_of(call) is not group:
+                    continue
+                for earlier in graph.before(call):
+                    if earlier in done:
+                        await done[earlier].wait()
+                if call.op == "train" and call.model == graph.lead and ahead:
+                    await self.prefetch((*rows, *ahead), complete=True)
+                start_s, start = clock.now() - began_s, journal.now()
+                request = RunCall(self._lease_epoch, incarnation, version, call.name, rows)
+                answer = await self.ask(group, "call", request, CallDone)
+                prefix = "" if call.model in (None, graph.lead) else f"{call.model}/"
+                statistics.update({f"{prefix}{name}": value for name, value in answer.statistics.items()})
+                times.append(CallTime(call.name, group.path, start_s, start_s + answer.seconds))
+                seconds = round(answer.seconds, 4)
+                journal.hear(CallEnded(start, group.path, call.name, version, seconds))
+                done[call.name].set()
+
         async with one_job() as tasks:
             for group in self.placement.groups.values():
-                tasks.start_soon(step.run_group, group)
-        divergence = step.statistics.pop("divergence", None)
-        return StepResult(step.statistics, step.times, version + 1, step.began, divergence)
+                tasks.start_soon(run_group, group)
+        divergence = statistics.pop("divergence", None)
+        return StepResult(statistics, times, version + 1, began, divergence)
 
     async def end(self, version: int, needed: tuple[int, ...] = ()) -> None:
         """End the step that began at a version: the trainers are ready for the next one, have begun to
@@ -210,8 +226,7 @@ class Trainers:
             draft.uploaded.update(saved.uploaded)
 
     async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:
-        """Ask every rank to fetch these rows and, if they are `complete`, to drop all others but those of the
-        current batch."""
+        """Ask every rank to fetch rows; if `complete`, to drop all others but the current batch."""
         message = Prefetch(rows, complete)
         for group in self.placement.groups.values():
             for worker in group.workers:
@@ -239,41 +254,3 @@ class Trainers:
             for group in self.placement.groups.values():
                 tasks.start_soon(ask, group)
         return answers
-
-
-class _Step:
-    def __init__(self, trainers: Trainers, request: RunCall, ahead: tuple[RowRef, ...]) -> None:
-        self._trainers = trainers
-        self._placement = trainers.placement
-        self._request = request
-        self._ahead = ahead
-        self.began = trainers.journal.now()
-        self._began = clock.now()
-        self._done = {call.name: anyio.Event() for call in self._placement.graph.step_calls}
-        self.statistics: dict[str, float] = {}
-        self.times: list[CallTime] = []
-
-    async def run_group(self, group: WorkerGroup) -> None:
-        graph = self._placement.graph
-        for call in graph.step_calls:
-            if self._placement.group_of(call) is not group:
-                continue
-            for earlier in graph.before(call):
-                if earlier in self._done:
-                    await self._done[earlier].wait()
-            if call.op == "train" and call.model == graph.lead and self._ahead:
-                await self._trainers.prefetch((*self._request.rows, *self._ahead), complete=True)
-            start_s, start = clock.now() - self._began, self._trainers.journal.now()
-            request = msgspec.structs.replace(self._request, name=call.name)
-            done = await self._trainers.ask(group, "call", request, CallDone)
-            prefix = "" if call.model in (None, graph.lead) else f"{call.model}/"
-            self.statistics |= {f"{prefix}{name}": value for name, value in done.statistics.items()}
-            self.times.append(CallTime(call.name, group.path, start_s, start_s + done.seconds))
-            ended = CallEnded(start, group.path, call.name, self._request.version, round(done.seconds, 4))
-            self._trainers.journal.hear(ended)
-            self._done[call.name].set()
-
-
-def _note_of(notes: Sequence[WeightsNote | None]) -> WeightsNote:
-    [note] = [note for note in notes if note is not None]
-    return note

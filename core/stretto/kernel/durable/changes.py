@@ -58,8 +58,9 @@ def write_values(folder: Path, composed: Composed) -> None:
     """Write the values of a composed run as the values in force."""
     references = folder / "references.yaml"
     if composed.references or references.exists():
-        _write(references, yaml.safe_dump(dict(composed.references)))
-    _write(folder / "config.yaml", yaml.safe_dump(dict(composed.document), sort_keys=False))
+        write_private(references, yaml.safe_dump(dict(composed.references)).encode())
+    document = yaml.safe_dump(dict(composed.document), sort_keys=False)
+    write_private(folder / "config.yaml", document.encode())
 
 
 def assemble_existing(composed: Composed, folder: Path) -> Assembly:
@@ -136,22 +137,20 @@ def document_of(folder: Path, number: int) -> dict[str, Any]:
 
 
 def put_into_force(folder: Path, changed: Composed) -> None:
-    """Replace `config.yaml`, and keep the previous file under its number; nothing if no value differs. The
-    caller owns the run."""
+    """Replace `config.yaml`, and keep the previous file under its number. The caller owns the run."""
     changes = differences(yaml.safe_load((folder / "config.yaml").read_text()), changed.document)
     if not changes:
         return
     if any(key.startswith("evaluation.dataset") for key in changes):
         forget_fingerprint(folder, "evaluation.dataset")
     former = folder / f"config-{newest_values(folder)}.yaml"
-    _write(former, (folder / "config.yaml").read_text())
+    write_private(former, (folder / "config.yaml").read_bytes())
     write_values(folder, changed)
     add_written(folder, changes)
 
 
 def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the dotted keys whose values differ, each with its previous and new value as JSON, `null` if
-    missing."""
+    """Return the dotted keys that differ, with the previous and the new value as JSON, `null` if missing."""
     before, after = dict(dotted_values(former)), dict(dotted_values(changed))
     return {
         key: values
@@ -256,11 +255,8 @@ def _read_fingerprints(folder: Path) -> dict[str, str]:
 
 
 def _write_fingerprints(folder: Path, fingerprints: Mapping[str, str]) -> None:
-    _write(folder / "fingerprints.json", json.dumps(fingerprints, indent=2) + "\n")
-
-
-def _write(file: Path, text: str) -> None:
-    write_private(file, text.encode())
+    text = json.dumps(fingerprints, indent=2) + "\n"
+    write_private(folder / "fingerprints.json", text.encode())
 
 
 def _put(document: dict[str, Any], path: str, value: str) -> None:

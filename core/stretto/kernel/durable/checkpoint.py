@@ -9,10 +9,9 @@
 
 A checkpoint is written under a temporary name and then renamed, so it is complete or absent.
 
-With `checkpoint.store`, the trainers write their files to a folder at that URL. The kernel adds `kernel.json`
-and then the manifest, which makes that folder a complete checkpoint. The run's own folder has the same
-`kernel.json` and manifest, and `store.json` with the URL. A checkpoint without them in the run's folder does
-not count, and is removed from the store.
+With `checkpoint.store`, the trainers write their files to a folder at that URL, and the kernel adds
+`kernel.json` and then the manifest. The run's own folder has these two, and `store.json` with the URL. A
+checkpoint without them in the run's folder does not count, and is removed from the store.
 """
 
 from __future__ import annotations
@@ -279,11 +278,9 @@ def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> t
 
 def _remote_of(folder: Path) -> RemoteFolder | None:
     entry = folder / _STORE
-    return (
-        RemoteFolder(msgspec.json.decode(entry.read_bytes(), type=_StoreEntry).url)
-        if entry.exists()
-        else None
-    )
+    if not entry.exists():
+        return None
+    return RemoteFolder(msgspec.json.decode(entry.read_bytes(), type=_StoreEntry).url)
 
 
 def _damage_in_store(remote: RemoteFolder, manifest: bytes, names: set[str]) -> str:
@@ -357,7 +354,9 @@ def _clear(root: Path, store: RemoteFolder | None) -> None:
 
 def _put(draft: Draft, final: Path) -> None:
     """Complete a checkpoint, first in the store, and put it in the place of a previous kernel's."""
-    _write_manifest(draft)
+    here = {str(path.relative_to(draft.folder)): file_hash(path) for path in _files(draft.folder)}
+    hashes = dict(sorted({**draft.uploaded, **here}.items()))
+    (draft.folder / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
     if draft.remote is not None:
         for name in ("kernel.json", _MANIFEST):
             draft.remote.write(name, (draft.folder / name).read_bytes())
@@ -367,12 +366,6 @@ def _put(draft: Draft, final: Path) -> None:
     shutil.rmtree(final, ignore_errors=True)
     draft.folder.rename(final)
     _sync(final.parent)
-
-
-def _write_manifest(draft: Draft) -> None:
-    here = {str(path.relative_to(draft.folder)): file_hash(path) for path in _files(draft.folder)}
-    hashes = dict(sorted({**draft.uploaded, **here}.items()))
-    (draft.folder / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
 
 
 def _files(folder: Path) -> Iterator[Path]:

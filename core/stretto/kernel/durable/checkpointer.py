@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,28 +35,21 @@ _PAUSES_S = (1.0, 2.0, 4.0)
 """Pauses before each further attempt to write a checkpoint that the run cannot do without."""
 
 
+@dataclass
 class Checkpointer:
     """Writes and prunes the checkpoints of one kernel."""
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        bus: Bus,
-        tasks: TaskGroup,
-        trainers: Trainers,
-        engines: Engines,
-        tickets: TicketQueue,
-        journal: JournalWriter,
-        samples: SampleWriterSupervisor,
-    ) -> None:
-        self._setup = setup
-        self._bus = bus
-        self._tasks = tasks
-        self._trainers = trainers
-        self._engines = engines
-        self._tickets = tickets
-        self._journal = journal
-        self._samples = samples
+    _setup: RunSetup
+    _bus: Bus
+    _journal: JournalWriter
+    _tasks: TaskGroup
+    _trainers: Trainers
+    _engines: Engines
+    _tickets: TicketQueue
+    _samples: SampleWriterSupervisor
+
+    def __post_init__(self) -> None:
+        setup = self._setup
         self._root = setup.folder / "checkpoints"
         store = setup.config.checkpoint.store
         self._store = RemoteFolder(store).below(setup.run) if store else None

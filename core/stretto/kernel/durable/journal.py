@@ -57,8 +57,7 @@ class JournalWriter:
         self.on_stored: OnStored = lambda sequence, message, events: None
 
     def now(self) -> float:
-        """Return the Unix time with 4 decimals. It never goes back, and does not jump when somebody sets the
-        machine's clock."""
+        """Return the Unix time with 4 decimals. It never goes back, nor jumps with the machine's clock."""
         return round(self._began + clock.now(), 4)
 
     def hear(self, event: Event) -> None:
@@ -117,7 +116,7 @@ class JournalWriter:
 
 
 async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
-    """Take the lease of the run in the folder `place`. From here on, the server refuses what a former writer
+    """Take the lease of the run in the folder `place`. The server then refuses what a former writer
     appends."""
     await bus.store.make_log(names.journal_stream, names.of_journal)
     while True:
@@ -128,7 +127,8 @@ async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
             )
         except Superseded:
             continue  # the former kernel has just written events, or another one has taken the lease
-        return JournalWriter(bus, names, epoch, end, await _head(bus, names))
+        sequence, newest = await _newest(bus, names)
+        return JournalWriter(bus, names, epoch, end, JournalHead(sequence, newest.digest if newest else ""))
 
 
 async def newest_epoch(bus: Bus, names: Subjects) -> int:
@@ -137,11 +137,6 @@ async def newest_epoch(bus: Bus, names: Subjects) -> int:
     lease = await bus.store.last_sequence(names.journal_stream, names.leases)
     _, newest = await _newest(bus, names)
     return max(lease, newest.lease_epoch if newest else 0)
-
-
-async def _head(bus: Bus, names: Subjects) -> JournalHead:
-    sequence, newest = await _newest(bus, names)
-    return JournalHead(sequence, newest.digest if newest else "")
 
 
 async def _newest(bus: Bus, names: Subjects) -> tuple[int, EventBatch | None]:

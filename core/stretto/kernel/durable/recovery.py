@@ -1,26 +1,22 @@
 """Recovery after a restart: the state is the fold of the events since the checkpoint, and the batches that it
 starts are trained again, to the same digests.
 
-There is no second path: the scheduler takes in the stored events as it took them in the first time. The
-batches that it starts again are compared with those that the journal records; only the train steps are done
-again.
-
-A kernel takes in only events of its own incarnation: those up to the next `RunOwned` with another one. Of a
-checkpoint with other values it takes in none: the run begins again there, with its own values.
+The scheduler takes in the stored events as it did the first time, and the batches that it starts are compared
+with the recorded ones. A kernel takes in only events of its own incarnation: those up to the next `RunOwned`
+with another one. Of a checkpoint with other values it takes in none: the run begins again there.
 
 `read_store` first compares what the checkpoint, the journal and the log still hold. If the store is damaged,
-the events hold as long as they give the batches that were recorded. The run continues without the steps and
-groups that are lost, and their tickets are issued again. If nothing is left to continue from, it refuses the
-resume before anything is changed.
+the events hold as long as they give the recorded batches. The run continues without the steps and groups that
+are lost, and issues their tickets again. If nothing is left, it refuses the resume before anything is
+changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -43,10 +39,9 @@ from stretto.bus.messages.events import (
 )
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
-from stretto.bus.messages.training import RowRef
 from stretto.bus.store import Extent
 from stretto.errors import ConfigError, Malformed, MessageGone, RunError
-from stretto.kernel.calls.trainers import StepResult
+from stretto.kernel.calls.trainers import StepResult, Trainers
 from stretto.kernel.durable.checkpoint import KernelState, LostData
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.schedule.commands import Command, Retire, StartBatch
@@ -59,29 +54,13 @@ from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
 Name = tuple[Purpose, int, int]
 """(purpose, ticket, attempt) of an outcome."""
 OnRepeated = Callable[[StartBatch, StepResult | StepMeasured | None, float | None, str], None]
 """See `Repetition`."""
 
 
-class _RepeatedSteps(Protocol):
-    async def attempt(self, work: Callable[[], Awaitable[T]]) -> T: ...
-
-    async def load(
-        self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...]
-    ) -> tuple[WeightsNote, ...]: ...
-
-    async def step(self, incarnation: int, version: int, rows: tuple[RowRef, ...]) -> StepResult: ...
-
-    async def end(self, version: int, needed: tuple[int, ...]) -> None: ...
-
-    async def published(self, version: int) -> WeightsNote: ...
-
-
-@dataclass
-class Heard:
+class Heard(msgspec.Struct):
     """Something that the previous kernels' schedulers heard."""
 
     sequence: int
@@ -91,20 +70,19 @@ class Heard:
     """The batch that followed."""
 
 
-@dataclass
-class Journal:
+class Journal(msgspec.Struct):
     """What the journal holds from a checkpoint on."""
 
-    heard: list[Heard] = field(default_factory=list[Heard])
-    started: set[int] = field(default_factory=set[int])
+    heard: list[Heard] = []
+    started: set[int] = set()
     """Versions with a batch of the checkpoint's incarnation."""
-    results: list[Evaluation] = field(default_factory=list[Evaluation])
+    results: list[Evaluation] = []
     """Of the evaluations of that incarnation's weights."""
-    measured: dict[int, StepMeasured] = field(default_factory=dict[int, StepMeasured])
+    measured: dict[int, StepMeasured] = {}
     """Version -> the newest figures of the step that led to it."""
-    digests: dict[int, str] = field(default_factory=dict[int, str])
+    digests: dict[int, str] = {}
     """Version -> digest of its weights, of that incarnation."""
-    draws: dict[int, RecordedDraw] = field(default_factory=dict[int, RecordedDraw])
+    draws: dict[int, RecordedDraw] = {}
     """Draws of a curriculum, by ticket."""
     incarnation: int | None = None
     """That of the newest kernel; None if none has owned the run since the checkpoint."""
@@ -114,55 +92,50 @@ class Journal:
     """Whether messages are missing. What followed the first one is in no place of `heard`."""
 
 
-@dataclass
-class Fold:
+class Fold(msgspec.Struct):
     """The events that a scheduler has taken in."""
 
     position: int
     """Sequence number in the journal's stream up to which they reach."""
     log_sequence: int
     """Sequence number of the last outcome."""
-    events: list[tuple[Input, Outcome | None]] = field(default_factory=list[tuple[Input, Outcome | None]])
+    events: list[tuple[Input, Outcome | None]] = []
     version: int = 0
     """Training version after the batches that they start."""
-    end: Snapshot = field(default_factory=Snapshot)
+    end: Snapshot = msgspec.field(default_factory=Snapshot)
     is_whole: bool = True
     is_left: bool = False
     """Whether weights of another incarnation follow."""
 
 
-@dataclass
-class Replay:
+class Replay(msgspec.Struct):
     """Batches to train again, to which no events lead."""
 
-    batches: list[tuple[tuple[int, ...], list[GroupDone]]] = field(
-        default_factory=list[tuple[tuple[int, ...], list[GroupDone]]]
-    )
+    batches: list[tuple[tuple[int, ...], list[GroupDone]]] = []
     """Of each its tickets, and their groups. The trajectories are in the log."""
-    draws: dict[int, int] = field(default_factory=dict[int, int])
+    draws: dict[int, int] = {}
     """Ticket -> its row of the dataset."""
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """What checkpoint, journal and log still hold of a run."""
 
     snapshot: Snapshot
     """The checkpoint's state. Tickets whose trajectories are gone are unfinished in it."""
-    next_incarnation: int
-    """Number of an incarnation that no other weights have."""
-    fits: bool
-    """Whether the checkpoint has the kernel's values. If not, no event is taken in."""
     journal: Journal
-    outcomes: tuple[tuple[int, Outcome], ...]
-    """(sequence number, outcome) of the tickets that ended after the checkpoint."""
     fold: Fold
-    later: tuple[tuple[int, Outcome], ...]
+    next_incarnation: int = 0
+    """Number of an incarnation that no other weights have."""
+    fits: bool = True
+    """Whether the checkpoint has the kernel's values. If not, no event is taken in."""
+    outcomes: tuple[tuple[int, Outcome], ...] = ()
+    """(sequence number, outcome) of the tickets that ended after the checkpoint."""
+    later: tuple[tuple[int, Outcome], ...] = ()
     """The outcomes that no event has taken in, and that can be used."""
-    log_is_short: bool
+    log_is_short: bool = False
     """Whether the log ends before the checkpoint's place in it: none of its messages can be used."""
-    lost: LostData
-    lost_from: int | None
+    lost: LostData = LostData()
+    lost_from: int | None = None
     """Version from which steps are lost, where a new incarnation begins; None if no step is lost."""
 
     @property
@@ -179,22 +152,11 @@ class Stored:
     def of_replay(cls, state: KernelState, replay: Replay) -> Stored:
         """Return what is stored of a replay that begins with a checkpoint."""
         recorded = {ticket: RecordedDraw(state.version, row) for ticket, row in replay.draws.items()}
-        return cls(
-            snapshot=state.snapshot,
-            next_incarnation=0,
-            fits=True,
-            journal=Journal(draws=recorded),
-            outcomes=(),
-            fold=Fold(state.events_after, state.log_sequence, version=state.version),
-            later=(),
-            log_is_short=False,
-            lost=LostData(),
-            lost_from=None,
-        )
+        fold = Fold(state.events_after, state.log_sequence, version=state.version)
+        return cls(state.snapshot, Journal(draws=recorded), fold)
 
 
-@dataclass(frozen=True)
-class Living:
+class Living(msgspec.Struct, frozen=True):
     """The weights of trainers that have worked for a former kernel and go on."""
 
     version: int
@@ -203,8 +165,7 @@ class Living:
     """Of the versions that evaluations need, and last that of `version`, unless its step is over."""
 
 
-@dataclass(frozen=True)
-class Recovered:
+class Recovered(msgspec.Struct, frozen=True):
     """The result of a repetition."""
 
     notes: tuple[WeightsNote, ...]
@@ -283,12 +244,10 @@ async def read_store(
     )
     missing = sum(each > state.log_sequence for each in extent.missing)
     return Stored(
-        snapshot=snapshot,
+        *(snapshot, journal, fold),
         next_incarnation=max(epoch, state.incarnation + 1),
         fits=fits,
-        journal=journal,
         outcomes=tuple(outcomes),
-        fold=fold,
         later=later,
         log_is_short=short,
         lost=LostData(lost_steps, len(lost), missing, int(journal.is_damaged)),
@@ -296,30 +255,23 @@ async def read_store(
     )
 
 
+@dataclass
 class Repetition:
     """Trains the batches again that the stored events start, and brings a scheduler into the state after
     them. It calls `on_repeated` after each step, with the batch, its result, its divergence if that is known,
     and the digest of its weights. For a step that need not be repeated, because the trainers are `living`,
     these are what the former kernel recorded."""
 
-    def __init__(
-        self,
-        writer: JournalWriter,
-        scheduler: Scheduler,
-        trainers: _RepeatedSteps,
-        checkpoint: tuple[Path | None, KernelState],
-        stored: Stored,
-        *,
-        on_repeated: OnRepeated,
-        living: Living | None = None,
-    ) -> None:
-        self._writer = writer
-        self._scheduler = scheduler
-        self._trainers = trainers
-        self._folder, self._state = checkpoint
-        self._stored = stored
-        self._on_repeated = on_repeated
-        self._living = living
+    _writer: JournalWriter
+    _scheduler: Scheduler
+    _trainers: Trainers
+    _folder: Path | None
+    _state: KernelState
+    _stored: Stored
+    _on_repeated: OnRepeated
+    _living: Living | None = None
+
+    def __post_init__(self) -> None:
         self._trained = 0
         self._notes: list[WeightsNote] = []
         self._retired: list[Retire] = []
@@ -494,7 +446,7 @@ def _fold(
             break
         apply(scheduler, event, outcome)
         start = _batch_in(scheduler.commands())
-        if _rows_of(start) != (heard.batch and heard.batch.rows):
+        if (start and refs_of(start.groups)) != (heard.batch and heard.batch.rows):
             fold.is_whole = False
             break
         fold.version = scheduler.version + scheduler.training
@@ -508,10 +460,6 @@ def _fold(
 
 def _batch_in(commands: Iterable[Command]) -> StartBatch | None:
     return next((each for each in commands if isinstance(each, StartBatch)), None)
-
-
-def _rows_of(start: StartBatch | None) -> tuple[RowRef, ...] | None:
-    return None if start is None else refs_of(start.groups)
 
 
 async def _outcomes(bus: Bus, names: Subjects, after: int, *, samples: bool) -> list[tuple[int, Outcome]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 import structlog
 import yaml
@@ -14,59 +15,47 @@ from stretto.kernel.durable.changes import differences, values_file
 from stretto.kernel.durable.checkpoint import checkpoint_name
 from stretto.kernel.durable.checkpointer import Checkpointer
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.durable.recovery import Living, OnRepeated, Recovered, Repetition, Stored, read_store
+from stretto.kernel.durable.recovery import Living, Recovered, Repetition, Stored, read_store
 from stretto.kernel.ending import Ending
 from stretto.kernel.schedule.commands import Command
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
+from stretto.kernel.steps import Steps
 from stretto.records.metrics_file import MetricsFile
 
 log = structlog.get_logger()
 
 
+@dataclass
 class Resumption:
-    """The beginning of a kernel that continues a run, or trains the batches of a replay.
+    """The beginning of a kernel that continues a run, or trains the batches of a replay."""
 
-    Args:
-        do: carries out a command.
-        on_repeated: called after each repeated step; see `Repetition`.
-    """
+    _setup: RunSetup
+    _bus: Bus
+    _journal: JournalWriter
+    _ending: Ending
+    _trainers: Trainers
+    _engines: Engines
+    _tickets: TicketQueue
+    _checkpointer: Checkpointer
+    _steps: Steps
+    _do: Callable[[Command], Awaitable[None]]
+    stored: Stored = field(init=False)
+    """Set by `read`."""
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        bus: Bus,
-        journal: JournalWriter,
-        ending: Ending,
-        *,
-        trainers: Trainers,
-        engines: Engines,
-        tickets: TicketQueue,
-        checkpointer: Checkpointer,
-        do: Callable[[Command], Awaitable[None]],
-        on_repeated: OnRepeated,
-    ) -> None:
-        assert setup.resumed is not None
-        self._setup = setup
-        self._folder, self._state = setup.resumed
-        self._bus = bus
-        self._journal = journal
-        self._ending = ending
-        self._trainers = trainers
-        self._engines = engines
-        self._tickets = tickets
-        self._checkpointer = checkpointer
-        self._do = do
-        self._on_repeated = on_repeated
-        journal.incarnation = self._state.incarnation
+    def __post_init__(self) -> None:
+        assert self._setup.resumed is not None
+        self._folder, self._state = self._setup.resumed
+        self._journal.incarnation = self._state.incarnation
 
-    async def read(self) -> Stored:
+    async def read(self) -> None:
         """Find out what the store still holds, and report what is lost. A `ConfigError` says that nothing is
         left to continue from; no file has changed then."""
         state, setup = self._state, self._setup
         if setup.replays is not None:
-            return Stored.of_replay(state, setup.replays)
-        stored = await read_store(
+            self.stored = Stored.of_replay(state, setup.replays)
+            return
+        stored = self.stored = await read_store(
             self._bus,
             setup.names,
             (self._folder, state),
@@ -88,11 +77,11 @@ class Resumption:
             # The checkpoint names messages by number: new ones must not get the numbers of lost ones.
             await self._bus.store.purge(setup.names.log_stream, below=state.log_sequence + 1)
         self._journal.incarnation = stored.incarnation_at(state.version, state.incarnation)
-        return stored
 
-    async def living(self, stored: Stored) -> Living | None:
+    async def living(self) -> Living | None:
         """Return the state of the trainers that a former kernel has started; None if they have other weights
         than those to which the events lead."""
+        stored = self.stored
         before, is_training = stored.fold.end.version, stored.fold.version > stored.fold.end.version
         lead, *others = await self._trainers.states()
         versions = {state.version for state in (lead, *others)}
@@ -111,15 +100,14 @@ class Resumption:
             return None
         return Living(before, (*notes, note))
 
-    async def repeat(self, stored: Stored, living: Living | None) -> Recovered:
+    async def repeat(self, living: Living | None) -> Recovered:
         """Load the checkpoint, unless the trainers are `living`, and train the batches again that the later
         events start. Where new events cannot continue the stored ones, write a checkpoint."""
-        setup = self._setup
+        setup, stored = self._setup, self.stored
         setup.facts.note = "repeating the journal" if setup.replays is None else "replaying the batches"
+        checkpoint = self._folder, self._state
         repetition = Repetition(
-            *(self._journal, setup.scheduler, self._trainers, (self._folder, self._state), stored),
-            on_repeated=self._on_repeated,
-            living=living,
+            self._journal, setup.scheduler, self._trainers, *checkpoint, stored, self._steps.report, living
         )
         await repetition.load()
         if setup.replays is None:

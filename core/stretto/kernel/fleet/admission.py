@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -16,13 +17,13 @@ from stretto.bus.client import Bus
 from stretto.bus.joining import own_version
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.events import FleetChanged
-from stretto.bus.messages.membership import AskRanks, Join, Leaving, Ranks, Welcome
+from stretto.bus.messages.membership import AskRanks, Dismissal, Heartbeat, Join, Leaving, Ranks, Welcome
 from stretto.bus.messages.tickets import TicketStarted
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.ending import Ending
-from stretto.kernel.fleet.fleet import FleetMember, late_workers, receive_heartbeats
+from stretto.kernel.fleet.fleet import FleetMember, late_workers
 from stretto.kernel.fleet.routes import RouteSender
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES, ClusterLauncher, Role
@@ -35,35 +36,23 @@ _START_S = 900.0
 """Deadline for all workers to be ready, models loaded."""
 
 
+@dataclass
 class Admission:
-    """Admits the workers of one kernel.
+    """Admits the workers of one kernel."""
 
-    Args:
-        on_gone: called when a rollout worker is no member any more, with its id and whether it has drained.
-    """
+    _setup: RunSetup
+    _bus: Bus
+    _journal: JournalWriter
+    _ending: Ending
+    _tasks: TaskGroup
+    _engines: Engines
+    _routes: RouteSender
+    _on_gone: Callable[[str, bool], None]
+    """Called when a rollout worker is no member any more, with its id and whether it has drained."""
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        bus: Bus,
-        journal: JournalWriter,
-        ending: Ending,
-        tasks: TaskGroup,
-        *,
-        engines: Engines,
-        routes: RouteSender,
-        on_gone: Callable[[str, bool], None],
-    ) -> None:
-        self._setup = setup
-        self._fleet = fleet = setup.fleet
-        self._bus = bus
-        self._journal = journal
-        self._lock = KernelLock.of(setup.folder / "bus")
-        self._ending = ending
-        self._tasks = tasks
-        self._engines = engines
-        self._routes = routes
-        self._on_gone = on_gone
+    def __post_init__(self) -> None:
+        self._fleet = fleet = self._setup.fleet
+        self._lock = KernelLock.of(self._setup.folder / "bus")
         self.on_trainer_lost: Callable[[str, str], None] = self._end_start
         """Called with a trainer that is lost, and how."""
         self._changed = anyio.Event()
@@ -71,16 +60,16 @@ class Admission:
         fleet.on_lost = self._on_lost
         fleet.on_left = self._on_left
         fleet.on_change = self._on_change
-        fleet.hears = lambda: bus.connected
-        fleet.reconnect_s = bus.reconnect_s
-        engines.on_callable = self._look
+        fleet.hears = lambda: self._bus.connected
+        fleet.reconnect_s = self._bus.reconnect_s
+        self._engines.on_callable = self._look
 
     async def serve(self) -> None:
         """Subscribe to what workers say of themselves."""
         bus, names = self._bus, self._setup.names
         for role in ROLES:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
-            await receive_heartbeats(role, self._fleet, bus, names, self._journal.epoch)
+            await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, partial(self._take_beat, role))
             await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
         await bus.serve(names.kernel("trainer", "ranks"), AskRanks, self._send_ranks)
 
@@ -141,6 +130,13 @@ class Admission:
             lock=self._lock,
             many_machines=isinstance(setup.launcher, ClusterLauncher),
         )
+
+    async def _take_beat(self, role: Role, message: Heartbeat) -> None:
+        """A process that is no worker of the run hears that it must leave: it would take tickets, and nobody
+        would call it or stop it."""
+        if not self._fleet.beat(message):
+            subject = self._setup.names.worker(role, message.worker, message.nonce, "dismiss")
+            await self._bus.publish(subject, Dismissal(self._journal.epoch))
 
     async def _send_ranks(self, message: AskRanks) -> Ranks:
         del message

@@ -61,8 +61,7 @@ class Adoption:
             )
 
     async def find(self, jobs: Sequence[Job]) -> list[tuple[Job, Handle]]:
-        """Return the jobs whose processes a former kernel has started, and that run. If one trainer is
-        missing, the others are ended."""
+        """Return the jobs whose processes a former kernel left. Trainers are ended if one is missing."""
         former = self._former()
         if self._launcher is None or former is None or former.values != self._values:
             return []

@@ -3,12 +3,11 @@
 Routing needs a few candidates, not all workers. In each group of workers, a rollout worker knows
 
 - its part: the ids of the workers divide them among the rollout workers, so that nobody is forgotten;
-- further workers, until it knows a fixed number: those that follow places of its own on a ring on which every
-  worker has some points.
+- further ones up to a fixed number: those that follow places of its own on a ring with some points of each.
 
-So of a small group everybody knows all. Of a large one, a worker that joins or leaves is a candidate more or
-less for few: the conversations of others stay where their prefixes are cached. All engines that serve
-the same purpose are one group: those of training, and those lent to the evaluation of a version.
+So of a small group everybody knows all. In a large one, a worker that joins or leaves changes few candidates:
+conversations stay where their prefixes are cached. A group is the engines of training, or those lent to one
+evaluation.
 """
 
 from __future__ import annotations

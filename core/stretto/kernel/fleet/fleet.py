@@ -22,11 +22,9 @@ from stretto.assembly.assembly import Worker
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.base import clock
-from stretto.bus.client import Bus
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
-from stretto.bus.messages.membership import Dismissal, Heartbeat, Join, Leaving, Wait
-from stretto.bus.messages.subjects import Subjects
+from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
 from stretto.bus.messages.tickets import TicketStarted
 from stretto.component import Problem
 from stretto.engine import Load
@@ -138,8 +136,7 @@ class Fleet:
         self._ending = False
         self.on_ready: Callable[[FleetMember], None] = lambda member: None
         self.on_lost: Callable[[FleetMember, str, bool], None] = lambda member, how, final: None
-        """Gets each lost worker, how it was lost, and whether that is final. A restart comes after the
-        call."""
+        """Gets each lost worker, how it was lost, and whether it is not restarted."""
         self.on_left: Callable[[FleetMember, str], None] = lambda member, why: None
         """Gets each worker that has left after a drain, and the reason."""
         self.on_change: Callable[[FleetMember], None] = lambda member: None
@@ -286,8 +283,7 @@ class Fleet:
         return None
 
     async def _kill(self, worker: str, handle: Handle, grace_s: float) -> None:
-        """Give a process up if it does not end: after SIGKILL it does nothing more, so another one can take
-        its place."""
+        """After SIGKILL a process does nothing more: if it does not end, another one can take its place."""
         with anyio.move_on_after(grace_s + _KILLED_S) as waiting:
             await handle.stop(grace_s)
         if waiting.cancelled_caught:
@@ -300,8 +296,7 @@ class Fleet:
             self._lose(member.worker, why)
 
     async def end_all(self, role: Role) -> None:
-        """End the processes of a role at once, except those that hang, which end in a moment. They start
-        again."""
+        """End the processes of a role at once; those that hang end in a moment. They start again."""
         async with anyio.create_task_group() as tasks:
             for worker in self.started(role):
                 if worker not in self._hanging:
@@ -319,11 +314,10 @@ class Fleet:
     # ---------------------------------------------------------------------------------- retiring
 
     def started(self, role: Role) -> list[str]:
-        """Return the workers of a role that the fleet has started and that stay, by number. The evaluator is
-        not among them."""
+        """Return the workers of a role that the fleet has started and that stay, without the evaluator."""
         gone = self._retired | {EVALUATOR}
         mine = [each for each in self._handles if each.startswith(f"{role}-") and each not in gone]
-        return sorted(mine, key=number_of)
+        return sorted(mine, key=lambda worker: int(worker.rpartition("-")[2]))
 
     def free_ids(self, role: Role, count: int) -> list[str]:
         """Return ids for new workers of a role: the lowest numbers that no worker has."""
@@ -552,20 +546,3 @@ def late_workers(fleet: Fleet) -> list[str]:
         if member.ready and not (member.callable or member.leaving):
             states[member.worker] = "gets the weights"
     return [f"{worker} ({state})" for worker, state in sorted(states.items()) if worker != EVALUATOR]
-
-
-def number_of(worker: str) -> int:
-    """Return the number in the id of a worker that the fleet has started: 3 for `rollout-3`."""
-    return int(worker.rpartition("-")[2])
-
-
-async def receive_heartbeats(role: Role, fleet: Fleet, bus: Bus, names: Subjects, lease_epoch: int) -> None:
-    """Subscribe to the heartbeats of a role. A process that is no worker of the run hears that it must leave:
-    it would take tickets, and nobody would call it or stop it."""
-
-    async def take(message: Heartbeat) -> None:
-        if not fleet.beat(message):
-            subject = names.worker(role, message.worker, message.nonce, "dismiss")
-            await bus.publish(subject, Dismissal(lease_epoch))
-
-    await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, take)

@@ -1,10 +1,9 @@
 """The kernel's side of the fork server: processes that need not import everything again.
 
 A process of a run spends most of its start on imports: half a second of processor time without torch, several
-seconds with it. The fork server (`stretto.kernel.fleet.fork_server`) imports once and forks the processes
-from itself. What libraries read from the environment when they are loaded is the same for all of them, so
-only a process with exactly the server's environment is forked; all others are started as usual. The server
-leaves its processes as orphans to the kernel, which waits for them as for every other child.
+seconds with it. The fork server (`stretto.kernel.fleet.fork_server`) imports once and forks the processes.
+Libraries read the environment when they are loaded, so only a process with exactly the server's environment
+is forked. The kernel waits for the processes as for every other child.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ _KILLED_S = 5.0
 
 
 class ForkedProcess:
-    """A process that the fork server has started. It is a child of this process, and lives on if the server
-    ends."""
+    """A process that the fork server has started: a child of this process, which outlives the server."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -1,13 +1,11 @@
-"""The kernel's side of the sample writer: starts it, gives it the log to read, and keeps the log for it.
-
-The kernel itself never reads or writes a sample. It writes to the log which tickets it retired, so that the
-writer knows what became of them.
-"""
+"""The kernel's side of the sample writer: starts it, gives it the log to read, and keeps the log for it. The
+kernel writes to the log which tickets it retired; it never reads or writes a sample."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -84,7 +82,8 @@ class SampleWriterSupervisor:
         if not self.on:
             return
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._supervise)
+            pauses = {"first_pause_s": _FIRST_PAUSE_S, "longest_pause_s": _LONGEST_PAUSE_S}
+            tasks.start_soon(partial(supervised, self._live, self._restart, **pauses))
             while True:
                 await anyio.sleep(_POLL_S)
                 await self._send_retired()
@@ -99,8 +98,7 @@ class SampleWriterSupervisor:
                 log.warning("the sample writer does not start", log=str(self._log_file))
 
     async def stop(self, *, at_once: bool) -> None:
-        """End the writer, when the workers have ended. Unless `at_once`, it first writes what is in the
-        log."""
+        """End the writer after the workers. Unless `at_once`, it first writes what is in the log."""
         self._stopping = True
         if self._process is None or self._fault:
             if self._fault:
@@ -116,10 +114,6 @@ class SampleWriterSupervisor:
                 self._report_loss(f"it had not written everything after {_STOP_S:.0f} s")
 
     # ------------------------------------------------------------------------------------ private
-
-    async def _supervise(self) -> None:
-        pauses = {"first_pause_s": _FIRST_PAUSE_S, "longest_pause_s": _LONGEST_PAUSE_S}
-        await supervised(self._live, self._restart, **pauses)
 
     async def _live(self) -> Failure | None:
         began = clock.now()
@@ -148,10 +142,11 @@ class SampleWriterSupervisor:
             if self._silent_s > _SILENT_S and not self._stopping:
                 process.kill()
                 await ended(process, _KILLED_S)
-                problem = f"the sample writer hung: it was silent for {_SILENT_S:.0f} s, and was killed"
+                fault = f"it was silent for {_SILENT_S:.0f} s, and was killed"
+                problem = f"the sample writer hung: {fault}"
                 if problem not in self._setup.facts.problems:
                     self._setup.facts.problems.append(problem)
-                return f"it was silent for {_SILENT_S:.0f} s, and was killed"
+                return fault
         return f"it ended with status {status}"
 
     def _report_loss(self, fault: str) -> None:

@@ -1,10 +1,8 @@
-"""The numbers of a living run's workers: how the kernel starts more of them, and lets some leave.
+"""The numbers of a living run's workers: the kernel starts more of them, and lets those with the highest
+numbers drain and leave. Workers that were started by hand are not counted.
 
-More workers are started by the launcher. Of fewer, those with the highest numbers leave after a drain.
 Another number of trainers needs other processes of the whole group: the kernel writes a checkpoint and ends,
-and the next kernel of the run continues from there with the new number.
-
-Workers that were started by hand are not counted: they come and go by themselves.
+and the next kernel of the run continues with the new number.
 """
 
 from __future__ import annotations
@@ -57,7 +55,8 @@ class WorkerScaler:
             self._check(numbers)
             roles: dict[Role, int] = {role: numbers[role] for role in self.roles if role in numbers}
             added = [worker for role, number in roles.items() for worker in self._missing(role, number)]
-            self._check_places(added)
+            if faults := [each.message for each in self._fleet.problems(added) if each.severity != "warning"]:
+                raise ConfigError("; ".join(faults))  # the launcher has no resources for them
             done = [await self._scale_role(role, number) for role, number in roles.items()]
             groups = {name: number for name, number in numbers.items() if name not in roles}
             return (*done, *self._scale_groups(groups))
@@ -79,11 +78,6 @@ class WorkerScaler:
         resources = self._setup.assembly.resources_of(f"{role}-0")
         ids = self._fleet.free_ids(role, max(0, number - len(self._fleet.started(role))))
         return [Worker(id, role, resources) for id in ids]
-
-    def _check_places(self, added: list[Worker]) -> None:
-        faults = [each.message for each in self._fleet.problems(added) if each.severity != "warning"]
-        if faults:
-            raise ConfigError("; ".join(faults))
 
     async def _scale_role(self, role: Role, number: int) -> str:
         started = self._fleet.started(role)
@@ -122,18 +116,14 @@ class WorkerScaler:
 
     def _scale_groups(self, numbers: Mapping[str, int]) -> list[str]:
         """Ask for a checkpoint, at which worker groups get other numbers of processes."""
-        changed = {
-            path: number
-            for path, number in numbers.items()
-            if number != self._setup.composed.section(path).processes
-        }
-        self._next_groups |= changed
-        if changed:
+        lines: list[str] = []
+        for path, number in numbers.items():
+            former = self._setup.composed.section(path).processes
+            if number == former:
+                lines.append(f"{path}: {number} already")
+                continue
+            self._next_groups[path] = number
             self._ending.drain("repeated", "another number of trainers")
-        then = "the run writes a checkpoint after the step under way, and continues from there"
-        return [
-            f"{path}: {self._setup.composed.section(path).processes} -> {number}; {then}"
-            if path in changed
-            else f"{path}: {number} already"
-            for path, number in numbers.items()
-        ]
+            then = "the run writes a checkpoint after the step under way, and continues from there"
+            lines.append(f"{path}: {former} -> {number}; {then}")
+        return lines

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from stretto.bus.messages.events import Account, Evaluation
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
 
@@ -41,14 +43,8 @@ class SchedulerSettings:
     variants: Mapping[str, float] = field(default_factory=dict[str, float])
     """Weight of each variant of the A/B test; empty without one."""
 
-    @property
-    def window(self) -> int:
-        """Tickets that may be in flight at once, (η + 1)·B."""
-        return (self.max_staleness + 1) * self.batch_size
 
-
-@dataclass(frozen=True)
-class RecordDraws:
+class RecordDraws(msgspec.Struct, frozen=True):
     """The curriculum has chosen these rows. The journal has them before the tickets are issued."""
 
     version: int
@@ -57,15 +53,13 @@ class RecordDraws:
     """(ticket, row)."""
 
 
-@dataclass(frozen=True)
-class Issue:
+class Issue(msgspec.Struct, frozen=True):
     """Put this ticket into the work queue."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True)
-class Withdraw:
+class Withdraw(msgspec.Struct, frozen=True):
     """Take this attempt out of the queue and stop its worker: nobody waits for it any more."""
 
     purpose: Purpose
@@ -73,8 +67,7 @@ class Withdraw:
     attempt: int
 
 
-@dataclass(frozen=True)
-class StartBatch:
+class StartBatch(msgspec.Struct, frozen=True):
     """Train this batch; then call `step_finished`."""
 
     version: int
@@ -84,8 +77,7 @@ class StartBatch:
     """Row of the dataset of each group."""
 
 
-@dataclass(frozen=True)
-class Retire:
+class Retire(msgspec.Struct, frozen=True):
     """Record that this ticket will not be trained, or that its row of an evaluation has no result."""
 
     purpose: Purpose
@@ -95,15 +87,13 @@ class Retire:
     reason: str
 
 
-@dataclass(frozen=True)
-class EvaluationDone:
+class EvaluationDone(msgspec.Struct, frozen=True):
     """A held-out evaluation is complete."""
 
     evaluation: Evaluation
 
 
-@dataclass(frozen=True)
-class HeldBack:
+class HeldBack(msgspec.Struct, frozen=True):
     """A batch is ready but has to wait: its step would make an evaluation due while another one waits."""
 
     evaluating: int
@@ -112,13 +102,11 @@ class HeldBack:
     """Version of the evaluation that waits for it."""
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """Nothing is left to do: end the run."""
 
 
-@dataclass(frozen=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """The run cannot continue."""
 
     reason: str

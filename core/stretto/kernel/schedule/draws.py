@@ -78,8 +78,8 @@ class Draws:
         return self._curriculum is not None
 
     def next(self, ticket: int, version: int) -> Draw:
-        """Draw the row of a new ticket: the one that the journal records, else a row to draw again, else a
-        new one."""
+        """Draw a new ticket's row: the one that the journal records, else one to draw again, else a new
+        one."""
         recorded, drops = self._recorded.pop(ticket, None), 0
         if recorded is not None:
             # A run that has lost steps may be at an earlier version now.
@@ -136,8 +136,7 @@ class Draws:
         again: Sequence[tuple[int, int]],
         recorded: Mapping[int, RecordedDraw],
     ) -> None:
-        """Take over a previous kernel's state, and the `recorded` draws of the tickets that were issued after
-        it."""
+        """Take over a state, and the `recorded` draws of the tickets that were issued after it."""
         self.cursor = cursor
         self.again = deque((row % self._rows, drops) for row, drops in again)  # there may be fewer rows now
         self._recorded = dict(recorded)

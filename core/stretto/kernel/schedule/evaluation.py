@@ -1,8 +1,8 @@
 """The rounds of held-out evaluation. A plain class without I/O.
 
-Where evaluations have an engine of their own, the rows of an evaluation begin in parts, as groups of training
-end: each row costs rollout workers, verifiers and the bus as much as a small group. When training rests, all
-rows that are left begin. Without such an engine all begin at once, because training waits meanwhile.
+Where evaluations have an engine of their own, rows begin in parts, as groups of training end: each row costs
+rollout workers, verifiers and the bus as much as a small group. When training rests, all rows that are left
+begin. Without such an engine all begin at once: training waits meanwhile.
 """
 
 from __future__ import annotations
@@ -115,13 +115,12 @@ class EvaluationRounds:
 
     @property
     def finished_rows(self) -> int:
-        """Number of finished rows of the evaluation under way, or of the last one if none is under way."""
+        """Number of finished rows of the evaluation under way, or of the last one."""
         return self._settings.evaluation_rows - len(self.tickets.open)
 
     @property
     def needed_versions(self) -> tuple[int, ...]:
-        """Versions whose weights evaluations still need: first the evaluation under way, then those that
-        wait."""
+        """Versions whose weights evaluations still need, that of the one under way first."""
         return (*([self._round.version] if self._round else []), *self._due)
 
     def snapshot(self) -> EvaluationState:

@@ -36,8 +36,7 @@ class DivergenceGate(msgspec.Struct):
     calm: int = 0
     """Number of steps in a row in which the median was low enough to widen the limit."""
     patience: int = _PATIENCE
-    """Number of calm steps before the limit widens. It doubles each time that the gate has to undo a
-    widening, up to a maximum."""
+    """Number of calm steps before the limit widens. It doubles when a widening has to be undone."""
     widened: bool = False
     """Whether the last change was a widening."""
 
@@ -59,16 +58,14 @@ class DivergenceGate(msgspec.Struct):
                 self._widen()
 
     def _narrow(self, factor: float) -> None:
-        """Lower the limit in proportion to the excess, by at least one step: KL grows at least as fast as the
-        lag."""
+        """Lower the limit in proportion to the excess: KL grows at least as fast as the lag."""
         if self.limit == 0:
             return
         self.patience = min(2 * self.patience, _MAX_PATIENCE) if self.widened else self.patience
         self._move(min(self.limit - 1, int(self.limit * factor)), widened=False)
 
     def _widen(self) -> None:
-        """If the last change was a widening too, it has held, so the patience returns to its initial
-        value."""
+        """If the last change was a widening too, it has held: the patience returns to its initial value."""
         self.patience = _PATIENCE if self.widened else self.patience
         self._move(self.limit + 1, widened=True)
 

@@ -1,14 +1,13 @@
 """The choice of the inference workers that are lent to the evaluation under way. A plain class without I/O.
 
-A lent worker serves the weights of the evaluation, and only to the evaluation. While training needs no
-engine, all workers are lent. While training continues, a run whose evaluations have a worker of their own
-lends that one alone. Else one of several workers is lent, or half of them if another evaluation waits.
+A lent worker serves only the evaluation, with its weights. While training needs no engine, all are lent.
+While training continues, a run whose evaluations have a worker of their own lends that one alone; else one of
+several is lent, or half of them if another evaluation waits.
 
 A single worker takes turns. Before the first step it serves training, so that a fault of the training shows
-before an evaluation that may take long. Then it first serves the evaluation for some time, then training for
-the same time, then each for twice that time, and so on. The turns grow because an answer that the end of a
-turn interrupts may have to be sampled again, and must fit into a later turn. A turn begins when the engine
-serves the weights of that turn, so a slow load does not shorten the turn.
+before an evaluation that may take long. Then it serves the evaluation for some time, training for the same
+time, then each for twice that time, and so on: an answer that the end of a turn interrupts may have to be
+sampled again, and must fit into a later turn. A slow load of weights does not shorten a turn.
 """
 
 from __future__ import annotations

@@ -83,8 +83,7 @@ class DeadlineQueue:
 
 
 class Holders:
-    """Which worker has each unfinished ticket. The worker `""` has the tickets that nobody has begun, as far
-    as the scheduler knows."""
+    """Which worker has each unfinished ticket; `""` has those that nobody is known to have begun."""
 
     def __init__(self) -> None:
         self._worker: dict[int, str] = {}
@@ -119,8 +118,7 @@ class OpenTicket(msgspec.Struct):
     since: int
     """Training version at its first issue."""
     deadline: int
-    """Last training version at which the group may be trained. It is stored because η may change at a
-    resume."""
+    """Last training version at which the group may be trained, also if η changes at a resume."""
     drawn_at: int = 0
     """Training version when its row was drawn."""
     drops: int = 0
@@ -204,8 +202,7 @@ class OpenTickets:
                 ticket.bounds = {}
 
     def held_by(self, *workers: str) -> list[OpenTicket]:
-        """Return the unfinished tickets of some workers, by number. The worker `""` has those that nobody has
-        begun."""
+        """Return the unfinished tickets of some workers, by number; of `""` those that nobody has begun."""
         return [self.open[id] for id in self._holders.of(*workers)]
 
     def started(self, ticket: OpenTicket, worker: str) -> None:
@@ -230,12 +227,8 @@ class OpenTickets:
 
     def issue(self, ticket: OpenTicket, version: int, reason: str, variant: str = "") -> str:
         """Issue the next attempt of a ticket, unless `max_attempts` have been begun. Return why there is
-        none; empty if there is one.
-
-        Args:
-            version: lower bound on the version of the attempt's oldest token.
-            reason: why the previous attempt ended.
-        """
+        none; empty if there is one. `reason` says why the previous attempt ended; no token is older than
+        `version`."""
         if ticket.tries == self._max_attempts:
             return reason if ticket.tries == 1 else f"begun {ticket.tries} times; at last {reason}"
         if ticket.attempt in ticket.bounds:

@@ -46,13 +46,11 @@ async def follow_outcomes(
 
 
 def admit(outcome: Outcome, sequence: int, *, samples: bool) -> Outcome:
-    """Return an outcome that the ledger can take in: the failure of the attempt if its group is faulty, else
-    the outcome. The reason of a failure is printable text of at most 500 characters.
+    """Return what the ledger can take in of the outcome at `sequence` of the log: the failure of the attempt
+    if its group is faulty, else the outcome. A failure's reason is printable text of at most 500 characters.
 
-    Args:
-        sequence: sequence number of the outcome in the log.
-        samples: whether the policy samples the sequences that the run trains. Otherwise the kernel wrote the
-            groups of the training tickets, whose members name rows of the dataset.
+    Unless the policy `samples` the sequences that the run trains, the kernel wrote the groups of the training
+    tickets, whose members name rows of the dataset.
     """
     if isinstance(outcome, GroupFailed):
         reason, filtered = outcome.reason, outcome.filtered

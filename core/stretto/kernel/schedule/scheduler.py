@@ -89,8 +89,7 @@ class Setbacks(msgspec.Struct):
     """Rows that are not fit to train on."""
 
     def add(self, setback: Setback, row: int, reason: str, settings: SchedulerSettings) -> Fail | None:
-        """Count a ticket, or one attempt that failed. Return a command to end the run if there were too
-        many."""
+        """Count a ticket, or an attempt that failed. Return a command to end the run if they are too many."""
         if setback == "failed":
             self.failed += 1
             if self.failed == settings.max_failures:
@@ -144,8 +143,7 @@ class Snapshot(msgspec.Struct):
 
 
 def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
-    """Sort key for the order of training: earliest deadline first, then finished groups before unfinished
-    ones, then by ticket number."""
+    """Sort key for the order of training: deadline, finished groups before unfinished ones, number."""
     return ticket.deadline, ticket.done is None, ticket.id
 
 
@@ -166,8 +164,7 @@ class Scheduler:
         self.staleness: Counter[int] = Counter()
         """Number of trained trajectories, by staleness."""
         self.reasons: Counter[str] = Counter()
-        """Number of tickets that were filtered, expired or failed, by reason. It includes evaluation rows
-        without a result."""
+        """Number of tickets that were filtered, expired, failed or not evaluated, by reason."""
         self.limits: Counter[int] = Counter()
         """Number of steps, by η_eff at the end of the step. Empty without a bound on divergence."""
         self.variants = VariantAccounts(settings.seed, settings.variants)
@@ -214,8 +211,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """Training tickets that may be in flight now: (η_eff + 1)·B, but no more than the remaining steps
-        use."""
+        """Training tickets that may be in flight: (η_eff + 1)·B, at most what the remaining steps use."""
         wanted = (self.settings.steps - self.version) * self.settings.batch_size
         return min((self.staleness_limit + 1) * self.settings.batch_size, wanted)
 
@@ -438,13 +434,9 @@ class Scheduler:
     def step_finished(
         self, *, hold: bool = False, divergence: float | None = None, skipped: bool = False
     ) -> None:
-        """The batch that was started is trained and its weights are published.
-
-        Args:
-            hold: start no further batch before `release`, so that the kernel can write a checkpoint.
-            divergence: that of the batch, in nats per token; None if it was not measured.
-            skipped: whether the step did not change some model, because its gradient was not finite.
-        """
+        """The batch that was started is trained and its weights are published. With `hold`, no further batch
+        starts before `release`, so that the kernel can write a checkpoint. `divergence` is in nats per token;
+        None if it was not measured. A step is `skipped` if it did not change some model."""
         self._held = hold
         self.waits_for = Cause("checkpoint") if hold else None
         assert self.training, "no batch was started"
@@ -503,7 +495,10 @@ class Scheduler:
         evaluation = self.evaluation
         if self._phase == "training":
             self._start_batch()
-            self._admit()
+            admitted: list[OpenTicket] = []
+            while len(self.tickets.open) < self.room and not self._closing:
+                admitted.append(self._open_next())
+            self._issue(admitted)
             if not self._closing:  # last, because the next batch must not wait for the many tickets
                 evaluation.begin_next()
             if self.version == self.settings.steps and not evaluation.needed_versions and not self._held:
@@ -519,12 +514,6 @@ class Scheduler:
             self._commands.append(Finish())
 
     # ------------------------------------------------------------------------- tickets and ledger
-
-    def _admit(self) -> None:
-        room, admitted = self.room, list[OpenTicket]()
-        while len(self.tickets.open) < room and not self._closing:
-            admitted.append(self._open_next())
-        self._issue(admitted)
 
     def _issue(self, tickets: Iterable[OpenTicket]) -> None:
         """Record the draws before, also those whose records a damaged store has lost."""

@@ -77,8 +77,7 @@ class TicketQueue:
         await self._bus.store.purge(self._names.tickets_stream, below=last + 1)
 
     async def follow(self, accept: Callable[[int, Outcome], None]) -> None:
-        """Call `accept` with (sequence number, outcome) of every later outcome, in the log's order. It never
-        ends."""
+        """Call `accept` with every later (sequence number, outcome) of the log. It never ends."""
         start = self.log_sequence + 1
         outcomes = follow_outcomes(self._bus, self._names, start=start, samples=self._samples)
         async for sequence, outcome in outcomes:

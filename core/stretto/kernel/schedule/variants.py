@@ -1,5 +1,4 @@
-"""The variants of an A/B test in the kernel: which ticket gets which variant, and what became of them. No
-I/O."""
+"""The variants of an A/B test: which ticket gets which one, and what became of them. No I/O."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class VariantAccount(msgspec.Struct):
 
 
 class VariantAccounts:
-    """The variants of a run and their accounts. Without variants, every ticket has the name `""` and nothing
-    is counted."""
+    """The variants of a run and their accounts. Without any, all tickets have the name `""`."""
 
     def __init__(self, seed: int, weights: Mapping[str, float]) -> None:
         self._seed = seed
