@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -262,15 +263,23 @@ def assert_fits(scheduler: Scheduler) -> None:
         assert count <= (deadline + 1 - scheduler.version) * SETTINGS.batch_size
 
 
+Opened = AbstractAsyncContextManager[History]
+
+
 @pytest.fixture
-async def history(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[History]:
-    """A run that has started."""
-    async with open_bus("kernel") as bus:
-        history = History(bus, names)
-        await history.make_streams()
-        await history.hear(RunOwned(0, 0, 1, "", 0))
-        await history.hear(ScheduleStarted())
-        yield history
+def opened(open_bus: OpenBus, names: Subjects) -> Opened:
+    """A run that has started, for `async with`."""
+
+    @asynccontextmanager
+    async def open_history() -> AsyncGenerator[History]:
+        async with open_bus("kernel") as bus:
+            history = History(bus, names)
+            await history.make_streams()
+            await history.hear(RunOwned(0, 0, 1, "", 0))
+            await history.hear(ScheduleStarted())
+            yield history
+
+    return open_history()
 
 
 async def test_tickets_of_a_former_kernel_are_gone_before_a_worker_can_take_them(
@@ -335,14 +344,14 @@ class Found(NamedTuple):
         # A batch that was not complete is no lost step, but the journal has another one of this version.
         ("run_to 2; checkpoint; finish 4 5; lose 5", Found(LostData(0, 1, 1), 2, True, done=(4,))),
         # The next kernel gives the number of a lost outcome to another one.
-        ("run_to 2; checkpoint; finish 4; lose_outcome", Found()),
+        ("run_to 2; checkpoint; finish 4; lose_outcome", Found(LostData(0, 0, 1))),
         # What the journal has lost: steps, and what they sampled. Only what follows a hole shows that there
         # was more. Groups of the lost steps that weights up to version 3 have sampled are trained again.
         ("run_to 2; checkpoint; cut_journal 3 0", Found(LostData(2, 1), 3, True, False, 1, 3, (8, 9))),
         ("run_to 2; checkpoint; cut_journal 3 1", Found(LostData(2, 1, 0, 1), 3, True, False, 1, 3, (8, 9))),
         # Other values begin with the checkpoint or the initial model. They lose nothing if no batch follows.
         ("run_to 2; checkpoint; finish 4; change_values", Found(done=(4,))),
-        ("run_to 3; change_values", Found(LostData(3, 2), 0, True, version=0, done=(2, 3))),
+        ("run_to 3; change_values", Found(LostData(3, 2), 0, True, version=0)),
         # The newest checkpoint is damaged, and an older one of another incarnation is taken.
         ("run_to 2; checkpoint; begin_incarnation 41", Found(lost_from=2, begins_incarnation=True)),
         # Events that do not fit: another batch than the recorded one is not trained, nor what follows it.
@@ -353,15 +362,16 @@ class Found(NamedTuple):
         ("run_to 2; checkpoint; train_unstarted 3", Found()),
     ],
 )
-async def test_a_run_continues_from_what_is_left(history: History, story: str, found: Found) -> None:
-    await history.tell(story)
-    stored, result, scheduler = await recovered(history)
-    done = tuple(group.ticket for group in scheduler.tickets.done_groups)
-    begins = result.incarnation not in (0, 41)
-    facts = (stored.lost, stored.lost_from, begins, result.is_exact, result.repeated)
-    assert Found(*facts, scheduler.version, done) == found
-    issued = {each.ticket.id for each in scheduler.commands() if isinstance(each, Issue)}
-    assert issued == scheduler.tickets.open.keys() - {*done, *scheduler.tickets.batch}
+async def test_a_run_continues_from_what_is_left(opened: Opened, story: str, found: Found) -> None:
+    async with opened as history:
+        await history.tell(story)
+        stored, result, scheduler = await recovered(history)
+        done = tuple(group.ticket for group in scheduler.tickets.done_groups)
+        begins = result.incarnation not in (0, 41)
+        facts = (stored.lost, stored.lost_from, begins, result.is_exact, result.repeated)
+        assert Found(*facts, scheduler.version, done) == found
+        issued = {each.ticket.id for each in scheduler.commands() if isinstance(each, Issue)}
+        assert issued == scheduler.tickets.open.keys() - {*done, *scheduler.tickets.batch}
 
 
 @pytest.mark.parametrize(
@@ -374,66 +384,72 @@ async def test_a_run_continues_from_what_is_left(history: History, story: str, f
     ],
 )
 async def test_without_a_checkpoint_the_first_steps_must_be_there(
-    history: History, story: str, message: str
+    opened: Opened, story: str, message: str
 ) -> None:
-    await history.tell(story)
-    with pytest.raises(ConfigError, match=message):
-        await recovered(history)
+    async with opened as history:
+        await history.tell(story)
+        with pytest.raises(ConfigError, match=message):
+            await recovered(history)
 
 
-async def test_a_new_log_in_the_place_of_a_lost_one_is_not_taken_for_it(history: History) -> None:
-    store, names = history.bus.store, history.names
-    await history.tell("run_to 2; finish 4; checkpoint")
-    await store._jetstream.delete_stream(names.log_stream)  # pyright: ignore[reportPrivateUsage]
-    await history.make_streams()
-    lost = (await recovered(history))[0]
-    assert (lost.log_is_short, lost.lost) == (True, LostData(groups=1))
-    end = history.newest[1].log_sequence
-    await history.purge_log(end + 1)  # as the kernel does
-    assert (await store.extent(names.log_stream)).last == end
-    assert await history.log(TrajectoryBundle(4, 1001, 4, ()), names.trajectories, "new") == end + 1
-    again = (await recovered(history))[0]
-    assert (again.log_is_short, again.lost) == (False, LostData(groups=1))
+async def test_a_new_log_in_the_place_of_a_lost_one_is_not_taken_for_it(opened: Opened) -> None:
+    async with opened as history:
+        store, names = history.bus.store, history.names
+        await history.tell("run_to 2; finish 4; checkpoint")
+        await store._jetstream.delete_stream(names.log_stream)  # pyright: ignore[reportPrivateUsage]
+        await history.make_streams()
+        lost = (await recovered(history))[0]
+        assert (lost.log_is_short, lost.lost) == (True, LostData(groups=1))
+        end = history.newest[1].log_sequence
+        await history.purge_log(end + 1)  # as the kernel does
+        assert (await store.extent(names.log_stream)).last == end
+        assert await history.log(TrajectoryBundle(4, 1001, 4, ()), names.trajectories, "new") == end + 1
+        again = (await recovered(history))[0]
+        assert (again.log_is_short, again.lost) == (False, LostData(groups=1))
 
 
 @pytest.mark.parametrize(("further", "digest"), [(0, "of another message"), (1, "")])
 async def test_a_journal_that_is_not_that_of_the_checkpoint_is_a_loss(
-    history: History, further: int, digest: str
+    opened: Opened, further: int, digest: str
 ) -> None:
-    await history.tell("run_to 2; checkpoint")
-    head = history.head
-    history.change(journal=JournalHead(head.sequence + further, digest or head.digest))
-    stored, result, _ = await recovered(history)
-    assert (stored.lost, stored.lost_from, result.is_exact) == (LostData(journals=1), None, False)
+    async with opened as history:
+        await history.tell("run_to 2; checkpoint")
+        head = history.head
+        history.change(journal=JournalHead(head.sequence + further, digest or head.digest))
+        stored, result, _ = await recovered(history)
+        assert (stored.lost, stored.lost_from, result.is_exact) == (LostData(journals=1), None, False)
 
 
-async def test_other_values_begin_with_the_checkpoint(history: History) -> None:
-    await history.tell("run_to 2; finish 4; checkpoint")
-    snapshot = history.newest[1].snapshot
-    snapshot.failure, snapshot.evaluation.due = "why the run was to end", [2]
-    results = [Evaluation(version, 0.5, 1, 0) for version in (2, 3)]
-    await history.store(*map(EvaluationEnded, results))
-    await history.tell("run_to 4; change_values")
-    stored, result, scheduler = await recovered(history)
-    assert (stored.lost, stored.lost_from) == (LostData(steps=2), 2)
-    assert (result.repeated, result.is_exact, result.incarnation > 0) == (0, False, True)
-    assert (scheduler.version, scheduler.failure) == (2, "")
-    assert scheduler.tickets.batch == {4, 5}
-    assert (scheduler.evaluation.results, scheduler.evaluation.needed_versions) == (results[:1], ())
+async def test_other_values_begin_with_the_checkpoint(opened: Opened) -> None:
+    async with opened as history:
+        await history.tell("run_to 2; finish 4; checkpoint")
+        snapshot = history.newest[1].snapshot
+        snapshot.failure, snapshot.evaluation.due = "why the run was to end", [2]
+        results = [Evaluation(version, 0.5, 1, 0) for version in (2, 3)]
+        await history.store(*map(EvaluationEnded, results))
+        await history.tell("run_to 4; change_values")
+        stored, result, scheduler = await recovered(history)
+        assert (stored.lost, stored.lost_from) == (LostData(steps=2), 2)
+        assert (result.repeated, result.is_exact, result.incarnation > 0) == (0, False, True)
+        assert (scheduler.version, scheduler.failure) == (2, "")
+        assert scheduler.tickets.batch == {4, 5}
+        assert (scheduler.evaluation.results, scheduler.evaluation.needed_versions) == (results[:1], ())
 
 
-async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(history: History) -> None:
-    await history.tell("run_to 2; checkpoint; run_to 6; fail_unheard 11 2; purge_journal")
-    stored, _, scheduler = await recovered(history)
-    assert (stored.lost.steps, scheduler.ledger.issued, scheduler.ledger.failed) == (4, 8, 0)
+async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(opened: Opened) -> None:
+    async with opened as history:
+        await history.tell("run_to 2; checkpoint; run_to 6; fail_unheard 11 2; purge_journal")
+        stored, _, scheduler = await recovered(history)
+        assert (stored.lost.steps, scheduler.ledger.issued, scheduler.ledger.failed) == (4, 8, 0)
 
 
-async def test_an_incarnation_number_is_never_used_twice(history: History) -> None:
-    await history.tell("run_to 2; checkpoint; run_to 4; purge_log")
-    numbers = [(await recovered(history))[1].incarnation for _ in range(3)]
-    assert 0 < numbers[0] < numbers[1] < numbers[2]
-    history.change(incarnation=99)  # the stream may have been lost
-    assert (await recovered(history))[0].next_incarnation == 100
+async def test_an_incarnation_number_is_never_used_twice(opened: Opened) -> None:
+    async with opened as history:
+        await history.tell("run_to 2; checkpoint; run_to 4; purge_log")
+        numbers = [(await recovered(history))[1].incarnation for _ in range(3)]
+        assert 0 < numbers[0] < numbers[1] < numbers[2]
+        history.change(incarnation=99)  # the stream may have been lost
+        assert (await recovered(history))[0].next_incarnation == 100
 
 
 # ------------------------------------------------------------------------------- files of the run
