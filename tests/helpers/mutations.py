@@ -6,11 +6,10 @@ They were written without a look at what judges the runs. The last ones are the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
-from inspect import getattr_static
+from inspect import CO_OPTIMIZED, getattr_static, unwrap
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -216,68 +215,45 @@ def plant(mutation: Mutation) -> None:
 
 def _changes(mutation: Mutation) -> list[tuple[FunctionType, CodeType]]:
     module = import_module(mutation.module)
-    if module.__file__ is None:
-        raise ValueError(f"{mutation.module} has no file")
-    source = Path(module.__file__).read_text()
+    file = str(module.__file__)
+    source = Path(file).read_text()
     if (count := source.count(mutation.old)) != 1:
-        raise ValueError(f"{mutation.name!r}: the text occurs {count} times in {module.__file__}")
-    loaded = _functions_of(module)
-    former = _functions_of(_execute(module, source))
-    mutated = _functions_of(_execute(module, source.replace(mutation.old, mutation.new)))
+        raise ValueError(f"{mutation.name!r}: the text occurs {count} times in {file}")
+    former = dict(_codes_in(compile(source, file, "exec")))
+    mutated = dict(_codes_in(compile(source.replace(mutation.old, mutation.new), file, "exec")))
     changes: list[tuple[FunctionType, CodeType]] = []
-    for name, function in mutated.items():
-        if name not in former or _is_same(function.__code__, former[name].__code__):
+    for name, code in mutated.items():
+        if name not in former or _is_same(code, former[name]):
             continue
-        place = f"{mutation.name!r}: {mutation.module}.{name}"
-        if name not in loaded or not _is_same(loaded[name].__code__, former[name].__code__):
+        function, place = _function_at(module, name), f"{mutation.name!r}: {mutation.module}.{name}"
+        if not _is_same(function.__code__, former[name]):
             raise ValueError(f"{place} is not that of the file")
-        if function.__code__.co_freevars != loaded[name].__code__.co_freevars:
+        if code.co_freevars != function.__code__.co_freevars:
             raise ValueError(f"{place} has other free variables")
-        changes.append((loaded[name], function.__code__))
+        changes.append((function, code))
     if not changes:
         raise ValueError(f"{mutation.name!r} changes no function of {mutation.module}")
     return changes
 
 
-def _execute(module: ModuleType, source: str) -> ModuleType:
-    """Execute a source text as the module of this name, beside the loaded one."""
-    copy = ModuleType(module.__name__)
-    copy.__file__, copy.__package__ = module.__file__, module.__package__
-    exec(compile(source, str(module.__file__), "exec"), vars(copy))
-    return copy
+def _codes_in(code: CodeType) -> Iterator[tuple[str, CodeType]]:
+    """Yield the qualified name and the code of each function of a module or class."""
+    for each in code.co_consts:
+        if isinstance(each, CodeType) and each.co_flags & CO_OPTIMIZED:
+            yield each.co_qualname, each
+        elif isinstance(each, CodeType):
+            yield from _codes_in(each)
 
 
-def _functions_of(module: ModuleType) -> dict[str, FunctionType]:
-    return dict(_functions_in(vars(module), module.__name__, ""))
-
-
-def _functions_in(
-    namespace: Mapping[str, Any], module: str, prefix: str
-) -> Iterator[tuple[str, FunctionType]]:
-    for name, value in list(namespace.items()):
-        if isinstance(value, type):
-            if value.__module__ == module and value.__qualname__ == f"{prefix}{name}":
-                yield from _functions_in(vars(value), module, f"{prefix}{name}.")
-        else:
-            for kind, function in _functions_behind(value):
-                if function.__module__ == module:
-                    yield f"{prefix}{name}{kind}", function
-
-
-def _functions_behind(value: Any) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the functions behind a name, below all decorators that name the function that they decorate."""
-    if isinstance(value, property):
-        for kind in ("fget", "fset", "fdel"):
-            for _, function in _functions_behind(getattr(value, kind)):
-                yield f".{kind}", function
-    elif isinstance(value, staticmethod | classmethod):
-        yield from _functions_behind(value.__func__)
-    elif isinstance(value, cached_property):
-        yield from _functions_behind(value.func)
-    elif (inner := getattr_static(value, "__wrapped__", None)) is not None:  # lazy loggers have any name
-        yield from _functions_behind(inner)
-    elif isinstance(value, FunctionType):
-        yield "", value
+def _function_at(module: ModuleType, name: str) -> FunctionType:
+    """Return the function with a qualified name, below all decorators."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr_static(found, part)
+    while not isinstance(found, FunctionType):
+        inner = (getattr(found, each, None) for each in ("fget", "__func__", "func", "__wrapped__"))
+        found = next(each for each in inner if each is not None)
+    return unwrap(found)
 
 
 def _is_same(first: CodeType, second: CodeType) -> bool:

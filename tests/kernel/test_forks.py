@@ -13,7 +13,8 @@ import anyio
 import psutil
 import pytest
 
-from patience import SOON_S, patience
+from bus_testing import until
+from patience import patience
 from stretto import Context, LauncherConfig
 from stretto.kernel.fleet import forks as forks_module
 from stretto.kernel.fleet.forks import ForkServer
@@ -78,9 +79,7 @@ async def test_processes_survive_the_server_and_their_end_is_noticed(
     log = tmp_path / "w.out"
     process = await forks.fork(command("waits", str(tmp_path)), log, [])
     assert process is not None
-    with anyio.fail_after(patience()):
-        while not log.read_text():
-            await anyio.sleep(SOON_S)
+    await until(log.read_text)
     assert psutil.Process(process.pid).cmdline()[1:4] == ["-m", "waits", str(tmp_path)]
     os.kill(forks.pid, signal.SIGKILL)
     assert await forks.fork(command("show"), tmp_path / "s.out", []) is None
@@ -125,9 +124,7 @@ async def test_the_local_launcher_forks_only_workers_with_the_servers_environmen
         for threads in (1, 2)
     ]
     handles = await launcher.launch(jobs)
-    with anyio.fail_after(patience()):
-        while not all(job.tail(1) for job in jobs):
-            await anyio.sleep(SOON_S)
+    await until(lambda: all(job.tail(1) for job in jobs))
     assert [job.tail(1) for job in jobs] == ["True", "False"]  # a fork has what the server imported
     for handle in handles:
         await handle.stop(20)

@@ -4,57 +4,57 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from stretto.kernel.schedule.lending import Demand, Lending
 
-BESIDE = Demand(10, (10,))
+NONE, BESIDE, TWO, RESTING = (
+    Demand(),
+    Demand(10, (10,)),
+    Demand(10, (10, 20)),
+    Demand(10, (10,), resting=True),
+)
+UNTRAINED = Demand(0, (0,), untrained=True)
 
 
-def training(*workers: str) -> dict[str, int | None]:
-    return dict.fromkeys(workers)
-
-
-def test_nothing_is_lent_without_an_evaluation() -> None:
+@pytest.mark.parametrize(
+    "story",
+    [
+        pytest.param([(NONE, "ab", None, "")], id="nothing without an evaluation"),
+        pytest.param([(RESTING, "ab", None, "ab")], id="all while training rests"),
+        pytest.param(
+            [(BESIDE, "abcde", None, "a"), (TWO, "abcde", None, "ab"), (TWO, "ab", None, "a")],
+            id="of several one, and half of them while another evaluation waits",
+        ),
+        pytest.param(
+            [(BESIDE, "bc", None, "b"), (BESIDE, "abc", None, "b"), (BESIDE, "ac", None, "a")],
+            id="the same one until it is lost",
+        ),
+        *(
+            pytest.param(  # while the evaluator starts again, the evaluation waits
+                [(TWO, w, "e", "e"), (RESTING, w, "e", f"{w}e"), (BESIDE, w, "", ""), (NONE, w, "e", "")],
+                id=f"beside training only the evaluator, with {len(w)} others",
+            )
+            for w in ("a", "ab")
+        ),
+        pytest.param(
+            [
+                (UNTRAINED, "a", None, ""),
+                (Demand(0, (0,), resting=True, untrained=True), "a", None, "a"),  # it has nothing to do
+                (UNTRAINED, "a", None, ""),
+                (Demand(0, (0,)), "a", None, "a"),
+            ],
+            id="a single one not before the first step",
+        ),
+        pytest.param([(UNTRAINED, "ab", None, "a")], id="before the first step if another one trains"),
+    ],
+)
+def test_engines_are_lent(story: list[tuple[Demand, str, str | None, str]]) -> None:
     lending = Lending(30)
-    assert lending.choose(Demand(), training("a", "b"), 0) == math.inf
-    assert lending.lent == frozenset()
-
-
-def test_all_are_lent_while_training_rests() -> None:
-    lending = Lending(30)
-    assert lending.choose(Demand(0, (0,), resting=True), training("a", "b"), 0) == math.inf
-    assert lending.lent == {"a", "b"}
-
-
-def test_of_several_one_is_lent_and_half_of_them_while_another_evaluation_waits() -> None:
-    lending, workers = Lending(30), training("a", "b", "c", "d", "e")
-    assert lending.choose(BESIDE, workers, 0) == math.inf
-    assert lending.lent == {"a"}
-    lending.choose(Demand(10, (10, 20)), workers, 1)
-    assert lending.lent == {"a", "b"}
-    lending.choose(Demand(10, (10, 20)), training("a", "b"), 2)
-    assert lending.lent == {"a"}
-
-
-def test_the_one_that_is_lent_stays_so_until_it_is_lost() -> None:
-    lending = Lending(30)
-    lending.choose(BESIDE, training("b", "c"), 0)
-    lending.choose(BESIDE, training("a", "b", "c"), 1)  # `a` joins
-    assert lending.lent == {"b"}
-    lending.choose(BESIDE, training("a", "c"), 2)
-    assert lending.lent == {"a"}
-
-
-def test_beside_training_only_the_engine_for_evaluations_is_lent() -> None:
-    lending, own = Lending(30), frozenset({"e"})
-    for workers in (training("a"), training("a", "b")):
-        assert lending.choose(Demand(10, (10, 20)), workers, 0, own) == math.inf
-        assert lending.lent == own
-        lending.choose(Demand(10, (10,), resting=True), workers, 1, own)
-        assert lending.lent == workers.keys() | own
-        lending.choose(BESIDE, workers, 2, frozenset())  # it is starting again, and the evaluation waits
-        assert lending.lent == frozenset()
-        lending.choose(Demand(), workers, 3, own)
-        assert lending.lent == frozenset()
+    for now, (demand, workers, evaluators, lent) in enumerate(story):
+        own = None if evaluators is None else frozenset(evaluators)
+        assert lending.choose(demand, dict.fromkeys(workers), now, own) == math.inf
+        assert lending.lent == frozenset(lent)
 
 
 def test_a_single_engine_takes_turns_and_begins_with_the_evaluation() -> None:
@@ -70,21 +70,6 @@ def test_a_single_engine_takes_turns_and_begins_with_the_evaluation() -> None:
         assert (lending.lent == {"a"}) == lent[-1][1]
         now = again
     assert lent == [(105, True), (140, False), (175, True), (240, False)]  # longer each time
-
-
-def test_a_single_engine_serves_training_until_the_first_step() -> None:
-    lending = Lending(30)
-    assert lending.choose(Demand(0, (0,), untrained=True), {"a": None}, 0) == math.inf
-    assert lending.lent == frozenset()
-    lending.choose(Demand(0, (0,), resting=True, untrained=True), {"a": None}, 1)  # it has nothing to do
-    assert lending.lent == {"a"}
-    lending.choose(Demand(0, (0,), untrained=True), {"a": None}, 2)
-    assert lending.lent == frozenset()
-    lending.choose(Demand(0, (0,)), {"a": None}, 3)
-    assert lending.lent == {"a"}
-    lending = Lending(30)
-    lending.choose(Demand(0, (0,), untrained=True), training("a", "b"), 0)  # another one serves training
-    assert lending.lent == {"a"}
 
 
 def test_a_swap_may_take_longer_than_a_turn() -> None:

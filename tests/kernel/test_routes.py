@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import anyio
 
-from patience import SOON_S, patience
+from bus_testing import until
+from patience import patience
 from stretto.bus.messages.membership import EngineFigures, Routes
 from stretto.bus.messages.subjects import Subjects
 from stretto.engine import Load
@@ -57,11 +58,6 @@ class Case:
             yield
             tasks.cancel_scope.cancel()
 
-    async def until(self, condition: Any) -> None:
-        with anyio.fail_after(patience()):
-            while not condition():
-                await anyio.sleep(SOON_S)
-
 
 async def test_a_worker_that_leaves_without_news_is_no_candidate_and_no_error() -> None:
     """While a run ends, the fleet tells nobody who leaves."""
@@ -69,11 +65,11 @@ async def test_a_worker_that_leaves_without_news_is_no_candidate_and_no_error() 
     async with case.sending():
         for worker in ("rollout-0", "inference-0", "verifier-0"):
             case.add(worker)
-        await case.until(lambda: "rollout-0" in case.heard and len(case.peers("rollout-0")) == 2)
+        await until(lambda: "rollout-0" in case.heard and len(case.peers("rollout-0")) == 2)
         del case.members["verifier-0"]
         case.sender.look(case.members["rollout-0"])
         case.add("inference-1")
-        await case.until(lambda: case.peers("rollout-0") == {"inference-0", "inference-1"})
+        await until(lambda: case.peers("rollout-0") == {"inference-0", "inference-1"})
 
 
 async def test_a_rollout_worker_hears_at_once_of_engines_that_come_and_go() -> None:
@@ -83,18 +79,18 @@ async def test_a_rollout_worker_hears_at_once_of_engines_that_come_and_go() -> N
         case.add("inference-0", load=load)
         case.add("verifier-0")
         case.add("rollout-0")
-        await case.until(lambda: "rollout-0" in case.heard)
+        await until(lambda: "rollout-0" in case.heard)
         assert case.heard["rollout-0"].lease_epoch == 7
         assert case.peers("rollout-0") == {"inference-0", "verifier-0"}
         [engine] = [peer for peer in case.heard["rollout-0"].peers if peer.role == "inference"]
         assert engine.figures == EngineFigures(3, 7, 8, 100)
         case.add("inference-1")
-        await case.until(lambda: len(case.peers("rollout-0")) == 3)
+        await until(lambda: len(case.peers("rollout-0")) == 3)
         case.lose("inference-0")
-        await case.until(lambda: case.peers("rollout-0") == {"inference-1", "verifier-0"})
+        await until(lambda: case.peers("rollout-0") == {"inference-1", "verifier-0"})
         case.members["inference-1"].exact_version = 4
         case.sender.look(case.members["inference-1"])
-        await case.until(lambda: any(peer.exact_version == 4 for peer in case.heard["rollout-0"].peers))
+        await until(lambda: any(peer.exact_version == 4 for peer in case.heard["rollout-0"].peers))
         case.lose("rollout-0")
         case.add("inference-2")
         await anyio.sleep(patience(0.2))
@@ -113,12 +109,12 @@ async def test_a_rollout_worker_is_lost_and_joins_again_while_others_get_their_r
     case.add("rollout-0")
     case.add("rollout-1")
     async with case.sending():
-        await case.until(lambda: "rollout-0" in case.heard)
+        await until(lambda: "rollout-0" in case.heard)
         case.add("inference-0")
-        await case.until(lambda: case.peers("rollout-0") == {"inference-0"})
+        await until(lambda: case.peers("rollout-0") == {"inference-0"})
         assert "rollout-1" not in case.heard
         case.add("rollout-1")
-        await case.until(lambda: "rollout-1" in case.heard)
+        await until(lambda: "rollout-1" in case.heard)
 
 
 async def test_a_busy_rollout_worker_may_finish_its_calls_at_a_former_candidate() -> None:
@@ -128,12 +124,10 @@ async def test_a_busy_rollout_worker_may_finish_its_calls_at_a_former_candidate(
             case.add(f"rollout-{number}", tickets=number % 2)
         for number in range(8):
             case.add(f"inference-{number}")
-        await case.until(
-            lambda: len(case.heard) == 40 and all(len(case.peers(each)) == 8 for each in case.heard)
-        )
+        await until(lambda: len(case.heard) == 40 and all(len(case.peers(each)) == 8 for each in case.heard))
         for number in range(8, 16):
             case.add(f"inference-{number}")
-        await case.until(lambda: any(peer.closed for each in case.heard.values() for peer in each.peers))
+        await until(lambda: any(peer.closed for each in case.heard.values() for peer in each.peers))
         await anyio.sleep(patience(0.2))
         for number in range(40):
             routes = case.heard[f"rollout-{number}"]
@@ -149,7 +143,7 @@ async def test_a_busy_rollout_worker_may_finish_its_calls_at_a_former_candidate(
         async with anyio.create_task_group() as tasks:
             case.heard.clear()
             tasks.start_soon(case.sender.refresh)
-            await case.until(lambda: len(case.heard) == 40)
+            await until(lambda: len(case.heard) == 40)
             tasks.cancel_scope.cancel()
         assert all(peer.worker != gone for each in case.heard.values() for peer in each.peers)
 
@@ -161,11 +155,11 @@ async def test_an_engine_that_joins_is_told_to_few_of_many_rollout_workers() -> 
     for number in range(360):
         case.add(f"inference-{number}")
     async with case.sending():
-        await case.until(lambda: len(case.heard) == 120)
+        await until(lambda: len(case.heard) == 120)
         assert max(len(each.peers) for each in case.heard.values()) < 30
         case.messages = 0
         case.add("inference-new")
-        await case.until(lambda: any("inference-new" in case.peers(each) for each in case.heard))
+        await until(lambda: any("inference-new" in case.peers(each) for each in case.heard))
         assert case.messages < 20
         for member in list(case.members.values()):
             case.sender.look(member)  # as after a swap: with many rollout workers that can wait a second

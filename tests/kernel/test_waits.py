@@ -2,112 +2,85 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from stretto.bus.messages.events import Cause
 from stretto.kernel.waits import Waits
 
-GROUPS = Cause("groups")
-EVALUATION = Cause("evaluation", 15)
+GROUPS, LATE, EVALUATION = Cause("groups"), Cause("late_ticket", 7), Cause("evaluation", 15)
+A, B = "inference-0", "inference-1"
 
 
-class Clock:
-    """Seconds that a test sets."""
-
+@pytest.mark.parametrize(
+    ("engines", "story", "waits"),
+    [
+        pytest.param(
+            [A],
+            [(0.0, "lacks", GROUPS), (2.0, "lacks", LATE), (5.0,)],
+            ((GROUPS, 2.0), (LATE, 3.0)),
+            id="what the scheduler lacks is waited for",
+        ),
+        pytest.param(
+            [A],  # the swap back is the evaluation's
+            [(0.0, "lacks", LATE), (1.0, "away", A, EVALUATION), (25.0, "serves", A, 17, 0.5), (27.0,)],
+            ((LATE, 1.0), (EVALUATION, 24.0), (LATE, 2.0)),
+            id="an evaluation that takes the only engine is waited for",
+        ),
+        pytest.param(
+            [A, B],
+            [(0.0, "lacks", GROUPS), (0.0, "away", A, EVALUATION), (4.0, "away", B, EVALUATION), (6.0,)],
+            ((GROUPS, 4.0), (EVALUATION, 2.0)),
+            id="an engine that stays with training leaves the cause to the scheduler",
+        ),
+        pytest.param(
+            [A, B],  # paused from 2 to 5, and from 4 to 6
+            [(0.0, "lacks", GROUPS), (5.0, "serves", A, 2, 3.0), (6.0, "serves", B, 2, 2.0), (8.0,)],
+            ((GROUPS, 4.0), (Cause("swap", 2), 1.0), (GROUPS, 3.0)),
+            id="the pause of all engines for a swap is waited for",
+        ),
+        pytest.param(
+            [A],
+            [(0.0, "lacks", GROUPS), (0.0, "gone", A), (3.0, "serves", A, 1, 0.1), (4.0,)],
+            ((Cause("engines"), 3.0), (GROUPS, 1.0)),
+            id="engines that are lost are waited for",
+        ),
+        *(
+            pytest.param(
+                [A],
+                [(0.0, "away", A, EVALUATION), (0.0, "lacks", cause), (3.0,)],
+                ((cause, 3.0),),
+                id=f"a batch that is ready needs no engine: {cause.kind}",
+            )
+            for cause in (Cause("checkpoint"), Cause("evaluation", 3))
+        ),
+        pytest.param(
+            [],
+            [(0.0, "lacks", GROUPS), (0.0, "away", A, EVALUATION), (3.0,)],
+            ((GROUPS, 3.0),),
+            id="a run that samples nothing does not wait for its engines",
+        ),
+        pytest.param(
+            [A],
+            [(0.5, "take"), (0.5, "away", A, EVALUATION), (10.0, "begin"), (10.0, "lacks", GROUPS), (12.0,)],
+            ((EVALUATION, 2.0),),
+            id="what happens while a step trains is no wait",
+        ),
+    ],
+)
+def test_training_waits_for(
+    engines: list[str], story: list[tuple[Any, ...]], waits: tuple[tuple[Cause, float], ...]
+) -> None:
     now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def waits_of(*engines: str, sampled: bool = True) -> tuple[Clock, Waits]:
-    """Waits of a run whose engines serve training, at the end of a step, and their clock."""
-    clock = Clock()
-    waits = Waits(sampled=sampled, clock=clock)
+    watched = Waits(sampled=bool(engines), clock=lambda: now)
     for engine in engines:
-        waits.serves(engine, 1, 0.0)
-    waits.begin()
-    return clock, waits
-
-
-def test_what_the_scheduler_lacks_is_waited_for() -> None:
-    clock, waits = waits_of("inference-0")
-    waits.lacks(GROUPS)
-    clock.now = 2.0
-    waits.lacks(Cause("late_ticket", 7))
-    clock.now = 5.0
-    assert waits.cause == Cause("late_ticket", 7)
-    assert waits.take() == ((GROUPS, 2.0), (Cause("late_ticket", 7), 3.0))
-
-
-def test_an_evaluation_that_takes_the_only_engine_is_waited_for() -> None:
-    clock, waits = waits_of("inference-0")
-    waits.lacks(Cause("late_ticket", 540))
-    clock.now = 1.0
-    waits.away("inference-0", EVALUATION)
-    assert waits.cause == EVALUATION
-    clock.now = 25.0
-    waits.serves("inference-0", 17, 0.5)  # the swap back is the evaluation's
-    clock.now = 27.0
-    late = Cause("late_ticket", 540)
-    assert waits.take() == ((late, 1.0), (EVALUATION, 24.0), (late, 2.0))
-
-
-def test_an_engine_that_stays_with_training_leaves_the_cause_to_the_scheduler() -> None:
-    clock, waits = waits_of("inference-0", "inference-1")
-    waits.lacks(GROUPS)
-    waits.away("inference-0", EVALUATION)
-    clock.now = 4.0
-    waits.away("inference-1", EVALUATION)
-    clock.now = 6.0
-    assert waits.take() == ((GROUPS, 4.0), (EVALUATION, 2.0))
-
-
-def test_the_pause_of_all_engines_for_a_swap_is_waited_for() -> None:
-    clock, waits = waits_of("inference-0", "inference-1")
-    waits.lacks(GROUPS)
-    clock.now = 5.0
-    waits.serves("inference-0", 2, 3.0)  # paused from 2 to 5
-    clock.now = 6.0
-    waits.serves("inference-1", 2, 2.0)  # paused from 4 to 6
-    clock.now = 8.0
-    assert waits.take() == ((GROUPS, 4.0), (Cause("swap", 2), 1.0), (GROUPS, 3.0))
-
-
-def test_engines_that_are_lost_are_waited_for() -> None:
-    clock, waits = waits_of("inference-0")
-    waits.lacks(GROUPS)
-    waits.gone("inference-0")
-    clock.now = 3.0
-    waits.serves("inference-0", 1, 0.1)
-    clock.now = 4.0
-    assert waits.take() == ((Cause("engines"), 3.0), (GROUPS, 1.0))
-
-
-@pytest.mark.parametrize("cause", [Cause("checkpoint"), Cause("evaluation", 3)])
-def test_a_batch_that_is_ready_needs_no_engine(cause: Cause) -> None:
-    clock, waits = waits_of("inference-0")
-    waits.away("inference-0", EVALUATION)
-    waits.lacks(cause)
-    clock.now = 3.0
-    assert waits.take() == ((cause, 3.0),)
-
-
-def test_a_run_that_samples_nothing_does_not_wait_for_its_engines() -> None:
-    clock, waits = waits_of(sampled=False)
-    waits.lacks(GROUPS)
-    waits.away("inference-0", EVALUATION)
-    clock.now = 3.0
-    assert waits.take() == ((GROUPS, 3.0),)
-
-
-def test_what_happens_while_a_step_trains_is_no_wait() -> None:
-    clock, waits = waits_of("inference-0")
-    clock.now = 0.5
-    assert waits.take() == ((Cause("overhead"), 0.5),)
-    waits.away("inference-0", EVALUATION)
-    clock.now = 10.0
-    waits.begin()
-    waits.lacks(GROUPS)
-    clock.now = 12.0
-    assert waits.take() == ((EVALUATION, 2.0),)
+        watched.serves(engine, 1, 0.0)
+    watched.begin()
+    for time, *call in story:
+        now = time
+        if call:
+            taken = getattr(watched, call[0])(*call[1:])
+            assert taken in (None, ((Cause("overhead"), 0.5),))
+    assert watched.cause == waits[-1][0]
+    assert watched.take() == waits
