@@ -106,11 +106,7 @@ class Checkpointer:
 
     async def save_required(self, note: WeightsNote | None = None, name: str | None = None) -> None:
         """Write a checkpoint that the run cannot do without. If this fails, try again for some seconds.
-
-        Args:
-            note: note of the current weights, if they are not announced.
-            name: name of the folder; by default that of the version.
-        """
+        `note` is that of the current weights, if they are not announced."""
         version = self._setup.scheduler.version
         for pause_s in (*_PAUSES_S, None):
             try:

@@ -195,8 +195,8 @@ class Fleet:
             self.adoption.record(self._handles)
 
     async def stop(self, grace_s: float) -> None:
-        """Wait for the workers to leave, and stop those that run after `grace_s` seconds. A worker that has
-        not joined is stopped at once: it cannot have received the last beacon."""
+        """Wait for the workers to leave, and stop those that run after `grace_s` seconds. Those that have not
+        joined are stopped at once: they cannot have received the last beacon."""
         async with self._launching:  # after a launch in progress, so that its handles are stopped too
             self._ending = True
 

@@ -19,7 +19,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.kernel.fleet.candidates import Candidates
 from stretto.kernel.fleet.fleet import Fleet, FleetMember
 
-_REFRESH_S = 1.0
+_REFRESH_S = 1.0  # rollout workers balance by figures of this age; a lost message is made good after it
 _LEAST = {"inference": 8, "verifier": 4}
 """Candidates of a rollout worker for each role, if there are that many. Verifiers send no figures, so more of
 them would not balance better."""

@@ -22,8 +22,8 @@ from stretto.kernel.supervised import Failure, ended, supervised
 
 log = structlog.get_logger()
 
-_POLL_S = 0.2
-_FIRST_PAUSE_S = 1.0
+_POLL_S = 0.2  # retired tickets go to the log together, and the end of a writer is noticed
+_FIRST_PAUSE_S = 1.0  # against a loop of starts where a writer ends at once
 _LONGEST_PAUSE_S = 30.0
 """A writer that ends is started again after a pause, which doubles up to this."""
 _LONG_LIFE_S = 60.0
@@ -35,7 +35,7 @@ _IMPORTS_S = 120.0
 """A writer has this many seconds more before it is heard for the first time."""
 _KILLED_S = 10.0
 """Wait this many seconds for the end of a writer that was killed."""
-_START_S = 30.0
+_START_S = 30.0  # the first tickets wait no longer for a writer: a run can go on without one
 _STOP_S = 20.0
 """At the end of the run, the writer has this many seconds to write what is in the log."""
 

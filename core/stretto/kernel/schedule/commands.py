@@ -94,7 +94,7 @@ class EvaluationDone(msgspec.Struct, frozen=True):
 
 
 class HeldBack(msgspec.Struct, frozen=True):
-    """A batch is ready but has to wait: its step would make an evaluation due while another one waits."""
+    """A batch is ready but waits: its step would make an evaluation due while another one waits."""
 
     evaluating: int
     """Version of the evaluation under way."""

@@ -413,12 +413,9 @@ class Scheduler:
         self._proceed()
 
     def worker_gone(self, worker: str, *, drained: bool) -> None:
-        """A rollout worker is lost, or has left after a drain. Its tickets are issued again.
-
-        If it is lost, the tickets that no worker has begun are issued again too: they may have been on their
-        way to it. If it has left, such an attempt does not count as one of `max_attempts`: nothing went wrong
-        in it.
-        """
+        """A rollout worker is lost, or has left after a drain: its tickets are issued again, after a loss
+        also those that nobody has begun, which may have been on their way to it. An attempt of a worker that
+        has left does not count as one of `max_attempts`: nothing went wrong in it."""
         if self._phase == "waiting":
             return  # `start` issues all of them
         workers = (worker,) if drained else ("", worker)
@@ -478,8 +475,8 @@ class Scheduler:
         self._proceed()
 
     def replay(self, tickets: Iterable[int], groups: Iterable[GroupDone]) -> StartBatch:
-        """Start the batch that a record names, instead of composing one, in a run that only trains recorded
-        batches again. The groups of its tickets are those of the attempts that were trained."""
+        """Start the batch that a record names, in a run that only trains recorded batches again. Its groups
+        are those of the attempts that were trained."""
         assert not self.training
         ids, finished = sorted(tickets), {group.ticket: group for group in groups}
         for id in ids:
