@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -31,28 +32,11 @@ from stretto.records.event_reader import TimedEvent
 def step_measured(
     version: int, began: float, tickets: tuple[int, ...], waits: tuple[tuple[Cause, float], ...] = ()
 ) -> StepMeasured:
-    return StepMeasured(
-        version=version,
-        repeated=False,
-        began=began,
-        train_s=0.0,
-        tickets=tickets,
-        waits=waits,
-        tokens=0,
-        of_batch={},
-        statistics={},
-        of_engines={},
-        engines=0,
-        generate_busy_s=0.0,
-        verify_busy_s=0.0,
-        cores_used=0.0,
-        cores_idle=0.0,
-        calls=(),
-        skipped=(),
-        ledger={},
-        variants={},
-        not_trained={},
-    )
+    times = ("train_s", "generate_busy_s", "verify_busy_s", "cores_used", "cores_idle")
+    empty = ("of_batch", "statistics", "of_engines", "ledger", "variants", "not_trained")
+    figures: dict[str, Any] = dict.fromkeys(times, 0.0) | {name: {} for name in empty}
+    figures |= {"tokens": 0, "engines": 0, "calls": (), "skipped": ()}
+    return StepMeasured(version=version, repeated=False, began=began, tickets=tickets, waits=waits, **figures)
 
 
 def done(

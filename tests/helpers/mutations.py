@@ -199,15 +199,8 @@ MUTATIONS: list[Mutation] = [
 
 
 def plant(mutation: Mutation) -> None:
-    """Replace the code of the mutated functions in the loaded module.
-
-    Objects that exist already run the new code at their next call of such a function; a coroutine under way
-    and a nested function that exists already keep the former one.
-
-    Raises:
-        ValueError: if the text is not found exactly once, if no function has changed, if a changed function
-            has other free variables, or if the loaded module does not run the code of its file.
-    """
+    """Replace the code of the mutated functions in the loaded module. A coroutine under way and a nested
+    function that exists already keep the former one. A `ValueError` says why nothing is planted."""
     changes = [change for each in (mutation, *mutation.also) for change in _changes(each)]
     for function, code in changes:
         function.__code__ = code

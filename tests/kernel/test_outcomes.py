@@ -90,12 +90,7 @@ NUMBERS = st.sampled_from([-1, 0, 1, 2, 3, 8, 2**40])
 MEMBERS = st.builds(
     Member,
     id=st.sampled_from(["0/1/0", "0/1/1", "1/1/0", "eval-0/1/0", "", "/", "x/y/z"]),
-    sequence=NUMBERS,
-    index=NUMBERS,
-    length=NUMBERS,
-    sampled=NUMBERS,
-    oldest=NUMBERS,
-    newest=NUMBERS,
+    **dict.fromkeys(("sequence", "index", "length", "sampled", "oldest", "newest"), NUMBERS),
     reward=st.floats(),
     metrics=st.dictionaries(st.text(max_size=3), st.floats(), max_size=2),
     finish=st.just("stop"),
