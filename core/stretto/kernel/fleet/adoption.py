@@ -61,7 +61,8 @@ class Adoption:
             )
 
     async def find(self, jobs: Sequence[Job]) -> list[tuple[Job, Handle]]:
-        """Return the jobs whose processes a former kernel left. Trainers are ended if one is missing."""
+        """Return the jobs whose processes a former kernel left. If a trainer is missing, the others are
+        ended."""
         former = self._former()
         if self._launcher is None or former is None or former.values != self._values:
             return []

@@ -136,7 +136,7 @@ class Fleet:
         self._ending = False
         self.on_ready: Callable[[FleetMember], None] = lambda member: None
         self.on_lost: Callable[[FleetMember, str, bool], None] = lambda member, how, final: None
-        """Gets each lost worker, how it was lost, and whether it is not restarted."""
+        """Gets each lost worker before its restart, how it was lost, and whether it does not restart."""
         self.on_left: Callable[[FleetMember, str], None] = lambda member, why: None
         """Gets each worker that has left after a drain, and the reason."""
         self.on_change: Callable[[FleetMember], None] = lambda member: None
