@@ -923,6 +923,19 @@ def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
     assert scheduler.evaluation.best == Evaluation(4, None, 1, 0, reward=0.1)  # the only reward
 
 
+def test_a_held_attempt_is_issued_again_when_its_worker_is_lost() -> None:
+    scheduler = started(steps=4, rows=50)
+    [ticket] = issued(scheduler)
+    scheduler.owned(1000)
+    scheduler.start([TicketStarted("rollout-0", "train", ticket.id, ticket.attempt)])
+    assert scheduler.commands() == []
+    scheduler.worker_gone("rollout-0", drained=False)
+    withdraw, issue = scheduler.commands()
+    assert withdraw == Withdraw("train", ticket.id, ticket.attempt)
+    assert isinstance(issue, Issue)
+    assert issue.ticket.attempt == 1001
+
+
 def test_rows_beyond_a_dataset_that_has_become_smaller_are_not_asked_for() -> None:
     scheduler = started(steps=4, batch_size=2, max_staleness=1, rows=50, shuffle=False)
     again = resumed(scheduler, rows=3)
