@@ -55,11 +55,7 @@ class FileBytes:
         return self._words.view(np.uint8).data
 
     def begin(self, *, is_new: bool) -> None:
-        """Begin a version.
-
-        Args:
-            is_new: make no delta.
-        """
+        """Begin a version; a new one has no delta."""
         self._changed, self._xor, self._number, self._is_new = [], [], 0, is_new
 
     def put(self, start: int, data: NDArray[np.uint8]) -> None:
@@ -92,11 +88,8 @@ class FileBytes:
 
 
 def apply_delta(data: bytes, tensors: NDArray[np.uint8]) -> None:
-    """Change the bytes of a file's tensors, in place, to those of the next version.
-
-    Raises:
-        ValueError: if the data is no delta, or one of another file.
-    """
+    """Change the bytes of a file's tensors, in place, to those of the next version. Raise ValueError if the
+    data is no delta, or one of another file."""
     width, size, number = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0, 0)
     if width not in (1, 2) or size * width != len(tensors) or number > size:
         raise ValueError(f"a delta of {number} of {size} words, for a file with {len(tensors)} bytes")

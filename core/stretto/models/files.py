@@ -48,11 +48,7 @@ def cached_file(model: str, name: str) -> Path | None:
 
 def fetch_config(model: str | None) -> Mapping[str, Any]:
     """Return a model's `config.json`. It is downloaded if this machine does not have it; empty without a
-    model.
-
-    Raises:
-        ConfigError: if the file cannot be downloaded or read.
-    """
+    model. Raise ConfigError if the file cannot be downloaded or read."""
     known = known_config(model)
     if known or model is None:
         return known

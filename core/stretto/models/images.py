@@ -80,12 +80,8 @@ def has_images(row: Mapping[str, Any]) -> bool:
 
 
 def images_of(row: Mapping[str, Any]) -> list[OpenImage]:
-    """Read the images of a row. A decoded Pillow image gets a PNG file.
-
-    Raises:
-        ConfigError: if both columns hold images, if a column holds something else, or if an image is missing,
-            too large, or cannot be read.
-    """
+    """Read the images of a row. A decoded Pillow image gets a PNG file. Raise ConfigError if both columns
+    hold images, if a column holds something else, or if an image is missing, too large, or cannot be read."""
     images: list[OpenImage] = []
     for column, value in _values(row):
         try:
@@ -121,11 +117,8 @@ def names_in(row: Any) -> list[Any]:
 
 def decode(data: bytes) -> Image:
     """Return the image of a file, in RGB and rotated according to its EXIF data. Nothing is decoded before
-    the size is known.
-
-    Raises:
-        ImageError: if it cannot be read in one way, has too many pixels, or if Pillow is not installed.
-    """
+    the size is known. Raise ImageError if it cannot be read in one way, has too many pixels, or if Pillow is
+    not installed."""
     module, ops = _pillow()
     try:
         with module.open(io.BytesIO(data), formats=_FORMATS) as image:
@@ -169,11 +162,8 @@ def _values(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def file_of(value: Any) -> bytes:
     """Return the file of an image: a path, the file's bytes, `{"bytes": ..., "path": ...}`, or a Pillow
-    image, which gets a PNG file. The file is not decoded.
-
-    Raises:
-        ImageError: if it is something else, is too large, or cannot be read.
-    """
+    image, which gets a PNG file. The file is not decoded. Raise ImageError if it is something else, is too
+    large, or cannot be read."""
     module, ops = _pillow()
     if isinstance(value, module.Image):
         file = io.BytesIO()
@@ -192,11 +182,8 @@ def file_of(value: Any) -> bytes:
 
 
 def files_of(values: Any) -> tuple[bytes, ...]:
-    """Return the files of several images that travel in one message.
-
-    Raises:
-        ImageError: as `file_of`, if the value is no sequence, or if the files are too large together.
-    """
+    """Return the files of several images that travel in one message. Raise ImageError as `file_of`, if the
+    value is no sequence, or if the files are too large together."""
     if not isinstance(values, list | tuple):
         raise ImageError(f"expected a list of images, found {_describe(values)}")
     files = tuple(map(file_of, cast("Sequence[Any]", values)))
@@ -227,7 +214,6 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _path_of(value: Any) -> str | None:
-    """Return the path of an image; None if the row has the image itself."""
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
         value = None if mapping.get("bytes") else mapping.get("path")

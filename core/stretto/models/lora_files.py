@@ -120,14 +120,12 @@ def _check_fit(adapter: Mapping[str, Place], model_tensors: Mapping[str, Place],
 
 
 def _factors(matrix: str, adapter: Mapping[str, Place]) -> tuple[Place, Place] | None:
-    """Return the factors B and A of a matrix; None if it is not adapted."""
     owner = matrix.removesuffix(".weight")
     b, a = adapter.get(owner + FACTOR_B), adapter.get(owner + FACTOR_A)
     return (b, a) if b is not None and a is not None else None
 
 
 def _write(file: Path, places: list[Place], adapter: Mapping[str, Place]) -> dict[str, str]:
-    """Write one file of the merged model. Return tensor name -> hash."""
     hashes: dict[str, str] = {}
     with file.open("wb") as output:
         merged_places = [_merged_place(place, adapter) for place in places]
@@ -140,7 +138,6 @@ def _write(file: Path, places: list[Place], adapter: Mapping[str, Place]) -> dic
 
 
 def _merged_place(place: Place, adapter: Mapping[str, Place]) -> Place:
-    """Return a tensor as it is in the merged model: an adapted matrix gets the dtype of its factors."""
     factors = _factors(place.name, adapter)
     if factors is None:
         return place

@@ -136,8 +136,7 @@ def _is_equal(values: Tensor, members: Tensor, num_groups: int) -> Tensor:
 
 
 def _by_sample(rewards: Tensor, members: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean reward and group of each of N samples, (N,) and (N,), from the rewards and groups of the
-    sequences, (S,)."""
+    """Mean reward and group of each of N samples, (N,) and (N,), from those of the sequences, (S,)."""
     numbers, places = torch.unique(sample, return_inverse=True)
     keys, pieces = torch.unique(members * len(numbers) + places, return_inverse=True)  # (N,), (S,) 0..N-1
     everywhere = torch.ones_like(rewards, dtype=torch.bool)

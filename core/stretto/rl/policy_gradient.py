@@ -304,8 +304,6 @@ def with_sample_sizes(means: Mapping[str, float]) -> dict[str, float]:
 
 
 class _Clip(Protocol):
-    """The fields that `ClippedConfig` adds to `PolicyConfig`."""
-
     @property
     def eps_clip(self) -> float: ...
     @property

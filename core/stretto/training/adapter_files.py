@@ -57,12 +57,7 @@ def _place(name: str) -> str:
 
 
 def adapter_problems(lora: LoraConfig, model: str, path: str) -> Iterator[Problem]:
-    """Refuse an adapter that the run cannot continue.
-
-    Args:
-        model: the model that the adapter is put on.
-        path: dotted key of the section `lora`.
-    """
+    """Refuse an adapter that the run cannot continue on this model. `path`: dotted key of the section."""
     if lora.adapter is None:
         return
     folder, key = Path(lora.adapter), f"{path}.adapter"
@@ -105,7 +100,6 @@ def adapter_problems(lora: LoraConfig, model: str, path: str) -> Iterator[Proble
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The config of an adapter; empty if there is none that can be read."""
     try:
         return msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):

@@ -191,8 +191,7 @@ class HFTraining:
         self._layout.close()
 
     def _build_model(self, folder: Path | None) -> PreTrainedModel:
-        """Load the model and keep this rank's share of it. With adapters, load the initial model and add
-        them."""
+        """Load the model and keep this rank's share. With adapters, load the initial model and add them."""
         config, lora = self._config, self._config.lora
         has_adapters = lora is not None and (self._trainable or self._continued is not None)
         source = str(folder / "model") if folder is not None and not has_adapters else self._initial
@@ -223,7 +222,6 @@ class HFTraining:
         return model
 
     def _forget(self) -> None:
-        """Free the memory of the current model before another one is loaded."""
         if "_model" in self.__dict__:
             for name in ("_model", "_trained", "_optimizer"):
                 self.__dict__.pop(name, None)
@@ -274,20 +272,17 @@ class HFTraining:
         return ((self._names_in_files.get(name, name), tensor) for name, tensor in merged)
 
     def _factor_in_files(self, name: str) -> str:
-        """Return the name of an adapter's factor, from its name in the model."""
         owner = matrix_of(name).removesuffix(".weight")
         in_files = self._names_in_files.get(f"{owner}.weight", f"{owner}.weight").removesuffix(".weight")
         return f"{in_files}{name.removeprefix(owner)}"
 
     @property
     def _continued(self) -> Path | None:
-        """The adapter with which a policy begins."""
         lora = self._config.lora
         adapter = lora.adapter if lora is not None and self._head == "policy" else None
         return None if adapter is None else Path(adapter)
 
     def _expect_all(self, adapter: Path, own: Mapping[str, nn.Parameter]) -> None:
-        """Refuse an adapter with tensors that no rank of the run has a place for."""
         places = {name for each in self._layout.gather_ranks([*own]) for name in each}
         names = {name.removeprefix(_PEFT_PREFIX) for name in tensor_names(adapter, "adapter_model")}
         if unused := sorted(names - places):
@@ -298,12 +293,10 @@ class HFTraining:
 
     @property
     def _adapter_only(self) -> LoraConfig | None:
-        """The config of the adapters if the engine publishes only them, else None."""
         lora, policy = self._config.lora, self._trainable and self._head == "policy"
         return lora if lora is not None and lora.send == "adapter" and policy else None
 
     def _check_adapter_files(self) -> None:
-        """Raise EngineError if the model's files lack an adapted matrix: its adapter could not be merged."""
         folder = folder_of_model(self._initial)
         own = tensors_of_model(Path(folder)) if folder is not None else {}
         for name in self._trained:
@@ -314,7 +307,6 @@ class HFTraining:
                 )
 
     def _describe(self, folder: Path, state: Mapping[str, float]) -> None:
-        """Write the files beside the tensors: configs, tokenizer, processor, numbers of the engine."""
         model, config = self._model, self._config
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         model.config.dtype = "float32"
@@ -406,12 +398,8 @@ class HFTraining:
         self._steps += 1
 
     def _loss(self, work: _Work, output: Tensor, loss: Loss, count: int, statistics: _Statistics) -> Tensor:
-        """One micro-batch's part of the loss, a scalar with gradient.
-
-        Args:
-            output: the figures of the selected tokens (see `stretto.training.token_head`).
-            count: the denominator of the loss, for the whole batch.
-        """
+        """One micro-batch's part of the loss, a scalar with gradient, from the figures of its selected tokens
+        (`stretto.training.token_head`). `count`: denominator of the loss of the whole batch."""
         head_figures = _spread(output[:, 0], work)
         batch = work.batch
         if work.rows.wanted.whole:
@@ -460,11 +448,8 @@ class HFTraining:
     def _with_blank_image(self, micro: Batch) -> Batch:
         """Return the micro-batch as the model reads it. If the model reads images and the layout has several
         parts, a micro-batch without an image gets a blank image at its end, whose output is not used: if only
-        some ranks ran the vision tower, the ranks would wait for each other forever.
-
-        Raises:
-            EngineError: if the batch has images and the model reads none.
-        """
+        some ranks ran the vision tower, the ranks would wait for each other forever. Raise EngineError if the
+        batch has images and the model reads none."""
         if any(micro.media):
             if not self._reads_images:
                 raise EngineError(f"the batch carries images, and model {self._initial!r} reads none")
@@ -475,11 +460,8 @@ class HFTraining:
         return Batch.concat([plain, self._blank])
 
     def _rows(self, work: list[_Work], max_count: int) -> list[ModelInputs]:
-        """Return the rows of each micro-batch.
-
-        Args:
-            max_count: the largest number of micro-batches in any part; blank ones fill the list up to it.
-        """
+        """Return the rows of each micro-batch. `max_count`: the largest number of micro-batches in any part;
+        blank ones fill the list up to it."""
         rows = [item.rows for item in work]
         if max_count > len(work):
             blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
@@ -504,10 +486,7 @@ def _spread(values: Tensor, work: _Work) -> Tensor:
 
 class _Statistics:
     """Means and maxima over the trained tokens of a whole batch, collected micro-batch by micro-batch.
-
-    Args:
-        tokens: number of trained tokens in all parts.
-    """
+    `tokens`: number of trained tokens in all parts."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = max(1, tokens)

@@ -62,21 +62,14 @@ class Layout:
         nothing."""
 
     def distribute(self, model: PreTrainedModel) -> None:
-        """Reduce a whole model to the parts that this rank holds, in place.
-
-        Raises:
-            EngineError: if the model cannot be distributed in this layout.
-        """
+        """Reduce a whole model to the parts that this rank holds, in place. Raise EngineError if the model
+        cannot be distributed in this layout."""
 
     def close(self) -> None:
         """Disconnect from the other ranks."""
 
     def name(self, own: str) -> str:
-        """Return the name that a tensor has in the model's files.
-
-        Args:
-            own: its name among this rank's parameters.
-        """
+        """Return the name in the model's files of one of this rank's parameters."""
         return own
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -94,23 +87,14 @@ class Layout:
         yield from ()
 
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Continue with the tensors that `carried` yielded when the checkpoint was written.
-
-        Args:
-            trained: the trained parameters.
-
-        Raises:
-            EngineError: if they belong to other parameters.
-        """
+        """Continue with what `carried` yielded when the checkpoint was written. Raise EngineError if it
+        belongs to other parameters than those that are trained."""
 
     # ------------------------------------------------------------------------------ the numbers
 
     def gather_ranks(self, value: Any) -> list[Any]:
-        """Return the value of every rank, in the order of the ranks; all ranks get the same list.
-
-        Args:
-            value: made of JSON types.
-        """
+        """Return the value, of JSON types, of every rank, in the order of the ranks; the same in all of
+        them."""
         return [value]
 
     def gather(self, value: Any) -> list[Any]:
@@ -141,10 +125,7 @@ class Layout:
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
         """Compute the gradient of the sum of the losses of all parts, and keep it in the parameters.
-
-        Args:
-            loss_of: called with a micro-batch's number and figures; returns its part of the loss, a scalar.
-        """
+        `loss_of`: called with a micro-batch's number and figures; returns its part of the loss, a scalar."""
         for index, row in enumerate(rows):
             loss_of(index, self.compute(model, row)).backward()
 

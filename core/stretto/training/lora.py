@@ -32,14 +32,8 @@ __all__ = [
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head, without: str = "") -> None:
-    """Freeze the model and put adapters into it, in place. A value or reward head is trained in full.
-
-    Args:
-        without: name of a module that gets no adapters.
-
-    Raises:
-        EngineError: if a target matches no linear module.
-    """
+    """Freeze the model and put adapters into it, in place, but not into the module `without`. A value or
+    reward head is trained in full. Raise EngineError if a target matches no linear module."""
     from peft import inject_adapter_in_model
 
     # A head with tied weights gets no adapter: the adapter would not change the embeddings.

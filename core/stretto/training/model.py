@@ -57,11 +57,8 @@ def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device
 ) -> tuple[PreTrainedModel, InputRows]:
     """Load a model in float32 on a device, and choose how batches are laid out for it. Rows are packed, and
-    prefixes are shared, if that gives exact results and the config allows it.
-
-    Raises:
-        EngineError: if the model cannot be loaded, or `packing` is 'packed' and the model cannot be packed.
-    """
+    prefixes are shared, if that gives exact results and the config allows it. Raise EngineError if the model
+    cannot be loaded, or `packing` is 'packed' and the model cannot be packed."""
     try:
         model_config = _without_dropout(AutoConfig.from_pretrained(source))
         if reads_images(model_config):
@@ -96,11 +93,7 @@ def _rows_of(model: PreTrainedModel, config: ModelTrainingConfig, device: torch.
 
 def load_policy(source: str) -> PreTrainedModel:
     """Load a model unchanged from its files, in the dtype of the files and on the CPU. It is for publishing
-    and not for training.
-
-    Raises:
-        EngineError: if the model cannot be loaded, or is not a language model.
-    """
+    and not for training. Raise EngineError if the model cannot be loaded, or is not a language model."""
     try:
         model_config = AutoConfig.from_pretrained(source)
         kind = AutoModelForImageTextToText if reads_images(model_config) else AutoModelForCausalLM
@@ -136,11 +129,8 @@ def reads_images(config: Any) -> bool:
 
 
 def vision_tower(model: PreTrainedModel) -> str:
-    """Return the name of the module that encodes the images of a vision-language model.
-
-    Raises:
-        EngineError: if the model has no such module.
-    """
+    """Return the name of the module that encodes the images of a vision-language model. Raise EngineError if
+    the model has no such module."""
     tower: Any = model.get_encoder(modality="image")
     if tower is model or tower is model.base_model:
         raise EngineError(
@@ -201,10 +191,7 @@ def _load(
     **options: Any,
 ) -> PreTrainedModel:
     """Load the model of a folder or of the hub on a device. Nothing is unpickled, and no weight is random.
-
-    Args:
-        new_head: a head that the source lacks starts at 0. If False, the source must have all tensors.
-    """
+    `new_head`: a head that the source lacks starts at 0. If False, the source must have all tensors."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would warn of missing tensors; this function checks them
     try:
@@ -268,11 +255,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Apply torch.compile to the feed-forward part of every layer, for any number of tokens.
-
-    Raises:
-        EngineError: if the layers have no module `mlp`.
-    """
+    """Apply torch.compile to the feed-forward part of every layer, for any number of tokens. Raise
+    EngineError if the layers have no module `mlp`."""
     parts = [layer.mlp for layer in layers_of(model) if isinstance(getattr(layer, "mlp", None), nn.Module)]
     if not parts:
         raise EngineError(

@@ -144,12 +144,9 @@ class Wanted:
 def return_figures(model: PreTrainedModel, head: Head, trial: ModelInputs | None) -> None:
     """Replace the model's `forward`, in place. It then takes one more argument, `wanted`, and returns the
     figures of the wanted tokens in float32: a policy's logprob and entropy, (N, 2), with `Wanted.whole` also
-    the logprob over the whole vocabulary, (N, 3); or a value or reward, (N, 1).
-
-    Args:
-        trial: inputs on which a policy's logits in chunks are compared with the model's own. If they differ,
-            the log says so, and all logits of a micro-batch are computed together. None to do so at once.
-    """
+    the logprob over the whole vocabulary, (N, 3); or a value or reward, (N, 1). `trial`: inputs on which a
+    policy's logits in chunks are compared with the model's own. If they differ, the log says so, and all
+    logits of a micro-batch are computed together. None to do so at once."""
     compute: Any = _OtherHead(model) if head != "policy" else _WholeLogits(model)
     if head == "policy" and trial is not None:
         if reason := _differs(_ChunkedLogits(model, chunk=7), compute, trial):
@@ -160,8 +157,6 @@ def return_figures(model: PreTrainedModel, head: Head, trial: ModelInputs | None
 
 
 class _OtherHead:
-    """Values or rewards: one number for each wanted token."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._forward: Any = model.forward
 
@@ -188,11 +183,8 @@ class _ChunkedLogits:
     """Logprobs and entropies from the hidden states, in chunks of tokens.
 
     A plain head is a matrix: its backward pass is written by hand. Any other head, such as one that is split
-    over ranks or has an adapter, is called as a module, under activation checkpointing.
-
-    Args:
-        chunk: number of tokens of a chunk; None for as many as the device's budget of bytes allows.
-    """
+    over ranks or has an adapter, is called as a module, under activation checkpointing. `chunk`: number of
+    tokens of a chunk; None for as many as the device's budget of bytes allows."""
 
     def __init__(self, model: PreTrainedModel, chunk: int | None = None) -> None:
         config: Any = model.config.get_text_config()
@@ -221,7 +213,6 @@ class _ChunkedLogits:
         return _in_chunks(self._by_module, head, hidden, wanted, size)
 
     def _chunk_size(self, device: str, floats: int) -> int:
-        """Return the number of tokens of a chunk, if each takes so many float32."""
         budget = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cpu"])
         return self._chunk or max(1, budget // (4 * floats))
 
@@ -256,7 +247,6 @@ class _ChunkedLogits:
             return torch.stack([said, entropy], -1)
 
     def _formed(self, logits: Tensor) -> Tensor:
-        """Return the head's output with the model's scale and cap."""
         logits = logits * self._scale
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
@@ -277,8 +267,7 @@ def _in_chunks(
 
 
 def _figures(logits: Tensor, wanted: Wanted) -> Tensor:
-    """Return logprob and entropy from logits, (N, V) -> (N, 2) float32, and the logprob over the whole
-    vocabulary as a third column if it is wanted."""
+    """Return logprob and entropy from logits, (N, V) -> (N, 2) float32; with `whole` a third column."""
     whole = [logprobs_of(logits, wanted.targets, wanted.temperature)] if wanted.whole else []
     temperature = wanted.temperature
     if wanted.support is not None:
@@ -431,7 +420,6 @@ def _gradient_of_logits(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to `total`, which is float32."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -443,7 +431,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @torch.no_grad()
 def _differs(chunked: _ChunkedLogits, whole: _WholeLogits, trial: ModelInputs) -> str:
-    """Compare logprobs and entropies. Return how they differ, or an empty string."""
     try:
         found = chunked(**trial.arguments, wanted=trial.wanted)
         expected = whole(**trial.arguments, wanted=trial.wanted)

@@ -29,11 +29,7 @@ _BUCKET = 0
 
 
 class PowerSgd:
-    """The reduction of the ranks' gradients, and what it carries from step to step.
-
-    Args:
-        group: the ranks whose gradients are added.
-    """
+    """The reduction of the gradients of a group's ranks, and what it carries from step to step."""
 
     def __init__(self, config: PowerSgdConfig, group: dist.ProcessGroup) -> None:
         self._config = config
@@ -120,17 +116,13 @@ class _Bucket:
         ]
 
     def buffer(self) -> Tensor:
-        """Return all gradients, flat."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients as views of the buffer."""
         return self._gradients
 
     def index(self) -> int:
-        """Return the number of this bucket."""
         return _BUCKET
 
     def is_last(self) -> bool:
-        """Return whether no bucket of the step follows."""
         return True

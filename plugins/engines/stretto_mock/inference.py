@@ -192,7 +192,6 @@ class MockInference:
                     chunks, emitted_at = [], time.monotonic()
 
     def _admit(self, now: float) -> None:
-        """End the samples whose deadline has passed. Then fill the free slots."""
         for request in self._intake.late(now):
             self._end(self._intake.samples(request.id), "error", request.late)
         while self._intake.ready and len(self._running) < self._config.slots:

@@ -74,12 +74,8 @@ def run_forward(
     compute: Compute,
     take: Callable[[int, Tensor], object],
 ) -> None:
-    """Run all micro-batches through this stage, without gradients.
-
-    Args:
-        shapes: shape of each micro-batch's hidden states.
-        take: called in the last stage with each output.
-    """
+    """Run all micro-batches, whose hidden states have these shapes, through this stage, without gradients.
+    `take` gets each output of the last stage."""
     for index, shape in enumerate(shapes):
         hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shape, device)
         output = compute(index, hidden)
@@ -97,12 +93,8 @@ def run_backward(
     compute: Compute,
     loss_of: Callable[[int, Tensor], Tensor],
 ) -> None:
-    """Run all micro-batches forwards and backwards; gradients add up in the parameters.
-
-    Args:
-        shapes: shape of each micro-batch's hidden states.
-        loss_of: computes a scalar loss from the last stage's output.
-    """
+    """Run all micro-batches, whose hidden states have these shapes, forwards and backwards; gradients add up
+    in the parameters. `loss_of` computes a scalar loss from the last stage's output."""
     in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
 
     def go_forward(index: int) -> None:

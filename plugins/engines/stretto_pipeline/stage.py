@@ -23,16 +23,12 @@ class _Elsewhere(nn.Module):
     """A layer that another stage holds."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the input unchanged."""
         return hidden_states
 
 
 class Stage:
-    """Stage `index` of `count`: the modules that it holds and computes.
-
-    Args:
-        model: the whole model; the other stages' modules are removed from it in place.
-    """
+    """Stage `index` of `count`: the modules that it holds and computes. `model`: the whole model; the other
+    stages' modules are removed from it in place."""
 
     def __init__(self, model: PreTrainedModel, index: int, count: int) -> None:
         self.is_first = index == 0

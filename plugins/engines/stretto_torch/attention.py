@@ -79,13 +79,8 @@ def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Att
 
 
 def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor) -> Attend:
-    """Return causal attention for texts that continue after the tokens in their slots.
-
-    Args:
-        heads: the model's attention heads.
-        prompts: the new part of each text.
-        ends: (n,) length of each whole text, including the part in its slot.
-    """
+    """Return causal attention for texts that continue after the tokens in their slots. `ends`: (n,) length of
+    each whole text."""
     targets = prompts.cache_indices(cache)
     columns = torch.arange(int(ends.max()), device=cache.device)  # (T,)
     # A text has no block beyond its end.
@@ -146,7 +141,6 @@ class SlotAttention:
         return attend
 
     def _rows(self, x: Tensor, span: TokenSpan) -> Tensor:
-        """Return the part of x (R * K, ...) that belongs to the rows of a span."""
         return x[span.start * self._heads.kv : span.stop * self._heads.kv]
 
     def _mask(self, positions: Tensor, span: TokenSpan) -> Tensor:

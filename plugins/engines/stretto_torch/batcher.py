@@ -40,11 +40,7 @@ class Figures:
 
 
 class Batcher:
-    """Serves one model.
-
-    Args:
-        tokenizer: returns the model's tokenizer; called only for requests with stop strings.
-    """
+    """Serves one model. `tokenizer` is called only for requests with stop strings."""
 
     def __init__(
         self,
@@ -78,11 +74,8 @@ class Batcher:
     # ------------------------------------------------------------------------ calls that change the work
 
     def take(self, request: GenerateRequest, arrived: float, images: PromptImages | None = None) -> None:
-        """Take a request. A request whose id is already running is ignored.
-
-        Args:
-            arrived: time of its arrival, on the clock of `time.monotonic`.
-        """
+        """Take a request, which `arrived` on the clock of `time.monotonic`; ignore it if its id is
+        running."""
         try:
             if self._deterministic and any(len(tokens) for tokens in request.begun):
                 raise RequestError(
@@ -105,7 +98,6 @@ class Batcher:
                 self._end(sample, finish)
 
     def _check_images(self, request: GenerateRequest, images: PromptImages | None) -> None:
-        """Raise RequestError if a text has a token of images, and the request no image for it."""
         if self.model.reader is None:
             return
         texts = [*request.begun, *([request.prompt_ids] if images is None else [])]
@@ -191,8 +183,7 @@ class Batcher:
         return chunks
 
     def _refill(self) -> int:
-        """Give free slots to waiting samples, in the order of the line, and sample the first token of each.
-        Return the number of these samples."""
+        """Give free slots to waiting samples, and draw the first token of each; return their number."""
         free, ready = self.slots.free, self.intake.ready
         if not free or not ready or free < min(self._refill_from, ready):
             return 0
@@ -206,8 +197,7 @@ class Batcher:
         return len(samples)
 
     def _make_room(self) -> None:
-        """Put samples back into the waiting line, with their tokens so far, if the cache is too small for the
-        next step of all running samples."""
+        """Put samples back into the waiting line if the cache is too small for the next step of all."""
         preempted = self.slots.surplus()
         for sample in preempted:
             answer = self.slots.answer(sample, sample.sent)
@@ -224,7 +214,6 @@ class Batcher:
     # ------------------------------------------------------------------------------------ endings
 
     def _take_out(self, endings: Iterable[SampleEnding]) -> None:
-        """Emit the last chunks of samples that ended and have left their slots."""
         for ending in endings:
             self._end(ending.sample, ending.finish, ending.error, ending.unsent)
 
@@ -245,7 +234,6 @@ class Batcher:
 
 
 def _finish_on_arrival(sample: SlotSample) -> Finish:
-    """Return the finish of an answer that was already complete when it arrived; empty if it was not."""
     if sample.stops is not None and len(sample.begun) and sample.stops.end(sample.begun):
         return "stop"
     return sample.finish_on_arrival

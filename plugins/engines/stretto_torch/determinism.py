@@ -45,12 +45,8 @@ class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def kept_shapes(decoder: Decoder, shapes: Shapes, values: Sequence[str], say: Say) -> Shapes:
-    """Return `stable_shapes`: from this user's cache, or else by the test.
-
-    Args:
-        values: texts that say which model it is, and which values the engine has.
-        say: told what the test does, and how long it still takes.
-    """
+    """Return `stable_shapes`: from this user's cache, or else by the test. `values` say which model it is,
+    and which values the engine has; `say` is told what the test does, and how long it still takes."""
     facts = (*values, *_machine(decoder), repr(shapes))
     name = sha256("\n".join(facts).encode()).hexdigest()[:32]
     file = cache_folder("deterministic") / f"{name}.json"
@@ -81,7 +77,6 @@ def _former(stack: ExitStack, file: Path, say: Say) -> _Found | None:
 
 
 def _machine(decoder: Decoder) -> tuple[str, ...]:
-    """Return what bits depend on besides the model and the engine's values."""
     device = decoder.cache.device
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)
@@ -147,8 +142,6 @@ def _same_bits(decoder: Decoder, shapes: Shapes, say: Say) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Company:
-    """One sample among others, for the test."""
-
     live: int
     """Number of rows of the step."""
     row: int

@@ -46,11 +46,7 @@ class PromptImages:
 
 
 class ImageReader:
-    """Makes the images of prompts for one model. One thread calls it.
-
-    Args:
-        model: a vision-language model of transformers.
-    """
+    """Makes the images of prompts for one vision-language model of transformers. One thread calls it."""
 
     def __init__(self, folder: str, model: Any) -> None:
         self.vision = Vision(folder)
@@ -61,12 +57,8 @@ class ImageReader:
     def read(
         self, prompt: NDArray[np.int32], digests: Sequence[Digest], files: Sequence[bytes]
     ) -> PromptImages:
-        """Return the images of a prompt.
-
-        Args:
-            prompt: (P,) the tokens, with those of the images.
-            digests: SHA-256 of each file; none for a text that is in no cache.
-        """
+        """Return the images of a prompt (P,). `digests`: SHA-256 of each file; none for a text in no
+        cache."""
         places = np.flatnonzero(prompt == self.vision.image_token)
         try:
             media = self._media_of(tuple(digests), files, len(places))

@@ -174,12 +174,7 @@ class TorchInferenceEngine:
     async def logprobs(
         self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
     ) -> list[NDArray[np.float32]]:
-        """See `VisionEngine`. All sequences are scored between two decode steps, with the same weights.
-
-        Raises:
-            EngineError: if a sequence cannot be scored, no weights are served yet, or the engine broke or was
-                stopped.
-        """
+        """See `VisionEngine`. All sequences are scored between two decode steps, with the same weights."""
         if self._ended.is_set():
             raise self._failure or EngineError("the torch inference engine was stopped")
         seen: Sequence[PromptImages | None] = [None] * len(sequences)
@@ -220,7 +215,6 @@ class TorchInferenceEngine:
         self._ended.set()
 
     async def _read(self, request: GenerateRequest, files: Sequence[bytes], arrived: float) -> None:
-        """Read the images of a request, and pass it to the compute thread."""
         finish: Finish = "abort"
         images, error = None, ""
         try:
@@ -243,12 +237,10 @@ class TorchInferenceEngine:
         return await anyio.to_thread.run_sync(reader.read, text, digests, files, limiter=self._reads)
 
     def _drop(self, request: GenerateRequest, finish: Finish, error: str = "") -> None:
-        """End a request that the compute thread has not seen."""
         self._samples_posted -= len(request.seeds)
         self._deliver(final_chunks(request, finish, error))
 
     async def _watch(self) -> None:
-        """Return when the engine is stopped; raise as soon as it breaks."""
         await self._ended.wait()
         if self._failure is not None:
             raise self._failure
@@ -266,14 +258,12 @@ class TorchInferenceEngine:
             self._emit(chunks)
 
     def _break(self, failure: EngineError, chunks: list[Chunk]) -> None:
-        """Record that an exception ended the compute thread, and answer everything that is open."""
         self._failure = failure
         self._deliver(chunks)
         self._reject_commands(failure)
         self._ended.set()
 
     def _reject_commands(self, error: EngineError) -> None:
-        """Answer the commands that the compute thread did not process before it ended."""
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if isinstance(command, _GenerateCommand):
@@ -389,7 +379,6 @@ class TorchInferenceEngine:
             command.scores.set_exception(failure)
 
     def _swap(self, batcher: Batcher) -> None:
-        """Load the newest of the due swaps, and answer all of them."""
         newest = max(self._swaps_due, key=lambda swap: swap.order)
         if newest.order > self._newest_swap:
             held, hashes = self._held, dict(newest.hashes)
@@ -411,7 +400,6 @@ class TorchInferenceEngine:
         self._swaps_due.clear()
 
     def _post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Let the event loop call a function."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed, so nobody waits for the call
             self._loop.call_soon_threadsafe(call, *arguments)

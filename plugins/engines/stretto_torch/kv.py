@@ -102,12 +102,8 @@ class SlotCache:
     # --------------------------------------------------------------------------------- for decoders
 
     def indices(self, layer: int, rows: Tensor | slice, positions: Tensor) -> Tensor:
-        """Return the indices of the keys, then values, of tokens in a layer: (tokens, 2 * kv_heads).
-
-        Args:
-            rows: the row of each token; (tokens,) or a slice.
-            positions: (tokens,) position in its row.
-        """
+        """Return the indices of the keys, then values, of tokens in a layer: (tokens, 2 * kv_heads). `rows`,
+        (tokens,) or a slice, and `positions`, (tokens,), say where each token is."""
         return self._starts[self._heads[layer]][rows] + positions.unsqueeze(1)
 
     def span(self, layer: int, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
@@ -129,17 +125,13 @@ class SlotCache:
 
     def _beginnings(self, blocks: Sequence[int], heads: int) -> NDArray[np.int64]:
         """Return the index where the keys, then the values, of each head begin: (blocks, 2 * heads).
-
-        Args:
-            blocks: start and capacity of each block, flattened.
-        """
+        `blocks`: start and capacity of each, flattened."""
         pairs = np.array(blocks).reshape(-1, 2, 1)
         keys = pairs[:, 0] * heads + pairs[:, 1] * np.arange(heads)
         return np.concatenate([keys, keys + (self.tokens + 1) * heads], axis=1)
 
     def _tokens_of(self, blocks: Sequence[int], lengths: Sequence[int], heads: int) -> Tensor:
-        """Return the indices of all keys and values of the first tokens of each block; `blocks` as in
-        `_beginnings`."""
+        """Return the indices of all keys and values of the first tokens of each block (see `_beginnings`)."""
         counts = np.repeat(lengths, 2 * heads)
         ends = counts.cumsum()
         # A head's tokens follow its beginning: the difference to the running number of all tokens.

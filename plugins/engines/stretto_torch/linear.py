@@ -69,7 +69,6 @@ def prefers_onednn(
 
 
 def _is_amd() -> bool:
-    """Whether the processor is AMD's; False where the system does not say it as Linux does."""
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -56,11 +56,7 @@ class LoadedModel:
 
 
 def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int = 0) -> LoadedModel:
-    """Load a model from a local folder or the hub.
-
-    Args:
-        samples_in_flight: see `Context`.
-    """
+    """Load a model from a local folder or the hub."""
     device, dtype = compute_device(config.device, config.share), getattr(torch, config.dtype)
     transformers_logging.disable_progress_bar()  # logs are files
     try:
@@ -120,7 +116,6 @@ def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
 
 
 def _memory(device: torch.device, share: float) -> float:
-    """Return the bytes of memory of a device; of a GPU, the share that this process may take."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory * share
     return available_memory()
@@ -206,7 +201,6 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
 
 
 def _context(config: Any, length: int | None) -> int:
-    """Return the largest number of tokens in a sample, with its prompt."""
     max_positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is not None and max_positions is not None and length > max_positions:
         raise EngineError(f"inference.context_length is {length}; the model has {max_positions} positions")

@@ -50,12 +50,9 @@ class CachedText:
 
 
 class Prefixes:
-    """The texts of one pool with `tokens` tokens.
-
-    Args:
-        saves: use little of the pool, because what is used once takes memory: as much as the rows had at
-            most, and twice as much whenever a text comes again that had no room.
-    """
+    """The texts of one pool with `tokens` tokens. `saves`: use little of the pool, because what is used once
+    takes memory: as much as the rows had at most, and twice as much whenever a text comes again that had no
+    room."""
 
     def __init__(self, tokens: int, *, saves: bool = False) -> None:
         self.lost_tokens = 0
@@ -147,9 +144,8 @@ class Prefixes:
         return text
 
     def _place(self, text: CachedText) -> bool:
-        """Give a text a block in the free part: the next gap that is large enough, or else, of the next
-        `_LOOKS` places, the one whose last use is longest ago. Return False if that is after the text's
-        own."""
+        """Give a text a block: the next gap that is large enough, or else, of the next `_LOOKS` places, the
+        one whose last use is longest ago. Return False if that is after the text's own."""
         kept, length, places = self._kept, len(text.ids), len(self._kept) + 1
         best = (text.used, 0, 0, 0)
         for look in range(min(places, _LOOKS)):
@@ -193,7 +189,6 @@ class Prefixes:
 
 
 def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Return the number of leading tokens that two texts share."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length

@@ -68,12 +68,8 @@ class Shapes:
         return self.most_rows if self.fixed else padded_rows(live)
 
     def spans(self, positions: NDArray[np.int64], size_classes: Sequence[tuple[int, int]]) -> list[TokenSpan]:
-        """Return the spans of a step: one for each size class, as long as its longest row needs.
-
-        Args:
-            positions: (live,) positions of the tokens that are computed.
-            size_classes: rows start..stop-1 of each size class, in order; together all live rows.
-        """
+        """Return the spans of a step: one for each size class, as long as its longest row needs. `positions`,
+        (live,), are those of the tokens that are computed; the classes are rows start..stop-1, in order."""
         if self.full:
             return [TokenSpan(0, self.most_rows, self.length)]
         return [

@@ -42,12 +42,7 @@ class Plan:
 
 
 class SizeClasses:
-    """Plans the blocks of a pool.
-
-    Args:
-        shapes: the shapes of the engine.
-        one_size_class: whether all rows of a step, padding included, must be in one size class.
-    """
+    """Plans the blocks of a pool. `one_size_class`: all rows of a step, padding too, must be in one."""
 
     def __init__(self, shapes: Shapes, tokens: int, *, one_size_class: bool) -> None:
         self._shapes = shapes
@@ -69,11 +64,8 @@ class SizeClasses:
         return sum(map(self._capacity, needs)) <= self._tokens
 
     def plan(self, needs: Sequence[int], blocks: Sequence[Block | None]) -> Plan:
-        """Order the rows and give each a block with room for its tokens. Rows keep their blocks if possible.
-
-        Args:
-            needs: tokens that each row needs; `fits` must be true for them.
-        """
+        """Order the rows and give each a block with room for its tokens, which must fit. Rows keep their
+        blocks if possible."""
         by_capacity: dict[int, list[int]] = {}
         if self._one_size_class and needs:
             by_capacity[self._common(needs)] = [*range(len(needs))]
@@ -99,8 +91,7 @@ class SizeClasses:
         return Plan(order, row_blocks, size_classes, (left, right))
 
     def _join_small(self, by_capacity: dict[int, list[int]]) -> None:
-        """Join a size class to the next larger one if that costs less than another call of attention, and the
-        pool has room."""
+        """Join a class to the next larger one where that costs less than another call of attention."""
         room = self._tokens - sum(capacity * len(rows) for capacity, rows in by_capacity.items())
         for capacity, larger in pairwise(sorted(by_capacity)):
             cost = (larger - capacity) * len(by_capacity[capacity])

@@ -249,7 +249,6 @@ class Slots:
     # -------------------------------------------------------------------------------- new samples
 
     def _seat(self, sample: SlotSample) -> None:
-        """Give a sample the next row and a lane, and set all its state except keys and values."""
         sample.row = len(self.running)
         sample.pure = True
         self.running.append(sample)
@@ -280,8 +279,7 @@ class Slots:
         self._kept[lane] = []
 
     def _samples_to_compute(self, samples: Sequence[SlotSample]) -> list[SlotSample]:
-        """Return the new samples that do not copy their prompt from another sample. A request's prompt is
-        computed for one sample; others copy it while that one is running and the weights do not change."""
+        """Return the samples that do not copy their prompt from another running one of their request."""
         by_request: dict[str, SlotSample] = {}
         for sample in samples:
             if not len(sample.begun) and sample.request.id not in self._shared_prompts:
@@ -289,7 +287,6 @@ class Slots:
         return [s for s in samples if len(s.begun) or by_request.get(s.request.id) is s]
 
     def _find_prefixes(self, samples: Sequence[SlotSample]) -> dict[SlotSample, tuple[Block, int]]:
-        """Return for each new sample the block that holds a prefix of its text, and the prefix's length."""
         if self._prefixes is None:
             return {}
         prefixes: dict[SlotSample, tuple[Block, int]] = {}
@@ -317,7 +314,6 @@ class Slots:
         return text
 
     def _shifts(self, rows: NDArray[np.int64] | slice) -> Tensor | None:
-        """Return the shifts of these rows; None for a model of text."""
         if self._image_token < 0:
             return None
         return torch.from_numpy(self._shift[self._lane[rows]]).to(self._device)
@@ -339,11 +335,8 @@ class Slots:
         return torch.stack([logits[sample] for sample in samples])
 
     def _prefill(self, rows: Sequence[int], begins: Sequence[int] | None = None) -> list[Tensor]:
-        """Compute the known tokens of each row, from `begins[i]` on where its slot holds the tokens before.
-
-        Returns:
-            (V,) logits after the last token of each row, in the order of `rows`.
-        """
+        """Return (V,) logits after the known tokens of each row, computed from `begins[i]` on where its slot
+        holds the tokens before."""
         begins = begins or [0] * len(rows)
         lengths = self._position[list(rows)].tolist()
         logits_by_index: dict[int, Tensor] = {}
@@ -463,13 +456,9 @@ class Slots:
         former_texts: Sequence[tuple[Block, NDArray[np.int32]]] = (),
         prefixes: Mapping[SlotSample, tuple[Block, int]] = MappingProxyType({}),
     ) -> None:
-        """Keep only these rows, in a new order and in blocks that fit their current lengths.
-
-        Args:
-            former_texts: blocks and texts of samples that have just left.
-            prefixes: the block and length of each new sample's prefix, to copy it from. Everything is copied
-                at once, so a source may overlap another row's new block.
-        """
+        """Keep only these rows, in a new order and in blocks that fit their current lengths. `former_texts`:
+        of samples that have just left. `prefixes`: where to copy each new sample's from; all is copied at
+        once, so a source may overlap another row's new block."""
         positions = self._position[: len(self.running)].tolist()
         blocks = [self._blocks[row] for row in rows]
         needs = [positions[row] + 1 for row in rows]
@@ -505,5 +494,4 @@ class Slots:
 
 
 def _limit(sample: SlotSample) -> int:
-    """Return the largest number of tokens of prompt and answer together."""
     return len(sample.prompt) + sample.request.sampling.max_tokens

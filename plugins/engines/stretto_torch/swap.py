@@ -44,11 +44,7 @@ class Targets:
     """Products with these tensors, which may have to rearrange their weights."""
 
     def renamed(self, names: Mapping[str, str]) -> Targets:
-        """Return the same targets under other names.
-
-        Args:
-            names: the names to change -> their new names.
-        """
+        """Return the same targets under other names: those to change -> their new ones."""
         by_name = {names.get(name, name): target for name, target in self.by_name.items()}
         tied = frozenset(names.get(name, name) for name in self.tied)
         return Targets(by_name, tied, self.products)
