@@ -84,7 +84,6 @@ _JOINED = _CALLS.replace("CALL", "c.function.name + ':' + c.function.arguments")
 _XML = _CALLS.replace(
     "CALL", "c.function.name + ':' + (c.function.arguments.items() | map('join', '=') | join(',')) | string"
 )
-_PLAIN = "{{ '<r>' + m.role + '\n' + m.content }}" + _AS_JSON + "{{ '<e>\n' }}"
 _LAST = "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
 _RAISE = "{% if TEST %}{{ raise_exception('REASON') }}{% endif %}"
 

@@ -26,33 +26,9 @@ from stretto.training.checkpoint import Copies, write_tensors
 from stretto.training.config import LoraConfig
 from stretto.training.device import compute_device
 from stretto.training.engine import HFTraining
-from stretto.training.packing import PaddedRows, PrefixRows
-from training_engines import NEARLY_LINEAR, loaded_engine
+from training_engines import NEARLY_LINEAR, batch_of, loaded_engine, plain_loss, squared
 
 engine_of = partial(loaded_engine, **NEARLY_LINEAR)
-
-
-def batch_of(lengths: list[int], seed: int = 0) -> Batch:
-    """Random tokens; in each sequence the second half is trained on."""
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
-    tokens = torch.randint(2, 97, (total,), generator=generator)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    halves = torch.cat([torch.full((length,), length // 2) for length in lengths])
-    return Batch(
-        lengths,
-        {
-            "tokens": tokens,
-            "loss_mask": positions >= halves,
-            "advantages": torch.randn(total, generator=generator),
-        },
-        {"group": torch.arange(len(lengths)) // 2},
-    )
-
-
-def plain_loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """-A log π: linear, so that its gradient is easily had by other means."""
-    return -batch["advantages"] * logprobs, {"advantage": batch["advantages"]}
 
 
 def parameters(engine: HFTraining) -> dict[str, Tensor]:
@@ -83,13 +59,6 @@ def test_forward_equals_the_model_on_each_sequence_alone(
     found = engine.forward(batch, temperature=temperature)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
-
-
-def test_a_model_that_cannot_be_packed_is_padded_or_refused(tiny_models: Models) -> None:
-    for architecture, rows in (("gemma2", PaddedRows), ("qwen2", PrefixRows), ("gpt2", PrefixRows)):
-        assert isinstance(engine_of(tiny_models(architecture))._packing, rows)  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(EngineError, match="does not allow it"):
-        engine_of(tiny_models("gemma2"), packing="packed")
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence", "sequence_sum"])
@@ -298,10 +267,6 @@ def test_heads_say_one_number_of_every_token(
     found = engine.forward(batch, temperature=0.5)
     assert found.any()
     torch.testing.assert_close(found, torch.cat(expected), atol=2e-5, rtol=1e-5)
-
-
-def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    return (said - batch["advantages"]) ** 2, {"said": said, "said_max": said}
 
 
 def test_figures_of_a_head(tiny_models: Models) -> None:
