@@ -230,8 +230,7 @@ def form_of(
         )
 
     def end_in(text: str) -> tuple[str, str]:
-        """Return what comes before the end of the turn whose content a text follows, and this token: of
-        several in a row the one at which engines end."""
+        """Return what comes before the end token of a turn, and this token: of several, the engines'."""
         place, first = 0, ("", "")
         while token := token_at(text[place:]):
             start = text.index(token, place)

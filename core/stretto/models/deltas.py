@@ -74,8 +74,7 @@ class FileBytes:
             old[places] = new[places]
 
     def delta(self) -> bytes | None:
-        """Return what `put` has changed since `begin`, once; None if too much has changed, or the file is
-        new."""
+        """Return what `put` has changed since `begin`, once; None if it is too much, or the file new."""
         changed, xors, self._changed, self._xor = self._changed, self._xor, [], []  # large, and used once
         words = len(self._words)
         if self._is_new or self._number * _FEWEST > words or words >= _MOST_WORDS:

@@ -71,8 +71,7 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the texts of a template, each with the column that follows it, or None; ValueError if it is
-    none."""
+    """Yield the texts of a template, each with the column that follows it, or None."""
     hint = "expected columns such as {question}; a brace itself is written {{ or }}"
     try:
         found = list(Formatter().parse(template))
@@ -99,8 +98,7 @@ def _no_column(column: str, row: Row) -> str:
 
 
 def tools_of(row: Row) -> Sequence[Mapping[str, Any]]:
-    """Return the JSON schemas in the column `tools`; none if it is empty. Raise ConfigError if the column
-    holds something else."""
+    """Return the JSON schemas in the column `tools`; ConfigError if it holds something else."""
     tools = row.get("tools") or []
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -140,6 +138,5 @@ def as_meant(messages: Any, tokenizer: Tokenizer) -> Any:
 
 
 def prompt_ids(row: Row, tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """Return (P,) ids of a row's prompt, with its tools. Raise ConfigError if the chat template refuses it,
-    or the column `tools` holds something else."""
+    """Return (P,) ids of a row's prompt, with its tools. Raise ConfigError if the template refuses it."""
     return tokenizer.encode_prompt(as_meant(row["prompt"], tokenizer), tools=tools_of(row))

@@ -268,8 +268,7 @@ class FolderPublisher:
         return entry
 
     def copy(self, version: int, folder: Path) -> None:
-        """Copy a version to a folder that does not exist yet. Raise WeightsError if the version was never
-        here or has been removed. Raise OSError if the folder cannot be written."""
+        """Copy a version to a new folder. Raise WeightsError if it is not here, OSError if that fails."""
         stored = self.find(version)
         *links, last = _chain(self._versions, stored)
         if not last.manifest.whole:
@@ -443,8 +442,7 @@ class FolderUpdate:
         return self._hashes
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return all tensors, memory-mapped from their files. Raise WeightsError if the safetensors library
-        refuses a file."""
+        """Return all tensors, memory-mapped; WeightsError if the safetensors library refuses a file."""
         from safetensors import SafetensorError, safe_open
 
         tensors: dict[str, Tensor] = {}
@@ -483,8 +481,7 @@ class FrozenFiles:
         return (path, hashes) if hashes is not None else None
 
     def keep(self, version: Path, manifest: Manifest) -> None:
-        """Keep the frozen files of a version that has just been checked. Raise OSError if a file cannot be
-        kept."""
+        """Keep the frozen files of a version that has just been checked; OSError if that fails."""
         if not manifest.frozen:
             return
         self._checked = {_identity(version / name): manifest.files[name] for name in manifest.frozen}
@@ -595,9 +592,7 @@ def open_version(
 
 
 def open_shared_version(note: WeightsNote, frozen: FrozenFiles | None = None) -> FolderUpdate:
-    """Open the version in the folder `note.address`, which another process of this user made. `frozen`: as
-    for `open_version`. Raise WeightsError as `open_version`, or if others can enter the folder or its
-    parent."""
+    """Open the version that `stored_version` finds; see `open_version`."""
     return open_version(note, stored_version(note).folder, frozen=frozen)
 
 

@@ -150,8 +150,7 @@ class Vision:
         return self.alone(Image.new("RGB", (32, 32)))
 
     def alone(self, *images: Image) -> VisionPrompt:
-        """Return the smallest prompt with these images. Raise ConfigError if the images do not suit the
-        model."""
+        """Return the smallest prompt with these images; ConfigError if they do not suit the model."""
         return self.see(self.place * len(images), images)
 
     def shown(self, image: Image) -> VisionPrompt:
@@ -167,8 +166,7 @@ class Vision:
 
     def media_of(self, files: Sequence[bytes], tokens: int) -> Mapping[str, NDArray[Any]]:
         """Return the arrays that the model reads for images given as files; see `VisionPrompt`. Raise
-        ConfigError if an image cannot be read, or they have not as many image tokens as the prompt,
-        `tokens`."""
+        ConfigError if one cannot be read, or they have not the prompt's number of image tokens."""
         seen = self.alone(*map(decode, files))
         found = self.count(seen.ids)
         if found != tokens:

@@ -40,8 +40,7 @@ class Drawn:
         return cls(parts[0].logit_bias, None if parts[0].kept is None else kept)
 
     def kept_at(self, places: Tensor) -> KeptTokens | None:
-        """Return the ids from which the tokens at these places of the batch were drawn, which ascend; None
-        for the whole vocabulary."""
+        """Return the ids that the tokens at these ascending places came from; None: the whole vocabulary."""
         return None if self.kept is None else KeptTokens.concat(self.kept).at(places.numpy())
 
 
@@ -138,8 +137,7 @@ class Batch:
         )
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Split into consecutive batches of `sizes` sequences each. Raise ValueError if their sum is not
-        S."""
+        """Split into consecutive batches of these numbers of sequences; ValueError if they are not S."""
         if sum(sizes) != len(self):
             raise ValueError(f"sizes {list(sizes)} do not add up to {len(self)} sequences")
         batches: list[Batch] = []

@@ -126,8 +126,7 @@ def given_tokens(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:
 
 
 def check_temperature(run: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if `sampling.temperature` is not 1: training computes logprobs at that temperature,
-    but the algorithm needs the model's own likelihoods."""
+    """Yield a problem if `sampling.temperature` is not 1: the model's own likelihoods are needed."""
     if run.sampling.temperature != 1:
         yield Problem(
             "sampling.temperature",

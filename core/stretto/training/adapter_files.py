@@ -44,8 +44,7 @@ def base_of(folder: Path) -> str | None:
 
 
 def _is_of(base: str, model: str) -> bool | None:
-    """Whether an adapter of `base` is one of `model`: the same folder or hub id, or another place of that
-    name. None if the name does not tell."""
+    """Whether `base` is `model`: the same folder or id, or of that name; None if its name does not tell."""
     one, other = (_SNAPSHOT.sub(r"\1/\2", each) for each in map(_place, (base, model)))
     if one == other:
         return True

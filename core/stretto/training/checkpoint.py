@@ -215,8 +215,7 @@ def tensor_names(folder: Path, stem: str) -> list[str]:
 def restore_parameters(
     folder: Path, stem: str, parameters: Mapping[str, nn.Parameter], layout: Layout, prefix: str
 ) -> None:
-    """Fill parameters from full tensors named `<prefix><name>`. Raise EngineError if a tensor is missing or
-    has another shape."""
+    """Fill parameters from full tensors named `<prefix><name>`; EngineError if one is missing or differs."""
     file = _CheckpointFile(folder, stem)
     for name, parameter in parameters.items():
         if f"{prefix}{name}" not in file:

@@ -143,14 +143,12 @@ class RankLayout(Layout):
 
     @abstractmethod
     def counts(self, name: str, parameter: Tensor) -> bool:
-        """Whether a sum over all ranks includes this rank's shard of a parameter. It does not where another
-        rank already counts the same numbers."""
+        """Whether a sum over all ranks includes this shard: another rank may count the same numbers."""
 
     def add_up(
         self, tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Sum the tensors over a group's ranks, in place, in one flat reduction. `dtype`: dtype in which the
-        ranks send and add the tensors."""
+        """Sum tensors over a group's ranks, in place, in one flat reduction in this dtype."""
         flat = torch.cat([tensor.flatten().to(dtype) for tensor in tensors])
         dist.all_reduce(flat, group=group)
         pieces = flat.split([tensor.numel() for tensor in tensors])

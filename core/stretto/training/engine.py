@@ -80,8 +80,7 @@ _ALIGNMENT = 64
 
 
 class HFTraining:
-    """A training engine: a model, its optimizer and its learning rate schedule, in a layout. By default, one
-    process has the whole model."""
+    """A training engine: a model, its optimizer and its learning rate schedule, in a layout."""
 
     def __init__(self, config: ModelTrainingConfig, context: Context, layout: Layout | None = None) -> None:
         self._config = config
@@ -332,8 +331,7 @@ class HFTraining:
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """Return the head's figure for every token, (T,) float32: its logprob, value or reward. It is 0 for
-        tokens without one."""
+        """Return the head's figure for every token, (T,) float32; 0 for tokens without one."""
         micro_batches = self._packing.split(batch, self._config.micro_batch_tokens, whole_groups=False)
         work = [self._work(micro, self._figure_mask(micro), temperature) for micro in micro_batches]
         result = [torch.zeros(micro.num_tokens) for micro in micro_batches]
@@ -428,8 +426,7 @@ class HFTraining:
         return batch.positions() > 0
 
     def _work(self, micro: Batch, mask: Tensor, temperature: float = 1.0, loss: Loss | None = None) -> _Work:
-        """Prepare a micro-batch; `mask` selects the tokens whose figures are wanted, (T,) bool. `loss` is to
-        be computed from them."""
+        """Prepare a micro-batch; `mask`, (T,) bool, selects the tokens whose figures are wanted."""
         places = mask.nonzero().squeeze(1)
         # The output at the token before gives a token's logprob, and the value of the state it was chosen in.
         at = places if self._head == "reward" else places - 1
@@ -460,8 +457,7 @@ class HFTraining:
         return Batch.concat([plain, self._blank])
 
     def _rows(self, work: list[_Work], max_count: int) -> list[ModelInputs]:
-        """Return the rows of each micro-batch. `max_count`: the largest number of micro-batches in any part;
-        blank ones fill the list up to it."""
+        """Return the rows of each micro-batch, filled up with blank ones to the number of any part."""
         rows = [item.rows for item in work]
         if max_count > len(work):
             blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
@@ -485,8 +481,7 @@ def _spread(values: Tensor, work: _Work) -> Tensor:
 
 
 class _Statistics:
-    """Means and maxima over the trained tokens of a whole batch, collected micro-batch by micro-batch.
-    `tokens`: number of trained tokens in all parts."""
+    """Means and maxima over the trained `tokens` of a whole batch, collected micro-batch by micro-batch."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = max(1, tokens)
@@ -494,10 +489,7 @@ class _Statistics:
         self._maxima: dict[str, float] = {}
 
     def add(self, mask: Tensor, loss: Tensor, figures: Mapping[str, Tensor]) -> None:
-        """Add the (T,) figures of a micro-batch; `loss` is its part of the loss of the whole batch, a scalar.
-
-        All figures are reduced together: they leave the device once for each micro-batch.
-        """
+        """Add (T,) figures and the part of the loss. They leave the device together, for speed."""
         if not figures:
             self._add_sum("loss", loss.item())
             return
@@ -561,8 +553,7 @@ def _copy_files(source: str, names: Sequence[str], folder: Path) -> None:
 
 
 def _lr_factor(config: ModelTrainingConfig, step: int) -> float:
-    """Return the factor of the learning rate: warm-up to 1, then constant, or decay to `final_lr_ratio` at
-    `decay_steps`."""
+    """Return the factor of the rate: warm-up to 1, then constant, or decay until `decay_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant" or config.decay_steps is None:

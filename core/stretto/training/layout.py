@@ -58,12 +58,10 @@ class Layout:
         return self.device
 
     def connect(self) -> None:
-        """Connect to the other ranks. The engine calls it before all other methods; a second call does
-        nothing."""
+        """Connect to the other ranks, before all other calls; a second call does nothing."""
 
     def distribute(self, model: PreTrainedModel) -> None:
-        """Reduce a whole model to the parts that this rank holds, in place. Raise EngineError if the model
-        cannot be distributed in this layout."""
+        """Reduce a whole model to this rank's parts, in place; EngineError if that is not possible."""
 
     def close(self) -> None:
         """Disconnect from the other ranks."""
@@ -73,8 +71,7 @@ class Layout:
         return own
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors, assembled from those of all ranks, one after the other; the same in all
-        ranks."""
+        """Yield the full tensors, assembled from those of all ranks one by one; the same in all ranks."""
         yield from tensors
 
     def take(self, into: Tensor, full: Tensor) -> None:
@@ -82,8 +79,7 @@ class Layout:
         into.copy_(full)
 
     def carried(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the layout carries from one optimizer step to the next; the same in all
-        ranks."""
+        """Yield what the layout carries from one optimizer step to the next; the same in all ranks."""
         yield from ()
 
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
@@ -93,13 +89,11 @@ class Layout:
     # ------------------------------------------------------------------------------ the numbers
 
     def gather_ranks(self, value: Any) -> list[Any]:
-        """Return the value, of JSON types, of every rank, in the order of the ranks; the same in all of
-        them."""
+        """Return the values, of JSON types, of all ranks in order; the same in all of them."""
         return [value]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every part, taken from the last rank of the part: that rank computes the
-        model's output."""
+        """Return the value of every part, from its last rank, which computes the model's output."""
         return self.gather_ranks(value)[self.width - 1 :: self.width]
 
     def share(self, output: Tensor) -> Tensor:
@@ -116,8 +110,7 @@ class Layout:
     def forward(
         self, model: nn.Module, rows: Sequence[ModelInputs], take: Callable[[int, Tensor], object]
     ) -> None:
-        """Call `take` with the number and the figures of each micro-batch, in the ranks that compute the
-        figures."""
+        """Call `take` with number and figures of each micro-batch, in the ranks that compute figures."""
         for index, row in enumerate(rows):
             take(index, self.compute(model, row))
 

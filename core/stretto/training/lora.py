@@ -98,8 +98,7 @@ def file_name(name: str) -> str:
 
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that the model's files contain, under the names in the module. Tied
-    parameters appear once."""
+    """Yield parameters, tied ones once, and buffers that files contain, under the module's names."""
     saved_names = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in saved_names:
@@ -156,6 +155,4 @@ def adapter_factors(
 
 
 def _transposed(model: nn.Module) -> set[str]:
-    """Return the names of the modules whose weights are transposed; the product of their adapter's factors
-    must be transposed too."""
     return {name for name, part in model.named_modules() if getattr(part, "fan_in_fan_out", False)}

@@ -129,8 +129,7 @@ def reads_images(config: Any) -> bool:
 
 
 def vision_tower(model: PreTrainedModel) -> str:
-    """Return the name of the module that encodes the images of a vision-language model. Raise EngineError if
-    the model has no such module."""
+    """Return the name of the module that encodes images; EngineError if the model has none."""
     tower: Any = model.get_encoder(modality="image")
     if tower is model or tower is model.base_model:
         raise EngineError(
@@ -142,8 +141,7 @@ def vision_tower(model: PreTrainedModel) -> str:
 def _vision_language(
     source: str, model_config: Any, config: ModelTrainingConfig, head: Head, device: torch.device
 ) -> tuple[PreTrainedModel, InputRows]:
-    """Load a vision-language model. Its rows are padded: images have their own attention, and often their
-    own positions, which packed rows do not support."""
+    """Load a vision-language model, with padded rows: packed ones do not support its attention."""
     if head != "policy":
         raise EngineError(
             f"{source!r} is a vision-language model, and a {head} head on one is not supported; give a text "
@@ -156,8 +154,7 @@ def _vision_language(
 
 
 def image_arguments(model: PreTrainedModel) -> Callable[[Batch, Tensor], dict[str, Tensor]]:
-    """Return a function of a batch and its (R, T) padded ids, which makes the arguments of a vision-language
-    model for the batch's images."""
+    """Return what makes a vision-language model's arguments of a batch's images and (R, T) padded ids."""
     config: Any = model.config
     image_token: int = getattr(config, "image_token_id", None) or config.image_token_index
     # Some models need an argument that marks the image tokens; without it, they would treat the positions of
@@ -239,8 +236,7 @@ def _hidden_states(model: PreTrainedModel) -> Callable[[dict[str, Any]], Tensor]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that Hugging Face declares in `_no_split_modules`, in order; empty if the model
-    declares none."""
+    """Return the modules that Hugging Face declares in `_no_split_modules`, in order; perhaps none."""
     names: set[str] = {*(getattr(model, "_no_split_modules", None) or ())}
     # Look at base classes too: FSDP2 replaces the class of every module by a subclass.
     return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
@@ -255,8 +251,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Apply torch.compile to the feed-forward part of every layer, for any number of tokens. Raise
-    EngineError if the layers have no module `mlp`."""
+    """Apply torch.compile to each layer's `mlp`, for any number of tokens; EngineError if there is none."""
     parts = [layer.mlp for layer in layers_of(model) if isinstance(getattr(layer, "mlp", None), nn.Module)]
     if not parts:
         raise EngineError(

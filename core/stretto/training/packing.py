@@ -104,9 +104,8 @@ class InputRows(Protocol):
     """How batches become inputs: `PackedRows`, `PrefixRows` or `PaddedRows`."""
 
     def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
-        """Split a batch into consecutive micro-batches, each of at most `max_tokens` computed tokens, without
-        padding. A longer sequence gets its own micro-batch. `whole_groups`: keep consecutive sequences with
-        the same `group` together in any case."""
+        """Split into consecutive micro-batches of at most `max_tokens` computed tokens, or one sequence.
+        `whole_groups`: keep consecutive sequences with the same `group` together in any case."""
         return batch.micro_batches(max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:

@@ -99,8 +99,7 @@ class Support:
         return (ids[:, None] == self.bias_ids).float() @ self.bias
 
     def restrict(self, scaled: Tensor, temperature: float) -> Tensor:
-        """Return logits, divided by the temperature, with the bias, and with `_OUT` for the tokens that were
-        not kept: (N, V) float32."""
+        """Return logits, (N, V) float32, with bias, over temperature; `_OUT` for tokens not kept."""
         if len(self.bias_ids):
             bias = (self.bias / temperature).expand(len(scaled), -1)
             scaled = scaled.index_add(-1, self.bias_ids, bias)
@@ -389,8 +388,7 @@ def _chunks(count: int, size: int) -> list[slice]:
 def _scaled_logits(
     states: Tensor, matrix: Tensor, bias: Tensor | None, form: _Form
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the logits divided by the temperature, (C, V) float32, and their slope with respect to the
-    head's output; the slope is None where it is 1."""
+    """Return (C, V) float32 logits over temperature, and their slope by the head's output; None for 1."""
     logits = F.linear(states, matrix, None if bias is None else bias.to(matrix.dtype)).float()
     factor = form.scale
     slope: Tensor | None = None

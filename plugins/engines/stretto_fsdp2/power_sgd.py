@@ -55,8 +55,7 @@ class PowerSgd:
         return float(self._state.compression_stats()[0])
 
     def carried(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the next step needs: the number of steps, the matrices, and each rank's error. All ranks
-        get the same tensors."""
+        """Yield the number of steps, the matrices, and each rank's error; the same in all ranks."""
         state = self._state
         yield "steps", torch.tensor(state.iter)
         yield "rank", torch.tensor(self._config.rank)

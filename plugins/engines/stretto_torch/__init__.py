@@ -88,8 +88,7 @@ _ITEM = {"float32": 4, "bfloat16": 2}
 def slots_within(
     config: TorchInferenceConfig, samples_in_flight: int, sample_bytes: int, memory: float
 ) -> int:
-    """Return the number of slots of a run file without one. `sample_bytes`: keys and values of the longest
-    sample; `memory`: bytes of the device."""
+    """Return the number of slots if the run file has none. Sizes are in bytes."""
     slots = slots_for(samples_in_flight, deterministic=config.deterministic)
     if config.cache_gb is None:
         while slots > FEW_SLOTS and slots * sample_bytes > memory * _CACHE_SHARE:

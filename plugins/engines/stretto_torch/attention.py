@@ -61,8 +61,7 @@ class Prompts:
 
 
 def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Attend:
-    """Return causal attention within each prompt. If there is a cache, it stores keys and values in the
-    prompt's slot."""
+    """Return causal attention within each prompt. If there is a cache, it stores keys and values there."""
     targets = None if cache is None else prompts.cache_indices(cache)
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
@@ -79,8 +78,7 @@ def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Att
 
 
 def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor) -> Attend:
-    """Return causal attention for texts that continue after the tokens in their slots. `ends`: (n,) length of
-    each whole text."""
+    """Return causal attention for texts, of `ends` (n,) tokens each, that continue those in their slots."""
     targets = prompts.cache_indices(cache)
     columns = torch.arange(int(ends.max()), device=cache.device)  # (T,)
     # A text has no block beyond its end.

@@ -74,8 +74,7 @@ class Batcher:
     # ------------------------------------------------------------------------ calls that change the work
 
     def take(self, request: GenerateRequest, arrived: float, images: PromptImages | None = None) -> None:
-        """Take a request, which `arrived` on the clock of `time.monotonic`; ignore it if its id is
-        running."""
+        """Take a request, which came at `arrived`. Ignore it if its id is running."""
         try:
             if self._deterministic and any(len(tokens) for tokens in request.begun):
                 raise RequestError(
@@ -109,13 +108,11 @@ class Batcher:
         self._end_all(self.intake.samples(request), "abort")
 
     def give_up(self) -> list[Chunk]:
-        """Return the last chunks of a batcher that cannot continue: every unfinished sample ends with
-        `abort`. Another engine may finish these samples."""
+        """Return the last chunks, with `abort`: another engine may finish these samples."""
         return [*self._chunks, *(_chunk(sample, NO_TOKENS, "abort") for sample in self.intake)]
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
-        """Use these checked weights from the next token on, and continue with the others as they are. Return
-        how many seconds the swap took."""
+        """Use these checked weights from the next token on. Return the seconds that this took."""
         start, self._decoding_since = monotonic(), None
         self.model.targets.load(tensors)
         self.version = version
@@ -158,9 +155,7 @@ class Batcher:
     def logprobs(
         self, sequence: NDArray[np.int32], images: PromptImages | None = None
     ) -> NDArray[np.float32]:
-        """Return the logprobs (L - 1,) of a text's tokens under the current weights. The text is (L,),
-        with L >= 2.
-        """
+        """Return a text's logprobs (L - 1,) under the current weights, L >= 2."""
         self._decoding_since = None
         context, vocabulary = self.model.shapes.context, self.model.decoder.vocabulary
         if self.version < 0:

@@ -227,8 +227,7 @@ class _DecoderWeights:
         return targets
 
     def _order(self, name: str, height: int) -> Tensor | None:
-        """Return the row order of tensors that get rotated: row 2i of a head takes row i, row 2i + 1 takes
-        row i + D/2. None for all others."""
+        """Return the order of rows that get rotated, or None: 2i and 2i + 1 are i and i + D/2."""
         if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm"):
             return None
         return torch.arange(height).view(-1, 2, self._head_dim // 2).transpose(1, 2).flatten()

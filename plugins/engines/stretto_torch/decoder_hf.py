@@ -214,8 +214,7 @@ class _Masks:
             self._kinds = ["full_attention"]
 
     def at(self, positions: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-        """Return masks (N, 1, P, T) for new tokens at `positions` (N, P) of their slots, by layer type if the
-        model has layer types."""
+        """Return masks (N, 1, P, T) for tokens at `positions` (N, P), perhaps by layer type."""
         masks = {kind: self._mask(kind, positions.unsqueeze(2), length) for kind in self._kinds}
         return masks if self._by_layer_type else masks[self._kinds[0]]
 

@@ -57,8 +57,7 @@ class ImageReader:
     def read(
         self, prompt: NDArray[np.int32], digests: Sequence[Digest], files: Sequence[bytes]
     ) -> PromptImages:
-        """Return the images of a prompt (P,). `digests`: SHA-256 of each file; none for a text in no
-        cache."""
+        """Return the images of a prompt (P,). `digests`: SHA-256 of each file, if they are known."""
         places = np.flatnonzero(prompt == self.vision.image_token)
         try:
             media = self._media_of(tuple(digests), files, len(places))

@@ -13,8 +13,7 @@ from torch import Tensor
 
 
 class LayerShape(NamedTuple):
-    """The keys and values that one layer keeps per token. If values are narrower than keys, the rest is
-    unused."""
+    """Keys and values that a layer keeps per token. If values are narrower, the rest is unused."""
 
     kv_heads: int
     head_dim: int

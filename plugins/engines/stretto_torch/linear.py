@@ -24,8 +24,7 @@ _PACKED_FOR = 32
 
 
 class Linear:
-    """A weight (out_features, in_features), perhaps with a bias (out_features,). After each change of the
-    weight, call `pack`."""
+    """A weight (out_features, in_features), perhaps with a bias. When it has changed, call `pack`."""
 
     __slots__ = ("_bias", "_onednn", "_packed", "_transposed", "_weight")
 

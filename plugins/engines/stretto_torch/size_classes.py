@@ -64,8 +64,7 @@ class SizeClasses:
         return sum(map(self._capacity, needs)) <= self._tokens
 
     def plan(self, needs: Sequence[int], blocks: Sequence[Block | None]) -> Plan:
-        """Order the rows and give each a block with room for its tokens, which must fit. Rows keep their
-        blocks if possible."""
+        """Order the rows and give each a block with room; they must fit, and keep theirs if possible."""
         by_capacity: dict[int, list[int]] = {}
         if self._one_size_class and needs:
             by_capacity[self._common(needs)] = [*range(len(needs))]

@@ -11,8 +11,7 @@ from stretto_torch.images import PromptImages
 
 @dataclass(eq=False)
 class SlotSample(OpenSample):
-    """One answer that is being generated. If the cache is full, the samples that arrived last leave their
-    slots first."""
+    """One answer that is being generated. If the cache is full, those that arrived last leave first."""
 
     stops: StopStrings | None = None
     """The detector of the request's stop strings, if it has any."""

@@ -143,13 +143,11 @@ class Slots:
 
     @property
     def lost_tokens(self) -> int | None:
-        """Tokens that were computed again because the cache had no room for them; None without a prefix
-        cache."""
+        """Tokens computed again for want of room in the cache; None without a prefix cache."""
         return self._prefixes and self._prefixes.lost_tokens
 
     def surplus(self) -> list[SlotSample]:
-        """Return the running samples that must leave before the next step because the cache is too small for
-        all: those that came last."""
+        """Return the samples, the last ones, that must leave before the next step for want of room."""
         if self._steps_in_order:
             return []
         needs = dict(zip(self.running, (self._position[: len(self.running)] + 1).tolist(), strict=True))
