@@ -194,7 +194,8 @@ def files_of(values: Any) -> tuple[bytes, ...]:
 
 def _read(path: str) -> bytes:
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        # A pipe is opened too, without a wait for its writer.
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise ImageError(f"{path!r} is not a regular file")
@@ -206,11 +207,6 @@ def _read(path: str) -> bytes:
         raise ImageError(f"no such file: {path!r}") from error
     except (OSError, ValueError) as error:
         raise ImageError(f"{path!r} cannot be read: {error}") from error
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. A pipe is opened too, without a wait for its writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _path_of(value: Any) -> str | None:

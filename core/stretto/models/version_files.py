@@ -22,6 +22,7 @@ import stat
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -221,7 +222,7 @@ class FolderPublisher:
     def freeze(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write and hash the tensors that every later version has (see `stretto.weights.FreezingPublisher`).
         Raise WeightsError if they cannot be written, or if `root` is not private."""
-        folder, self._newest = self._frozen_folder, None
+        folder, self._newest = self._root / "frozen", None
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             expect_private(self._root)
@@ -282,10 +283,6 @@ class FolderPublisher:
         """Remove all versions and `root`."""
         shutil.rmtree(self._root, ignore_errors=True)
 
-    @property
-    def _frozen_folder(self) -> Path:
-        return self._root / "frozen"
-
     def _in_use(self, versions: Mapping[int, StoredVersion], needed: Collection[int]) -> set[int]:
         kept = {*sorted(versions)[-self._keep :], *(versions.keys() & needed)}
         return {link.manifest.version for each in kept for link in _chain(versions, versions[each])}
@@ -302,7 +299,7 @@ class FolderPublisher:
             manifest = Manifest.of(version, files | self._frozen, self._frozen)
         if manifest.whole:
             for name in self._frozen:
-                (folder / name).hardlink_to(self._frozen_folder / name)
+                (folder / name).hardlink_to(self._root / "frozen" / name)
         manifest.write(folder)
         return manifest
 
@@ -600,26 +597,24 @@ def stored_version(note: WeightsNote) -> StoredVersion:
     """Find a version that another process of this user has made, in the folder `note.address`. Raise
     WeightsError if it cannot be read, or if others can enter its folder or the parent."""
     folder = Path(note.address)
-    try:
+    with _unreadable(note):
         # The files are read to hash them, and later to load them. Nobody else may change them in between.
         expect_private(folder.parent)
         expect_private(folder)
         data = (folder / "manifest.json").read_bytes()
-    except (OSError, WeightsError) as error:
-        reason = (
-            f"version {note.version} at {folder} cannot be read: {error}; without a shared folder, "
-            "weights: bus"
-        )
-        raise WeightsError(reason, version=note.version) from error
     manifest = _read_manifest(data, note)
-    try:
+    with _unreadable(note):
         return StoredVersion.of(folder, manifest)
-    except OSError as error:
-        reason = (
-            f"version {note.version} at {folder} cannot be read: {error}; without a shared folder, "
-            "weights: bus"
-        )
-        raise WeightsError(reason, version=note.version) from error
+
+
+@contextmanager
+def _unreadable(note: WeightsNote) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, WeightsError) as error:
+        reason = f"version {note.version} at {Path(note.address)} cannot be read: {error}"
+        hint = "without a shared folder, weights: bus"
+        raise WeightsError(f"{reason}; {hint}", version=note.version) from error
 
 
 def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
@@ -630,22 +625,16 @@ def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WeightsError(f"{label} cannot be read: {error}", version=note.version) from error
     if bad_names := [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]:
-        raise WeightsError(
-            f"{label} has a file {bad_names[0]!r}; expected plain names that end in .safetensors",
-            version=note.version,
-        )
-    if not {*manifest.frozen} <= manifest.files.keys():
-        raise WeightsError(f"{label} has frozen files that it does not name", version=note.version)
-    if manifest.version != note.version:
-        raise WeightsError(
-            f"{label} is not the announced one: its manifest is of version {manifest.version}",
-            version=note.version,
-        )
-    if digest != note.digest:
-        raise WeightsError(
-            f"{label} is not the announced one: its manifest is of other tensors", version=note.version
-        )
-    return manifest
+        fault = f"has a file {bad_names[0]!r}; expected plain names that end in .safetensors"
+    elif not {*manifest.frozen} <= manifest.files.keys():
+        fault = "has frozen files that it does not name"
+    elif manifest.version != note.version:
+        fault = f"is not the announced one: its manifest is of version {manifest.version}"
+    elif digest != note.digest:
+        fault = "is not the announced one: its manifest is of other tensors"
+    else:
+        return manifest
+    raise WeightsError(f"{label} {fault}", version=note.version)
 
 
 def _file_hashes(path: Path) -> Iterator[tuple[str, str]]:

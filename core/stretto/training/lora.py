@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from stretto.errors import EngineError
 from stretto.models.lora_files import FACTOR_A, FACTOR_B

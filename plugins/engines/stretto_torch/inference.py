@@ -284,19 +284,15 @@ class TorchInferenceEngine:
                 self._loaded.set_exception(error)
                 return
             except Exception as error:  # noqa: BLE001 - `start` raises every error of loading
-                failure = EngineError(
-                    f"cannot serve the model {self._folder!r}: {error!r}; the engines vllm and sglang may"
-                )
-                failure.__cause__ = error
-                self._loaded.set_exception(failure)
+                fault = f"cannot serve the model {self._folder!r}: {error!r}; the engines vllm and sglang may"
+                self._loaded.set_exception(_caused(error, fault))
                 return
             self._loaded.set_result(batcher)
             try:
                 self._serve(batcher)
             except Exception as error:
                 log.exception("the torch inference engine broke")
-                failure = EngineError(f"the torch inference engine broke: {error!r}")
-                failure.__cause__ = error
+                failure = _caused(error, f"the torch inference engine broke: {error!r}")
                 self._end_swaps(failure)
                 self._post(self._break, failure, batcher.give_up())
 
@@ -371,12 +367,8 @@ class TorchInferenceEngine:
             texts = zip(command.sequences, command.images, strict=True)
             command.scores.set_result([batcher.logprobs(sequence, images) for sequence, images in texts])
         except Exception as error:  # noqa: BLE001 - the caller gets the error; serving is not affected
-            failure = EngineError(
-                f"the torch inference engine cannot score: {error}; with `inference.canary: "
-                "null` the run does without"
-            )
-            failure.__cause__ = error
-            command.scores.set_exception(failure)
+            fault = f"the torch inference engine cannot score: {error}; with `inference.canary: null` the run"
+            command.scores.set_exception(_caused(error, f"{fault} does without"))
 
     def _swap(self, batcher: Batcher) -> None:
         newest = max(self._swaps_due, key=lambda swap: swap.order)
@@ -403,6 +395,12 @@ class TorchInferenceEngine:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed, so nobody waits for the call
             self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _caused(error: Exception, fault: str) -> EngineError:
+    failure = EngineError(fault)
+    failure.__cause__ = error
+    return failure
 
 
 def _log_totals(batcher: Batcher) -> None:

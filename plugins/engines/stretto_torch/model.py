@@ -73,12 +73,23 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
     sample_bytes, memory = length * _bytes_of_a_token(model), _memory(model.device, config.share)
     slots = config.slots or slots_within(config, samples_in_flight, sample_bytes, memory)
     shapes = Shapes(slots, length)
-    decoder = _choose(model, shapes, config) if reader is None else _seeing(model, shapes, config, reader)
+    decoder = _choose(model, shapes, config, reader)
     targets = decoder.targets.renamed(names_in_files(model, folder))
     return LoadedModel(decoder, targets, shapes, _eos(model), reader)
 
 
-def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:
+def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig, reader: ImageReader | None) -> Decoder:
+    if reader is None and (fast := _fast_decoder(model, shapes, config)):
+        return fast
+    tokens = _cache_tokens(model, shapes, config, padded_rows(1))
+    decoder = HFDecoder(model, shapes.most_rows, shapes.length, tokens, reader)
+    _refuse_unless_same(decoder, model, difference(decoder, model))
+    if reader is not None:
+        _refuse_unless_same(decoder, model, difference_with_image(decoder, model, reader))
+    return decoder
+
+
+def _fast_decoder(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder | None:
     onednn = prefers_onednn(config.linear, model.device, model.dtype)
     rows, length = shapes.most_rows, shapes.length
     try:
@@ -91,17 +102,7 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
     except UnsuitableError as reason:
         fault = str(reason)
     log.info("transformers runs the model, not the hand-written decoder", why=fault)
-    decoder = HFDecoder(model, rows, length, _cache_tokens(model, shapes, config, padded_rows(1)))
-    _refuse_unless_same(decoder, model, difference(decoder, model))
-    return decoder
-
-
-def _seeing(model: Any, shapes: Shapes, config: TorchInferenceConfig, reader: ImageReader) -> Decoder:
-    tokens = _cache_tokens(model, shapes, config, padded_rows(1))
-    decoder = HFDecoder(model, shapes.most_rows, shapes.length, tokens, reader)
-    _refuse_unless_same(decoder, model, difference(decoder, model))
-    _refuse_unless_same(decoder, model, difference_with_image(decoder, model, reader))
-    return decoder
+    return None
 
 
 def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
