@@ -75,8 +75,7 @@ def encode_chat(
 class _Chat:
     def __init__(self, messages: Sequence[Message], start: int, tokenizer: Tokenizer, tools: Tools) -> None:
         self._messages = messages
-        self._start = start
-        """Number of messages of the prompt."""
+        self._start = start  # number of messages of the prompt
         self._tokenizer = tokenizer
         self._tools = tools
         self._text = self._render(len(messages), opens_answer=False)

@@ -25,10 +25,8 @@ _HEAD = struct.Struct("<BQQ")
 _FEWEST = 4
 """A delta is made if at most a quarter of the words has changed: then it is smaller than half of the file."""
 _MOST_WORDS = 2**32
-_CHUNK = 2**20
-"""Words that are compared at once: they stay in the processor's cache."""
-_LEVEL = 1
-"""Of zlib: higher ones take several times as long for a few per cent of the bytes."""
+_CHUNK = 2**20  # words that are compared at once: they stay in the processor's cache
+_LEVEL = 1  # of zlib: higher ones take several times as long for a few per cent of the bytes
 
 _Words = NDArray[np.unsignedinteger[Any]]
 

@@ -63,8 +63,7 @@ __all__ = [
 ]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are private and named after the run
-_MOST_LINKS = 16
-"""Whole files are written again after this number of deltas."""
+_MOST_LINKS = 16  # whole files are written again after this number of deltas
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 

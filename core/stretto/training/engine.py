@@ -470,8 +470,7 @@ class _Work:
     """One micro-batch on its way through the model."""
 
     batch: Batch
-    places: Tensor
-    """(N,) int64, indices of the tokens for which the head's figures are computed."""
+    places: Tensor  # (N,) int64, indices of the tokens for which the head's figures are computed
     rows: ModelInputs
 
 

@@ -123,8 +123,7 @@ class _Branch:
 
     start: int
     size: int
-    before: Integers
-    """The ancestors of the first node."""
+    before: Integers  # the ancestors of the first node
 
     def depths(self) -> Integers:
         return np.arange(len(self.before), len(self.before) + self.size)

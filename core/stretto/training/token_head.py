@@ -285,8 +285,7 @@ class _Form:
     scale: float
     cap: float | None
     temperature: float
-    chunk: int
-    """Number of tokens of a chunk, C."""
+    chunk: int  # number of tokens of a chunk, C
     entropy_gradient: bool
     whole: bool
 

@@ -48,8 +48,7 @@ class Neighbours:
     """The stages before and after this one, if there are any."""
 
     def __init__(self, line: Sequence[int], index: int, forwards: Any, backwards: Any) -> None:
-        self.after = len(line) - index - 1
-        """Stages after this one."""
+        self.after = len(line) - index - 1  # stages after this one
         has_previous, has_next = index > 0, self.after > 0
         self.hidden_in = _Channel(line[index - 1], forwards) if has_previous else None
         self.gradient_out = _Channel(line[index - 1], backwards) if has_previous else None

@@ -26,12 +26,9 @@ Attend = Callable[[int, Tensor], Tensor]
 class Heads:
     """Number and dimension of a model's attention heads."""
 
-    query: int
-    """K * G."""
-    kv: int
-    """K."""
-    dim: int
-    """D."""
+    query: int  # K * G
+    kv: int  # K
+    dim: int  # D
 
     def keys_and_values(self, qkv: Tensor) -> Tensor:
         """Return the keys and values of each token, which the cache keeps: (N * 2 * K, D)."""
@@ -42,12 +39,9 @@ class Heads:
 class Prompts:
     """Texts that are computed at once, each padded to P columns for attention. n: number of texts."""
 
-    rows: Tensor
-    """(n,) the slot of each text."""
-    positions: Tensor
-    """(n, P) int64, the position of each column in its slot."""
-    real: Tensor
-    """(N,) index of each token among the n * P columns."""
+    rows: Tensor  # (n,) the slot of each text
+    positions: Tensor  # (n, P) int64, the position of each column in its slot
+    real: Tensor  # (N,) index of each token among the n * P columns
 
     def pad_columns(self, x: Tensor) -> Tensor:
         """Return x (N, width) as (n, P, width), with zeros for the padding."""

@@ -142,14 +142,10 @@ def _same_bits(decoder: Decoder, shapes: Shapes, say: Say) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Company:
-    live: int
-    """Number of rows of the step."""
-    row: int
-    """Row of the sample."""
-    prompt: int
-    """Tokens of the sample before the first step."""
-    other_tokens: int
-    """Tokens of each other row before the first step."""
+    live: int  # number of rows of the step
+    row: int  # row of the sample
+    prompt: int  # tokens of the sample before the first step
+    other_tokens: int  # tokens of each other row before the first step
 
 
 def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor | None:

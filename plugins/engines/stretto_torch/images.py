@@ -26,10 +26,8 @@ _KEPT = 32
 class PromptImages:
     """The images of one prompt. P: tokens of the prompt."""
 
-    media: Mapping[str, Tensor]
-    """Arguments of the model, such as `pixel_values`."""
-    places: NDArray[np.int64]
-    """Positions of the image tokens, ascending, at least one."""
+    media: Mapping[str, Tensor]  # arguments of the model, such as `pixel_values`
+    places: NDArray[np.int64]  # positions of the image tokens, ascending, at least one
     salt: NDArray[np.int32]
     """What stands for the image tokens in the texts of the prefix cache: negative, and other numbers for
     other images."""

@@ -67,8 +67,7 @@ class _SwapCommand:
     order: int
     """Number of the `swap` call; if several swaps are due, the one with the highest number is loaded."""
     version: int
-    hashes: Mapping[str, str]
-    """Of all tensors."""
+    hashes: Mapping[str, str]  # of all tensors
     tensors: Mapping[str, Tensor]
     assumed: Collection[str]
     """Names of the tensors that the engine held with the published hash, so that nobody read them."""
@@ -77,8 +76,7 @@ class _SwapCommand:
 
 @dataclass(frozen=True, slots=True)
 class _ScoreCommand:
-    images: Sequence[PromptImages | None]
-    """Of each sequence."""
+    images: Sequence[PromptImages | None]  # of each sequence
     sequences: Sequence[NDArray[np.int32]]
     scores: Future[list[NDArray[np.float32]]] = field(default_factory=Future[list[NDArray[np.float32]]])
 
@@ -111,8 +109,7 @@ class TorchInferenceEngine:
         self._batcher: Batcher | None = None
         self._ended = asyncio.Event()
         self._failure: EngineError | None = None
-        self._reading: dict[str, GenerateRequest] = {}
-        """Requests whose images are being read."""
+        self._reading: dict[str, GenerateRequest] = {}  # requests whose images are being read
         self._reads = anyio.CapacityLimiter(1)
         self._samples_posted = 0
         self._swaps_called = 0

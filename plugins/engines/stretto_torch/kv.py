@@ -22,10 +22,8 @@ class LayerShape(NamedTuple):
 class Block(NamedTuple):
     """A part of the pool, filled from its first token on."""
 
-    start: int
-    """Index of its first token in the pool."""
-    capacity: int
-    """Number of tokens it has room for."""
+    start: int  # index of its first token in the pool
+    capacity: int  # number of tokens it has room for
 
 
 class Move(NamedTuple):

@@ -46,13 +46,10 @@ class LoadedModel:
     """A model ready to be served."""
 
     decoder: Decoder
-    targets: Targets
-    """The tensors that new weights are copied into, by their names in the model's files."""
+    targets: Targets  # the tensors that new weights are copied into, by their names in the model's files
     shapes: Shapes
-    eos: tuple[int, ...]
-    """Tokens that end an answer."""
-    reader: ImageReader | None = None
-    """What reads the images of prompts; None for a model of text."""
+    eos: tuple[int, ...]  # tokens that end an answer
+    reader: ImageReader | None = None  # what reads the images of prompts; None for a model of text
 
 
 def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int = 0) -> LoadedModel:

@@ -31,12 +31,10 @@ class CachedText:
 
     ids: NDArray[np.int32]
     keys: tuple[int, ...]
-    used: int
-    """When the text was added or found: a number that grows with each use."""
+    used: int  # when the text was added or found: a number that grows with each use
     sample: SlotSample | None = None
     """The running sample whose row holds the text; None if it has a separate block."""
-    block: Block = _NOWHERE
-    """The separate block."""
+    block: Block = _NOWHERE  # the separate block
 
     @property
     def place(self) -> SlotSample | Block:

@@ -37,16 +37,12 @@ class TokenSpan:
 class Shapes:
     """The shapes of one engine."""
 
-    slots: int
-    """Number of samples decoded at once."""
-    context: int
-    """Tokens a sample may have, prompt and answer together."""
-    fixed: bool = False
-    """Compute every step with the largest shapes."""
+    slots: int  # number of samples decoded at once
+    context: int  # tokens a sample may have, prompt and answer together
+    fixed: bool = False  # compute every step with the largest shapes
     trimmed: bool = False
     """With `fixed`, fix only the number of rows: attention reads no more positions than needed."""
-    solo_prompts: bool = False
-    """Compute every prompt of a deterministic engine separately."""
+    solo_prompts: bool = False  # compute every prompt of a deterministic engine separately
 
     @property
     def full(self) -> bool:

@@ -30,15 +30,12 @@ _CHEAP = 768
 class Plan:
     """A new order of the rows, and their blocks."""
 
-    order: list[int]
-    """For each new row, its current row."""
-    blocks: list[Block]
-    """The block of each new row, possibly followed by blocks of padding rows."""
+    order: list[int]  # for each new row, its current row
+    blocks: list[Block]  # the block of each new row, possibly followed by blocks of padding rows
     size_classes: list[tuple[int, int]]
     """The rows start..stop-1 of each size class: their blocks are adjacent and have one capacity. In order,
     together all rows."""
-    free: tuple[int, int]
-    """Tokens start..stop-1 of the pool, which are in no block."""
+    free: tuple[int, int]  # tokens start..stop-1 of the pool, which are in no block
 
 
 class SizeClasses:

@@ -52,10 +52,8 @@ NO_TOKENS = SlotOutput(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(
 class _SharedPrompt:
     """A prompt that was computed for one sample of a request, so that the other samples can copy it."""
 
-    lender: SlotSample
-    """The running sample whose slot holds the prompt's keys and values."""
-    logits: Tensor
-    """(V,) float32, the logits after the last token of the prompt."""
+    lender: SlotSample  # the running sample whose slot holds the prompt's keys and values
+    logits: Tensor  # (V,) float32, the logits after the last token of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,7 @@ class SampleEnding:
     sample: SlotSample
     finish: Finish
     error: str
-    unsent: SlotOutput
-    """The part of the answer that has not been sent yet."""
+    unsent: SlotOutput  # the part of the answer that has not been sent yet
 
 
 class Slots:

@@ -19,12 +19,9 @@ from stretto_torch.linear import Linear
 class Target:
     """The place where a decoder keeps one tensor of the checkpoint."""
 
-    into: Tensor
-    """A view of the decoder's own weights, shaped like the tensor."""
-    order: Tensor | None = None
-    """Order of the tensor's rows in `into`; None keeps the order."""
-    factor: float = 1.0
-    """Factor of the tensor's values in `into`."""
+    into: Tensor  # a view of the decoder's own weights, shaped like the tensor
+    order: Tensor | None = None  # order of the tensor's rows in `into`; None keeps the order
+    factor: float = 1.0  # factor of the tensor's values in `into`
 
     def load(self, tensor: Tensor) -> None:
         """Copy, converting dtype and device."""
