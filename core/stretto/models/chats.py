@@ -1,12 +1,9 @@
 """Conversations as tokens to train on: those that the assistant writes, and the context of others.
 
 The chat template writes the whole conversation. A turn of the assistant begins where the template opens an
-answer, and ends with the token that ends the turn, as a sampled answer does. Everything else is context.
-Prompt, turns and the text between them are tokenised separately, as in a conversation with the policy
-(`stretto.agents.conversation`).
-
-A template may drop or change messages: some write no tool calls, some leave out the reasoning of earlier
-turns. `encode_chat` refuses this, because the row would train something else than it says.
+answer, and ends with the token that ends the turn, as a sampled answer does. Prompt, turns and the text
+between them are tokenised separately, as in a conversation with the policy (`stretto.agents.conversation`).
+If a template drops or changes messages, the row would train something else than it says, and is refused.
 """
 
 from __future__ import annotations

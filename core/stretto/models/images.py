@@ -1,10 +1,8 @@
 """Images: their files, and their pixels.
 
 A row has its images in the column `images`, a list, or in `image`, a single one. An image is a path,
-`{"bytes": ..., "path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image.
-
-Every process decodes an image with `decode`, so all of them have the same pixels. An image that could be read
-in several ways is refused: one with several frames, and one in colours other than grey and RGB.
+`{"bytes": ..., "path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image. One
+that could be read in several ways is refused: with several frames, or in colours other than grey and RGB.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Versions that contain only an adapter, and their merge into the model that the adapter was trained on.
 
 A training engine publishes two factors for each matrix W that it adapts: A as `<name>.lora_A.weight` and B as
-`<name>.lora_B.weight`. It orients and scales them so that the new matrix is W + B A. Tensors that it does not
-publish are unchanged. Any weight transport can send such a version. Beside each engine, the adapter is merged
-into the model's own files.
+`<name>.lora_B.weight`. It orients and scales them so that the new matrix is W + B A. Beside each engine, the
+adapter is merged into the model's own files, whose other tensors are unchanged.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ Tensors that training does not change are in files `frozen-00000.safetensors`. T
 hard links in the folder of every later version. A subscriber receives and hashes them once (`FrozenFiles`).
 
 A publisher may also write what has changed since its version before, in files `model-00000.delta` and so on
-(`stretto.models.deltas`), and the files themselves for one version in many only. A subscriber that follows
-keeps the files of the newest version and brings them up to date; one that comes later begins with the files
-of an older version (`stretto.models.version_receiver`). Both compare every tensor with the announcement.
+(`stretto.models.deltas`), and the files themselves for one version in many only, with which subscribers begin
+(`stretto.models.version_receiver`). Every tensor is compared with the announcement.
 """
 
 from __future__ import annotations

@@ -2,11 +2,7 @@
 
 The model's own processor decides how many tokens of the prompt represent each image, and which arrays the
 model reads beside the ids. It always uses its Pillow and NumPy backend, so that every process gets the same
-result for an image.
-
-The arrays are never sent between workers: rollout workers make the ids, engines and trainers the arrays.
-Engines get the files from the rollout worker that asks them. Trainers have the images of rows from the
-dataset, and those that workflows add from the log.
+result for an image: rollout workers make the ids, engines and trainers the arrays from the images' files.
 """
 
 from __future__ import annotations

@@ -93,7 +93,9 @@ class Batcher:
             return
         for sample in samples:
             sample.stops, sample.images = stops, images
-            if finish := _finish_on_arrival(sample):
+            is_complete = stops is not None and len(sample.begun) and stops.end(sample.begun)
+            finish: Finish = "stop" if is_complete else sample.finish_on_arrival
+            if finish:
                 self._end(sample, finish)
 
     def _check_images(self, request: GenerateRequest, images: PromptImages | None) -> None:
@@ -226,12 +228,6 @@ class Batcher:
     ) -> None:
         self._chunks.append(_chunk(sample, unsent, finish, error))
         self.intake.close(sample)
-
-
-def _finish_on_arrival(sample: SlotSample) -> Finish:
-    if sample.stops is not None and len(sample.begun) and sample.stops.end(sample.begun):
-        return "stop"
-    return sample.finish_on_arrival
 
 
 def _chunk(sample: SlotSample, answer: SlotOutput, finish: Finish = "", error: str = "") -> Chunk:

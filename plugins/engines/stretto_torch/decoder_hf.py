@@ -204,14 +204,9 @@ class _Masks:
         self._chunk: int | None = getattr(config, "attention_chunk_size", None)
         layer_types: Sequence[str] | None = getattr(config, "layer_types", None)
         self._by_layer_type = layer_types is not None
-        if layer_types is not None:
-            self._kinds = sorted(set(layer_types))
-        elif self._window is not None:
-            self._kinds = ["sliding_attention"]
-        elif self._chunk is not None:
-            self._kinds = ["chunked_attention"]
-        else:
-            self._kinds = ["full_attention"]
+        kind = "chunked_attention" if self._chunk is not None else "full_attention"
+        kind = kind if self._window is None else "sliding_attention"
+        self._kinds = [kind] if layer_types is None else sorted(set(layer_types))
 
     def at(self, positions: Tensor, length: int) -> Tensor | dict[str, Tensor]:
         """Return masks (N, 1, P, T) for tokens at `positions` (N, P), perhaps by layer type."""

@@ -39,12 +39,14 @@ class Linear:
         """Copy the weight into the order of its kernel, if that is another one."""
         if self._onednn:
             self._packed = None  # one copy at a time
-            self._packed = _pack(self._weight)
+            reorder: Any = torch.ops.mkldnn._reorder_linear_weight
+            self._packed = reorder(self._weight, _PACKED_FOR)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return `x @ weight.T + bias` (rows, out_features) for x (rows, in_features)."""
         if self._packed is not None:
-            return _onednn(x, self._packed, self._bias)
+            linear: Any = torch.ops.mkldnn._linear_pointwise
+            return linear(x, self._packed, self._bias, "none", [], "")
         return F.linear(x, self._weight, self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -72,13 +74,3 @@ def _is_amd() -> bool:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-
-
-def _pack(weight: Tensor) -> Tensor:
-    reorder: Any = torch.ops.mkldnn._reorder_linear_weight
-    return reorder(weight, _PACKED_FOR)
-
-
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    linear: Any = torch.ops.mkldnn._linear_pointwise
-    return linear(x, weight, bias, "none", [], "")

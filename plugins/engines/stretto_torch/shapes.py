@@ -3,9 +3,7 @@ shapes of prefills in deterministic engines.
 
 The number of rows is padded to a multiple of 8 and lengths to a multiple of 32. Prompts that one prefill
 computes have the same number of columns, a multiple of 16. With such shapes every kernel in use has been
-observed to give the same bits for a row, whatever the shape; `determinism.py` tests it. If the test fails,
-every prompt is computed separately; if that does not suffice, the number of rows is fixed at its largest, and
-last the lengths too.
+observed to give the same bits for a row; `determinism.py` tests it, and says what is fixed if it fails.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The allocator of the cache: it gives each row a block of the pool.
 
-A row has a block of the smallest capacity that holds it, and moves to a larger block when that one is full,
-or when the rows of its capacity are so few that they join those of the next. The rows of one capacity form a
-size class: their blocks are adjacent in the pool, and the rows are adjacent in the step, so that attention
-reads them as one tensor. The pool begins with the blocks of all size classes except the largest, larger
-capacities first. Each capacity divides those before it, so that most blocks keep their positions when a size
-class before them grows or shrinks by one block. The size class of the largest capacity is at the end of the
-pool: its capacity is the slot's own length, which the other capacities need not divide. The space between the
-two parts is free.
+A row has a block of the smallest capacity that holds it, or of the next one if its rows are few. The rows of
+one capacity form a size class: they are adjacent in the pool and in the step, so that attention reads them as
+one tensor. The pool begins with the blocks of all size classes except the largest, larger capacities first.
+Each capacity divides those before it, so that most blocks keep their positions when a size class before them
+grows or shrinks by one block. At the end of the pool is the largest one, whose capacity is the slot's own
+length, which the others need not divide. The space between is free.
 """
 
 from __future__ import annotations
