@@ -94,21 +94,6 @@ def test_images_come_from_paths_bytes_and_pillow(tmp_path: Path) -> None:
     assert images_of({"prompt": "x", "images": []}) == []
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"images": ["/no/a.png"], "id": "r1"}, "column 'images' of row 'r1': no such file: '/no/a.png'"),
-        ({"images": "a.png"}, "column 'images': expected a list of images, found str 'a.png'"),
-        ({"images": [3]}, r"column 'images': expected a path, or \{'bytes'.*found int '3'"),
-        ({"image": {"bytes": b"no", "path": ""}}, "column 'image': what its bytes hold is no image"),
-        ({"image": "a", "images": ["b"]}, "and the column 'image' both hold images"),
-    ],
-)
-def test_what_is_no_image_is_one_clear_error(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        images_of(row)
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_prompt_has_as_many_image_tokens_as_the_model_features(
     vision_models: Models, architecture: str

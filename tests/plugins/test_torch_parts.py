@@ -509,25 +509,6 @@ def test_a_model_whose_weights_are_not_finite_is_refused_by_name(
         load_model(str(tmp_path), TorchInferenceConfig(slots=4, device="cpu"))
 
 
-def test_abort_frees_the_slot_before_the_next_decode_step() -> None:
-    with torch.inference_mode():
-        batcher = make_batcher(tiny_model(), slots=2)
-        for name in ("a", "b", "next"):
-            take(batcher, name, 8, 100)
-        for _ in range(3):
-            batcher.step()
-        batcher.collect()
-        batcher.step()
-        batcher.abort("a")
-        freed = (len(batcher.slots.running), batcher.intake.waiting)
-        batcher.step()
-        ended, *others = batcher.collect()
-
-    assert freed == (1, 1)
-    assert (ended.request, ended.finish, len(ended.tokens)) == ("a", "abort", 1)
-    assert [(chunk.request, len(chunk.tokens)) for chunk in others] == [("b", 2), ("next", 2)]
-
-
 def test_fixed_shapes_give_the_same_answers() -> None:
     def answers(*, fixed: bool) -> dict[str, list[int]]:
         batcher = make_batcher(model, slots=20, fixed=fixed, deterministic=True)
