@@ -37,11 +37,6 @@ class CachedText:
     block: Block = _NOWHERE  # the separate block
 
     @property
-    def place(self) -> SlotSample | Block:
-        """Where the text is."""
-        return self.sample or self.block
-
-    @property
     def stop(self) -> int:
         """The token of the pool after its separate block."""
         return self.block.start + self.block.capacity
@@ -86,7 +81,7 @@ class Prefixes:
         if found is None or shared < SHORTEST:
             return None
         found.used = self._next_use()
-        return found.place, shared
+        return found.sample or found.block, shared
 
     def hold(self, sample: SlotSample, ids: NDArray[np.int32]) -> None:
         """Record that a running sample's slot begins with this text."""
