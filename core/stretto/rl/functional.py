@@ -432,13 +432,9 @@ def bounded_kl(logprobs: Tensor, behaviour_logprobs: Tensor, *, bound: float = 1
 
 def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
     """Return the KL coefficient of the next step, Ziegler et al. 2019 (1909.08593), section 2.2. It grows if
-    the KL is above `target` and shrinks if the KL is below.
-
-    Args:
-        kl: KL per answer from the step's samples to the reference, in nats.
-        horizon: number of samples over which the coefficient changes by at most a fifth. A step with more
-            samples counts as `horizon` samples, so that the coefficient cannot become negative.
-    """
+    the KL per answer from the step's samples to the reference, in nats, is above `target`, and shrinks if it
+    is below, by at most a fifth over `horizon` samples. A step with more samples counts as `horizon`, so that
+    the coefficient cannot become negative."""
     error = min(0.2, max(-0.2, kl / target - 1))
     return coef * (1 + error * min(1.0, samples / horizon))
 

@@ -106,13 +106,9 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def merge_adapters(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's own tensors with their adapters merged, under the names of the files.
-
-    Args:
-        tensors: full tensors in the order of `published_tensors`: a module's weight comes before the two
-            factors of its adapter.
-        model: the model as this rank holds it; it may have only some of the tensors.
-    """
+    """Yield the model's own tensors with their adapters merged, under the names of the files. The full
+    tensors come in the order of `published_tensors`: a module's weight before the two factors of its adapter.
+    This rank's model may have only some of them."""
     transposed = _transposed(model)
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -133,12 +129,8 @@ def adapter_factors(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield adapters in the form of `stretto.models.lora_files`: two factors for each matrix; a reader adds
-    their product to the matrix.
-
-    Args:
-        tensors: full tensors of the adapters under the names of the files, A of a module before B.
-        model: the model as this rank holds it; it may have only some of the tensors.
-    """
+    their product to the matrix. The full tensors come under the names of the files, A of a module before B.
+    This rank's model may have only some of them."""
     transposed = _transposed(model)
     a: Tensor | None = None
     for name, tensor in tensors:

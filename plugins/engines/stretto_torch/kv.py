@@ -39,12 +39,7 @@ class SlotCache:
 
     `layers[i]` is (2 * (tokens + 1) * kv_heads, head_dim): all keys, then all values. Within a block the key
     of head k at position p is at `start * kv_heads + k * capacity + p`. Rows without a block write to the one
-    additional token.
-
-    Args:
-        rows: number of rows of the largest step.
-        tokens: size of the pool.
-    """
+    additional token. `rows`: number of rows of the largest step; `tokens`: size of the pool."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], rows: int, tokens: int, device: torch.device, dtype: torch.dtype

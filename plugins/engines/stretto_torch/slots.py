@@ -70,7 +70,6 @@ class Slots:
     """Rows and lanes of the running samples.
 
     Args:
-        shapes: shapes to compute with.
         image_token: id that stands for images; -1 for a model of text. An answer with it has no meaning.
         deterministic: make a sample's bits independent of other samples: every prompt is computed whole, with
             others of the same padded length, and a sample that has a slot keeps it.
