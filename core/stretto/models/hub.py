@@ -11,7 +11,7 @@ __all__ = ["download"]
 
 _BESIDE = (".json", ".txt", ".model", ".jinja")
 """Suffixes of the files beside the weights: configs, tokenizer, template."""
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0  # protects a start without a network from a long wait for the hub
 
 
 def download(model: str, say: Callable[[str, str], None]) -> None:

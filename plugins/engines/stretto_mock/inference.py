@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
     from stretto_mock import MockInferenceConfig
 
-_TICK_S = 0.01
+_TICK_S = 0.01  # protects the event loop from an engine of many tokens per second
 _MOST_STEPS = 8  # steps that are computed at once, if no sample ends before
 _EMIT_S = 0.02
 """Time between two messages of an engine that decodes in steps, unless it has no more to do."""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_EMIT_EVERY_S = 0.02
+_EMIT_EVERY_S = 0.02  # protects the event loop from a message for each decode step
 
 
 @dataclass(frozen=True, slots=True)
