@@ -92,10 +92,8 @@ class Row:
 
     block: Any
     text: int
-    had: int
-    """Tokens in the pool."""
-    need: int
-    """And so many soon."""
+    had: int  # tokens in the pool
+    need: int  # and so many soon
 
 
 class Pool:
