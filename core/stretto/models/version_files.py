@@ -19,7 +19,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -606,7 +606,7 @@ def stored_version(note: WeightsNote) -> StoredVersion:
 
 
 @contextmanager
-def _unreadable(note: WeightsNote) -> Iterator[None]:
+def _unreadable(note: WeightsNote) -> Generator[None]:
     try:
         yield
     except (OSError, WeightsError) as error:
